@@ -1,0 +1,97 @@
+"""P virtual ranks in one process, advanced together from one op to the next.
+
+A rank that asks for another op than its peers is named, not waited for. Replies are formed as a real
+engine forms them (AllReduce overwrites the tensor it was given), so that a scheme which reads a tensor
+after handing it over is wrong here too. Sums are formed in rank order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradsieve.comm.meter import Meter
+from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op, describe
+from gradsieve.errors import MismatchError
+from gradsieve.types import Program, Result
+
+
+def run(programs: Sequence[Program[Result]], meters: Sequence[Meter] | None = None) -> list[Result]:
+    """Drive one program a rank to its end; the results in rank order."""
+    world = len(programs)
+    results: dict[int, Result] = {}
+    replies: list[Tensor | None] = [None] * world
+    while True:
+        asked: list[Op | None] = [None] * world
+        for rank, program in enumerate(programs):
+            try:
+                asked[rank] = program.send(replies[rank])  # type: ignore[arg-type]  # None starts a generator
+            except StopIteration as end:
+                results[rank] = end.value
+            replies[rank] = None
+        ops = _agreed(asked)
+        if ops is None:
+            return [results[rank] for rank in range(world)]
+        if meters is not None:
+            for meter, op in zip(meters, ops, strict=True):
+                meter.count(op)
+        replies = _perform(ops)
+
+
+def _agreed(asked: list[Op | None]) -> list[Op] | None:
+    """The ops of all ranks if they are of one kind; None if all ranks are done."""
+    words = ["nothing more" if op is None else describe(op) for op in asked]
+    usual, _ = Counter(words).most_common(1)[0]
+    odd = [f"rank {rank} asked for {word}" for rank, word in enumerate(words) if word != usual]
+    if odd:
+        raise MismatchError(f"{'; '.join(odd)}; the other ranks asked for {usual}")
+    present = [op for op in asked if op is not None]
+    return present or None
+
+
+def _perform(ops: list[Op]) -> list[Tensor | None]:
+    world = len(ops)
+    tensors = [op.tensor for op in ops]
+    match ops[0]:
+        case AllGather():
+            return [torch.stack(tensors)] * world
+        case AllReduce():
+            total = tensors[0].clone()
+            for tensor in tensors[1:]:
+                total += tensor
+            return [tensor.copy_(total) for tensor in tensors]
+        case Broadcast(root=root):
+            source = tensors[root].clone()
+            return [tensor.copy_(source) for tensor in tensors]
+        case AllToAll():
+            return _all_to_all([op for op in ops if isinstance(op, AllToAll)])
+        case Exchange():
+            return _exchange([op for op in ops if isinstance(op, Exchange)])
+
+
+def _all_to_all(ops: list[AllToAll]) -> list[Tensor | None]:
+    parts = [torch.split(op.tensor, list(op.send_counts)) for op in ops]
+    for sender, op in enumerate(ops):
+        for receiver, count in enumerate(op.send_counts):
+            expected = ops[receiver].receive_counts[sender]
+            if count != expected:
+                raise MismatchError(
+                    f"rank {sender} sends {count} rows to rank {receiver}, which expects {expected}"
+                )
+    return [torch.cat([part[receiver] for part in parts]) for receiver in range(len(ops))]
+
+
+def _exchange(ops: list[Exchange]) -> list[Tensor | None]:
+    replies: list[Tensor | None] = []
+    for rank, op in enumerate(ops):
+        peer = ops[op.source]
+        if peer.to != rank or peer.tensor.numel() != op.receive:
+            raise MismatchError(
+                f"rank {rank} expects {op.receive} elements from rank {op.source}, "
+                f"which sends {peer.tensor.numel()} to rank {peer.to}"
+            )
+        replies.append(peer.tensor.clone())
+    return replies

@@ -1,0 +1,45 @@
+"""Everything gradsieve raises.
+
+    GradsieveError
+    |-- ConfigError        a setting that cannot work; raised before training starts
+    |-- ProtocolError      ranks disagree about what to do
+    |   |-- MismatchError      one rank asked for another collective than its peers
+    |   `-- DivergenceError    replicas are no longer bit-identical
+    |-- Malformed          bytes from a peer or a file failed their check; nothing was applied
+    |-- PeerError          a collective failed or timed out; the step was rolled back
+    `-- LabError           the test network cannot be built here (root or `ip` missing, bad name)
+
+Each message names the rank, the step, the cause and, where there is one, the fix.
+"""
+
+
+class GradsieveError(Exception):
+    """Base of every error raised by gradsieve."""
+
+
+class ConfigError(GradsieveError, ValueError):
+    """A setting that cannot work."""
+
+
+class ProtocolError(GradsieveError, RuntimeError):
+    """Ranks disagree about what to do."""
+
+
+class MismatchError(ProtocolError):
+    """One rank asked for another collective than its peers."""
+
+
+class DivergenceError(ProtocolError):
+    """Replicas are no longer bit-identical."""
+
+
+class Malformed(GradsieveError, ValueError):  # noqa: N818 - "Malformed message" reads as what it is
+    """Bytes from a peer or a file failed their check."""
+
+
+class PeerError(GradsieveError, RuntimeError):
+    """A collective failed or timed out."""
+
+
+class LabError(GradsieveError, RuntimeError):
+    """The test network cannot be built on this machine."""

@@ -1,0 +1,21 @@
+"""A real multi-host network on one Linux machine.
+
+    with Lab(hosts=4, rate="1gbit", delay="5ms") as lab:
+        exit_codes = lab.run(["python", "train.py"])
+
+Each host is a network namespace with its own address on `eth0`; a switch joins them; the kernel's own TCP
+runs between them. Reading order:
+
+    lab.py         what a user holds
+    network.py     hosts, switch and links, as lines for `ip` and `tc`
+    relay.py       delay, where the kernel has no netem
+    ranks.py       one process a host, watched to its end
+    namespaces.py  making, entering, emptying, sweeping
+
+Imports nothing of gradsieve but its errors, and never torch.
+"""
+
+from gradsieve.lab.lab import Lab
+from gradsieve.lab.tools import available
+
+__all__ = ["Lab", "available"]

@@ -1,0 +1,35 @@
+"""The registry: adding a scheme is its file and one line here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradsieve.errors import ConfigError
+from gradsieve.schemes.base import Scheme
+from gradsieve.schemes.dense import Dense
+from gradsieve.schemes.exdyna import ExDyna
+from gradsieve.schemes.exdyna_paper import ExDynaPaper
+from gradsieve.schemes.micro import Micro
+from gradsieve.schemes.noop import Noop
+from gradsieve.schemes.topk import TopK
+
+SCHEMES: dict[str, type[Scheme[Any]]] = {
+    "noop": Noop,
+    "dense": Dense,
+    "topk": TopK,
+    "micro": Micro,
+    "exdyna": ExDyna,
+    "exdyna-paper": ExDynaPaper,
+}
+
+
+def make(scheme: str | Scheme[Any], density: float | None = None) -> Scheme[Any]:
+    """A scheme from its name, or the given object itself."""
+    if isinstance(scheme, Scheme):
+        if density is not None and density != scheme.density:
+            raise ConfigError(f"density={density} given, but the scheme object says {scheme.density}: drop one")
+        return scheme
+    if scheme not in SCHEMES:
+        raise ConfigError(f"no scheme is called {scheme!r}; there are: {', '.join(SCHEMES)}")
+    kind = SCHEMES[scheme]
+    return kind() if density is None or kind.lossless else kind(density=density)

@@ -1,0 +1,68 @@
+"""What a scheme is: which elements travel, how, and what each rank pays.
+
+Adding one is a file beside this one with the same four parts in the same order (docstring with numbered
+recipe, the scheme's settings, its State, `step`) and one line in `schemes/__init__.py`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Generic
+
+from torch import Tensor
+
+from gradsieve.comm.ops import AllReduce
+from gradsieve.types import Ctx, Outcome, Program, Sparse, State, check_density, target_count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme(ABC, Generic[State]):
+    """A frozen dataclass: its fields are its settings, its State travels through `step`."""
+
+    density: float = 0.001
+    """Share of the elements that travels each step."""
+
+    lossless: ClassVar[bool] = False
+    """True where every step spends everything: such a scheme needs no residual."""
+
+    silent: ClassVar[bool] = False
+    """True for the one scheme that never communicates."""
+
+    def __post_init__(self) -> None:
+        check_density(self.density)
+
+    @abstractmethod
+    def begin(self, n: int, world: int, previous: State | None = None) -> State:
+        """The state of a bucket of n elements before its first step.
+
+        `previous` is a state of the layout before (DDP rebuilt its buckets, the world size changed): what
+        holds for the whole model, such as a threshold, is taken over from it.
+        """
+
+    @abstractmethod
+    def step(self, acc: Tensor, state: State, ctx: Ctx) -> Program[Outcome[State]]:
+        """One exchange. Reads `acc`, mutates nothing."""
+
+    def settle(self, states: Sequence[State]) -> list[State]:
+        """End of a step, with the new states of all buckets: what is decided for the whole model."""
+        return list(states)
+
+    def report(self, state: State) -> Mapping[str, float]:
+        """Figures worth watching: threshold, imbalance."""
+        return {}
+
+    @abstractmethod
+    def expected_words(self, n: int, world: int, imbalance: float = 1.0) -> float:
+        """Four-byte words that a rank receives in one step, by the published formula."""
+
+    def k(self, n: int) -> int:
+        return target_count(self.density, n)
+
+    def exchange(self, acc: Tensor, state: State, ctx: Ctx) -> Program[Outcome[State]]:
+        """The door every driver uses: density 1 is the dense exchange, whatever the scheme."""
+        if self.density < 1.0 or self.lossless:
+            return (yield from self.step(acc, state, ctx))
+        total = yield AllReduce(acc.clone())
+        return Outcome(Sparse.full(total), Sparse.full(acc), state)

@@ -1,0 +1,98 @@
+"""ExDyna (arXiv 2402.13781): exclusive partitions of fine-grained blocks, balanced while training runs.
+
+1. Divide the vector into blocks; a partition is a contiguous run of blocks.
+2. In step t rank r owns partition (t + r) mod P and selects there what is above the threshold.
+3. Gather the selected indices of all ranks, counts included, in one collective.
+4. All-reduce the values at those indices.
+5. Adjust the partitions: every rank knows all selected indices now, so the cuts that would have given all
+   partitions the same work are the quantiles of these indices. Move part of the way there.
+6. Scale the threshold by the error of the count.
+
+The published rules (neighbours compared two by two, fixed factors) are in `exdyna_paper.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gradsieve.comm.ops import AllReduce
+from gradsieve.schemes.base import Scheme
+from gradsieve.schemes.exclusive import (
+    SLACK,
+    Gathered,
+    Partitioned,
+    absorb,
+    gather_selected,
+    quota,
+    settle_threshold,
+)
+from gradsieve.types import Ctx, Outcome, Program, Sparse
+
+_MOVE = 0.2
+"""How far the cuts move toward this step's quantiles. These are noisy where a rank sends few elements."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class State(Partitioned):
+    cuts: Tensor
+    """P + 1 partition edges as element positions, not yet rounded to blocks: rounding them for good would
+    swallow moves of less than half a block, and the adjustment could stall."""
+    age: int = 0
+    """Steps since the cuts were laid. The first moves are the largest: the mean of all quantiles so far."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExDyna(Scheme[State]):
+    blocks_per_partition: int = 64
+    """Finer blocks balance better; coarser ones keep a partition's edges in place longer."""
+
+    def begin(self, n: int, world: int, previous: State | None = None) -> State:
+        threshold = previous.threshold if previous else 0.0
+        cuts = torch.arange(world + 1, dtype=torch.float64) * n / world
+        return State(n=n, threshold=threshold, share=float(self.k(n)), cuts=cuts)
+
+    def step(self, acc: Tensor, state: State, ctx: Ctx) -> Program[Outcome[State]]:
+        n, world = state.n, ctx.world
+        # 1.
+        block = max(1, n // (world * self.blocks_per_partition))
+        cuts = ((state.cuts / block).round() * block).long()
+        cuts[-1] = n
+        # 2. and 3.
+        quotas = quota(torch.ones(world), state.share)
+        capacity = min(n, max(1, -int(-SLACK * state.share // world)))
+        gathered = yield from gather_selected(acc, cuts, quotas, capacity, state.threshold, ctx)
+        # 4.
+        mine = acc[gathered.picked]
+        total = yield AllReduce(mine.clone())
+        # 5. and 6. The threshold is scaled in `settle`, when all buckets of the model are known.
+        new = replace(absorb(state, gathered), cuts=_balanced(state, gathered), age=state.age + 1)
+        return Outcome(Sparse(gathered.picked, total, n), Sparse(gathered.picked, mine, n), new)
+
+    def settle(self, states: Sequence[State]) -> list[State]:
+        return settle_threshold(states, self.k(sum(state.n for state in states)))
+
+    def report(self, state: State) -> Mapping[str, float]:
+        return {"threshold": state.threshold, "imbalance": state.imbalance}
+
+    def expected_words(self, n: int, world: int, imbalance: float = 1.0) -> float:
+        return self.k(n) * (imbalance + 2.0) * (world - 1) / world
+
+
+def _balanced(state: State, gathered: Gathered) -> Tensor:
+    """Cuts moved toward the quantiles of the selected indices."""
+    world = gathered.sent.numel()
+    if not gathered.picked.numel():
+        return state.cuts
+    # An index stands for the demand of its partition that did not fit into the row as well.
+    weight = (gathered.demand / gathered.sent.clamp(min=1)).double()
+    load = weight.repeat_interleave(gathered.sent).cumsum(0)
+    goals = torch.arange(1, world, device=load.device) / world * load[-1]
+    quantiles = gathered.picked[torch.searchsorted(load, goals)].cpu()
+    cuts = state.cuts.clone()
+    move = max(_MOVE, 1 / (state.age + 1))
+    cuts[1:-1] += move * (quantiles - cuts[1:-1])
+    return cuts

@@ -1,0 +1,64 @@
+"""MiCRO (arXiv 2310.00967): exclusive equal partitions and a threshold that keeps the density.
+
+1. Cut the vector into P equal partitions, once.
+2. In step t rank r owns partition (t + r) mod P and selects there what is above the threshold.
+3. Gather the selected indices of all ranks.
+4. All-reduce the values at those indices.
+5. Scale the threshold by the error of the count.
+
+Partitions are never adjusted: where gradients are skewed, one rank's row is long and everybody pays for it
+(f in the formula). ExDyna is this scheme with balanced partitions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gradsieve.comm.ops import AllReduce
+from gradsieve.schemes.base import Scheme
+from gradsieve.schemes.exclusive import SLACK, Partitioned, absorb, gather_selected, quota, settle_threshold
+from gradsieve.types import Ctx, Outcome, Program, Sparse
+
+
+@dataclass(frozen=True, kw_only=True)
+class State(Partitioned):
+    load: Tensor
+    """Share of the count that each partition holds; rows are as long as the heaviest one needs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Micro(Scheme[State]):
+    def begin(self, n: int, world: int, previous: State | None = None) -> State:
+        threshold = previous.threshold if previous else 0.0
+        load = torch.full((world,), 1.0 / world, dtype=torch.float64)
+        return State(n=n, threshold=threshold, share=float(self.k(n)), load=load)
+
+    def step(self, acc: Tensor, state: State, ctx: Ctx) -> Program[Outcome[State]]:
+        n, world = state.n, ctx.world
+        # 1.
+        cuts = torch.arange(world + 1) * n // world
+        # 2. and 3.
+        quotas = quota(state.load, state.share)
+        capacity = min(n, 1 + int(SLACK * state.share * float(state.load.max())))
+        gathered = yield from gather_selected(acc, cuts, quotas, capacity, state.threshold, ctx)
+        # 4.
+        mine = acc[gathered.picked]
+        total = yield AllReduce(mine.clone())
+        # 5. The threshold is scaled in `settle`, when all buckets of the model are known.
+        new = absorb(state, gathered)
+        if new.demand:
+            new = replace(new, load=(state.load + gathered.demand.cpu() / new.demand) / 2)
+        return Outcome(Sparse(gathered.picked, total, n), Sparse(gathered.picked, mine, n), new)
+
+    def settle(self, states: Sequence[State]) -> list[State]:
+        return settle_threshold(states, self.k(sum(state.n for state in states)))
+
+    def report(self, state: State) -> Mapping[str, float]:
+        return {"threshold": state.threshold, "imbalance": state.imbalance}
+
+    def expected_words(self, n: int, world: int, imbalance: float = 1.0) -> float:
+        return self.k(n) * (imbalance + 2.0) * (world - 1) / world

@@ -1,0 +1,96 @@
+"""The nouns of the library, and the letters every file uses for them.
+
+    n      elements in one bucket            P, world   ranks in the group
+    k      elements to send per step         r, rank    this rank
+    g      this rank's gradient              t, step    iterations committed so far
+    e      residual: what was not sent yet   acc        e + g, what could be sent now
+
+The law of the library: over all ranks, the sum of `spent` equals `update`, element by element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from gradsieve.errors import ConfigError
+
+State = TypeVar("State")
+Result = TypeVar("Result")
+
+Program: TypeAlias = Generator[Any, Tensor, Result]
+"""A computation that yields communication ops (`gradsieve.comm.ops`) and is sent their replies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sparse:
+    """Some elements of a vector of `numel`; every other element is zero.
+
+    `indices` are sorted and unique. `None` stands for all of them, so that a dense vector needs no index.
+    """
+
+    indices: Tensor | None
+    values: Tensor
+    numel: int
+
+    @classmethod
+    def full(cls, values: Tensor) -> Sparse:
+        return cls(None, values, values.numel())
+
+    @property
+    def count(self) -> int:
+        return self.values.numel()
+
+    def to_dense(self) -> Tensor:
+        if self.indices is None:
+            return self.values.clone()
+        out = torch.zeros(self.numel, dtype=self.values.dtype, device=self.values.device)
+        out[self.indices] = self.values
+        return out
+
+    def subtract_from(self, vector: Tensor) -> None:
+        """vector -= self, touching only the elements present."""
+        if self.indices is None:
+            vector.sub_(self.values)
+        else:
+            vector[self.indices] -= self.values
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome(Generic[State]):
+    """What one step of a scheme means for everybody and for this rank. Nothing is mutated before commit."""
+
+    update: Sparse
+    """Identical on every rank: the sum of what all ranks spent."""
+    spent: Sparse
+    """This rank's own contribution to `update`; the rest of `acc` stays in its residual."""
+    state: State
+    """The scheme's state for the next step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ctx:
+    """Where and when a scheme runs."""
+
+    rank: int
+    world: int
+    step: int
+
+
+def target_count(density: float, n: int) -> int:
+    """k = floor(density * n), at least 1 of a non-empty vector.
+
+    The shortest decimal of `density` is what the user wrote; exact integer arithmetic on it gives 29 for
+    0.29 of 100, where the product of two floats gives 28.
+    """
+    return min(n, max(1, int(Decimal(repr(density)) * n)))
+
+
+def check_density(density: float) -> None:
+    if not 0.0 < density <= 1.0:
+        raise ConfigError(f"density must be above 0 and at most 1, not {density!r} (0.001 sends 0.1 % a step)")

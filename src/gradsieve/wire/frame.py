@@ -1,0 +1,22 @@
+"""Indices and float values in one integer message."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def index_dtype(n: int, values: torch.dtype = torch.float32) -> torch.dtype:
+    """Integer type that holds indices up to n and the bits of one value: four bytes while they fit."""
+    fits = n <= torch.iinfo(torch.int32).max and _BITS[values] is torch.int32
+    return torch.int32 if fits else torch.int64
+
+
+def to_bits(values: Tensor) -> Tensor:
+    return values.contiguous().view(_BITS[values.dtype])
+
+
+def from_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    return bits.to(_BITS[dtype]).contiguous().view(dtype)
