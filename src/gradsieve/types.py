@@ -93,4 +93,6 @@ def target_count(density: float, n: int) -> int:
 
 def check_density(density: float) -> None:
     if not 0.0 < density <= 1.0:
-        raise ConfigError(f"density must be above 0 and at most 1, not {density!r} (0.001 sends 0.1 % a step)")
+        raise ConfigError(
+            f"density must be above 0 and at most 1, not {density!r} (0.001 sends 0.1 % a step)"
+        )

@@ -64,6 +64,8 @@ def _perform(ops: list[Op]) -> list[Tensor | None]:
                 total += tensor
             return [tensor.copy_(total) for tensor in tensors]
         case Broadcast(root=root):
+            if not 0 <= root < world:
+                raise MismatchError(f"all ranks name root {root}, outside 0..{world - 1}")
             source = tensors[root].clone()
             return [tensor.copy_(source) for tensor in tensors]
         case AllToAll():
@@ -73,6 +75,13 @@ def _perform(ops: list[Op]) -> list[Tensor | None]:
 
 
 def _all_to_all(ops: list[AllToAll]) -> list[Tensor | None]:
+    for rank, op in enumerate(ops):
+        counts = (op.send_counts, op.receive_counts)
+        if any(len(each) != len(ops) for each in counts) or sum(op.send_counts) != op.tensor.shape[0]:
+            raise MismatchError(
+                f"rank {rank} announces {sum(op.send_counts)} rows for {len(op.send_counts)} ranks "
+                f"but hands over {op.tensor.shape[0]} rows to {len(ops)} ranks"
+            )
     parts = [torch.split(op.tensor, list(op.send_counts)) for op in ops]
     for sender, op in enumerate(ops):
         for receiver, count in enumerate(op.send_counts):
@@ -87,6 +96,8 @@ def _all_to_all(ops: list[AllToAll]) -> list[Tensor | None]:
 def _exchange(ops: list[Exchange]) -> list[Tensor | None]:
     replies: list[Tensor | None] = []
     for rank, op in enumerate(ops):
+        if not (0 <= op.source < len(ops) and 0 <= op.to < len(ops)):
+            raise MismatchError(f"rank {rank} names a peer outside 0..{len(ops) - 1}")
         peer = ops[op.source]
         if peer.to != rank or peer.tensor.numel() != op.receive:
             raise MismatchError(

@@ -13,6 +13,7 @@ interface counters (`gradsieve bench step`) give the bytes that really left the 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op
@@ -48,7 +49,7 @@ class Meter:
             case Broadcast():
                 return (own * (others > 0), 0.0, log) if op.root == self.rank else (0.0, own, log)
             case AllToAll():
-                row = own // max(op.tensor.shape[0], 1) if op.tensor.shape[0] else size
+                row = math.prod(op.tensor.shape[1:]) * size
                 sent = sum(op.send_counts) - op.send_counts[self.rank]
                 received = sum(op.receive_counts) - op.receive_counts[self.rank]
                 return sent * row, received * row, others

@@ -1,4 +1,4 @@
-"""The reference kernels with fewer passes over memory, still in plain torch ops on the tensors' own device."""
+"""The reference kernels with fewer passes over memory, in plain torch ops on the tensors' own device."""
 
 from __future__ import annotations
 
@@ -50,6 +50,8 @@ def sum_by_index(indices: Tensor, values: Tensor, n: int) -> tuple[Tensor, Tenso
         marks[indices] = True
         present = marks.nonzero().flatten()
         return present, total[present]
+    if not indices.numel():
+        return indices, values
     ordered, order = indices.sort(stable=True)
     present, lengths = torch.unique_consecutive(ordered, return_counts=True)
     return present, torch.segment_reduce(values[order], "sum", lengths=lengths, initial=0)

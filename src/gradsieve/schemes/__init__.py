@@ -27,7 +27,9 @@ def make(scheme: str | Scheme[Any], density: float | None = None) -> Scheme[Any]
     """A scheme from its name, or the given object itself."""
     if isinstance(scheme, Scheme):
         if density is not None and density != scheme.density:
-            raise ConfigError(f"density={density} given, but the scheme object says {scheme.density}: drop one")
+            raise ConfigError(
+                f"density={density} given, but the scheme object says {scheme.density}: drop one"
+            )
         return scheme
     if scheme not in SCHEMES:
         raise ConfigError(f"no scheme is called {scheme!r}; there are: {', '.join(SCHEMES)}")

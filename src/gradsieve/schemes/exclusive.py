@@ -31,7 +31,7 @@ from torch import Tensor
 from gradsieve.comm.ops import AllGather
 from gradsieve.kernels import above, largest
 from gradsieve.types import Ctx, Program
-from gradsieve.wire.check import counts_within, strictly_increasing
+from gradsieve.wire.check import counts_within, strictly_increasing, tails_within
 from gradsieve.wire.frame import from_bits, index_dtype, to_bits
 
 HEADER = 2
@@ -44,6 +44,9 @@ LOST = 4.0
 """Off target by this factor, the threshold is not corrected but found anew."""
 RELOCK = 10
 """Fewest steps between two searches: an exact one costs as much as top-k on a partition."""
+SATURATED = 3.0
+"""Mean of ln(|x| / threshold) from which on a lower threshold has nothing left to find."""
+MAX_DRIFT = 0.25
 SHARE_MEMORY = 0.5
 """Weight of the past in a bucket's share of k."""
 
@@ -68,6 +71,8 @@ class Partitioned:
     """Longest row over the mean row of the last step: the f of the cost formula."""
 
 
+_TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+
 AnyPartitioned = TypeVar("AnyPartitioned", bound=Partitioned)
 
 
@@ -84,9 +89,14 @@ class Gathered:
     tail: Tensor
 
 
-def quota(weights: Tensor, total: float) -> Tensor:
-    """`total` split in proportion to `weights` into whole numbers that add up to floor(total)."""
-    edges = (weights.double().cumsum(0) / weights.sum() * math.floor(total)).round().long()
+def quota(weights: Tensor, total: float, step: int) -> Tensor:
+    """`total` split in proportion to `weights` into whole numbers.
+
+    Which partitions get the fractions changes from step to step (golden-ratio rounding), so that none is
+    passed over for ever where there are fewer elements to send than partitions.
+    """
+    phase = step * 0.6180339887498949 % 1.0
+    edges = (weights.double().cumsum(0) / weights.sum() * total + phase).floor().long()
     return torch.diff(edges, prepend=edges.new_zeros(1))
 
 
@@ -104,9 +114,10 @@ def gather_selected(
     row[HEADER : HEADER + selected.numel()] = selected + start
     rows = yield AllGather(row)
 
+    counts_within(rows[:, 0], n, f"elements in step {ctx.step}")
+    tails_within(from_bits(rows[:, 1], torch.float32), f"in step {ctx.step}")
     rows = rows.roll(ctx.step % world, 0)  # partition p was with rank (p - step) mod P
     demands = rows[:, 0].long()
-    counts_within(demands, n, f"elements in step {ctx.step}")
     sent = demands.clamp(max=capacity)
     filled = torch.arange(capacity, device=acc.device) < sent[:, None]
     picked = rows[:, HEADER:][filled].long()
@@ -119,14 +130,19 @@ def _select(x: Tensor, threshold: float, quota: int, capacity: int) -> tuple[Ten
     if threshold == 0.0:
         selected = largest(x, min(quota, capacity))
         smallest = x[selected].abs().min() if selected.numel() else x.new_zeros(())
-        return selected, selected.numel(), selected.numel() * smallest.float()
+        return selected, selected.numel(), _sendable(selected.numel() * smallest)
     selected = above(x, threshold)
     magnitude = x[selected].abs()
-    tail = (magnitude / threshold).log().sum().float()
+    tail = _sendable((magnitude / threshold).log().sum())
     demand = selected.numel()
     if demand > capacity:
         selected = selected[largest(magnitude, capacity)]
     return selected, demand, tail
+
+
+def _sendable(tail: Tensor) -> Tensor:
+    """As a finite float32, whatever strange values were in the gradient."""
+    return tail.nan_to_num(nan=_HUGE).clamp(0.0, _HUGE).float()
 
 
 def absorb(state: AnyPartitioned, gathered: Gathered) -> AnyPartitioned:
@@ -149,13 +165,16 @@ def settle_threshold(states: Sequence[AnyPartitioned], k: int) -> list[AnyPartit
     tail = sum(state.tail for state in states)
     threshold, drift, tracked = states[0].threshold, states[0].drift, states[0].tracked
     if threshold == 0.0:
-        found = tail / sent if sent else 0.0
+        found = min(max(tail / sent, _TINY), _HUGE) if sent else 0.0
         return [replace(state, threshold=found, drift=0.0, tracked=0) for state in states]
     if not sent or (tracked >= RELOCK and not k / LOST <= demand <= k * LOST):
         return [replace(state, threshold=0.0, share=_share(state, demand, k)) for state in states]
-    error = min(max(math.log(_ratio(sent, demand, k)), -1.0), 1.0) * min(tail / demand, 1.0)
-    drift += INTEGRAL * error
-    threshold *= math.exp(PROPORTIONAL * error + drift)
+    spread = tail / demand
+    error = min(max(math.log(_ratio(sent, demand, k)), -1.0), 1.0) * min(spread, 1.0)
+    if error < 0 and spread > SATURATED:
+        error, drift = 0.0, 0.0
+    drift = min(max(drift + INTEGRAL * error, -MAX_DRIFT), MAX_DRIFT)
+    threshold = min(max(threshold * math.exp(PROPORTIONAL * error + drift), _TINY), _HUGE)
     return [
         replace(state, threshold=threshold, drift=drift, tracked=tracked + 1, share=_share(state, demand, k))
         for state in states
@@ -166,7 +185,7 @@ def _ratio(sent: int, demand: float, k: int) -> float:
     """Count over target. Near the target the count is what was sent; rows cut off what goes far beyond, so
     there it is what was demanded."""
     weight = min(max((demand / k - 1.25) / 0.5, 0.0), 1.0)
-    return sent / k * (demand / sent) ** weight
+    return float(sent / k * (demand / sent) ** weight)
 
 
 def _share(state: Partitioned, demand: float, k: int) -> float:

@@ -62,7 +62,7 @@ class ExDyna(Scheme[State]):
         cuts = ((state.cuts / block).round() * block).long()
         cuts[-1] = n
         # 2. and 3.
-        quotas = quota(torch.ones(world), state.share)
+        quotas = quota(torch.ones(world), state.share, ctx.step)
         capacity = min(n, max(1, -int(-SLACK * state.share // world)))
         gathered = yield from gather_selected(acc, cuts, quotas, capacity, state.threshold, ctx)
         # 4.

@@ -42,7 +42,7 @@ class Micro(Scheme[State]):
         # 1.
         cuts = torch.arange(world + 1) * n // world
         # 2. and 3.
-        quotas = quota(state.load, state.share)
+        quotas = quota(state.load + 0.1 / world, state.share, ctx.step)
         capacity = min(n, 1 + int(SLACK * state.share * float(state.load.max())))
         gathered = yield from gather_selected(acc, cuts, quotas, capacity, state.threshold, ctx)
         # 4.

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from gradsieve.comm.ops import AllGather
-from gradsieve.errors import Malformed
 from gradsieve.kernels import largest, sum_by_index
 from gradsieve.schemes.base import Scheme
 from gradsieve.types import Ctx, Outcome, Program, Sparse
+from gradsieve.wire.check import rows_increasing
 from gradsieve.wire.frame import from_bits, index_dtype, to_bits
 
 
@@ -43,11 +43,9 @@ class TopK(Scheme[State]):
         message[1, : mine.numel()] = to_bits(values)
         gathered = yield AllGather(message)
         # 3.
-        indices = gathered[:, 0].flatten().long()
-        present = indices != n
-        indices = indices[present]
-        if indices.numel() and (int(indices.min()) < 0 or int(indices.max()) > n):
-            raise Malformed(f"a peer sent an index outside 0..{n - 1} in step {ctx.step}")
+        rows_increasing(gathered[:, 0], n, f"indices in step {ctx.step}")
+        present = gathered[:, 0].flatten() != n
+        indices = gathered[:, 0].flatten()[present].long()
         sent = from_bits(gathered[:, 1].flatten()[present], acc.dtype)
         picked, total = sum_by_index(indices, sent, n)
         return Outcome(Sparse(picked, total, n), Sparse(mine, values, n), state)

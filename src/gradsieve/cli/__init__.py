@@ -1,0 +1,1 @@
+"""The `gradsieve` command: parse, call one function, print."""

@@ -1,0 +1,145 @@
+"""Carries a scheme's ops over torch.distributed, behind the back of backward.
+
+One thread and one process group of its own: programs run in the order in which they were submitted, each
+to its end, so that every rank issues its collectives in the same (unit, round) order whatever completes
+first. (Chained futures, as in torch's PowerSGD hook, issue them in completion order and mismatch on gloo.)
+
+Never an empty buffer: gloo dies on those, and shapes are known to all ranks, so all skip alike.
+
+On an accelerator the thread works on a stream of its own. Written for it, never run on one here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op, describe
+from gradsieve.errors import GradsieveError, PeerError
+from gradsieve.types import Program, Result
+
+
+class Engine:
+    """Runs programs on a process group, in order, on a thread of its own."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        # Our own group: DDP's buffer broadcasts on the user's group must not come between our collectives.
+        self._group = dist.new_group(ranks, use_local_synchronization=True)
+        self.rank = dist.get_rank(self._group)
+        self.world = len(ranks)
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threads = torch.get_num_threads()  # OpenMP keeps this per thread
+        self._thread = threading.Thread(target=self._work, args=(threads,), name="gradsieve", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # a thread that outlives the interpreter can abort the process
+
+    def submit(self, program: Program[Result], what: str, device: torch.device) -> Future[Result]:
+        """Queue a program; `what` names it in errors."""
+        future: Future[Result] = Future()
+        ready = None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
+
+        def job() -> None:
+            try:
+                with _own_stream(device, ready):
+                    result = self._drive(program, what)
+            except BaseException as error:  # whatever it is belongs to the caller
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._jobs.put(job)
+        return future
+
+    def run(self, program: Program[Result], what: str, device: torch.device) -> Result:
+        """Queue a program behind those already there and wait for it."""
+        return self.submit(program, what, device).result()
+
+    def close(self) -> None:
+        """End the thread after what is queued; one that hangs in a collective is left to its time-out."""
+        self._jobs.put(None)
+        self._thread.join(timeout=1.0)
+
+    def _work(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        with torch.no_grad():
+            while (job := self._jobs.get()) is not None:
+                job()
+
+    def _drive(self, program: Program[Result], what: str) -> Result:
+        reply: Tensor | None = None
+        while True:
+            try:
+                op = program.send(reply)  # type: ignore[arg-type]  # None starts a generator
+            except StopIteration as end:
+                result: Result = end.value
+                return result
+            try:
+                reply = self._perform(op)
+            except GradsieveError:
+                raise
+            except RuntimeError as error:
+                raise PeerError(
+                    f"rank {self.rank}: {describe(op)} for {what} failed: {error}. A peer has died, stalled "
+                    "beyond the group's time-out or issued another collective; nothing of this step was kept."
+                ) from error
+
+    def _perform(self, op: Op) -> Tensor:
+        tensor, group = op.tensor.contiguous(), self._group
+        match op:
+            case AllGather():
+                out = tensor.new_empty((self.world, *tensor.shape))
+                if self.world == 1:
+                    out[0] = tensor
+                elif tensor.numel():
+                    dist.all_gather_single(out.view(-1), tensor.view(-1), group=group)
+                return out
+            case AllReduce():
+                if self.world > 1 and tensor.numel():
+                    dist.all_reduce(tensor, group=group)
+                return tensor
+            case Broadcast(root=root):
+                if self.world > 1 and tensor.numel():
+                    dist.broadcast(tensor, group_src=root, group=group)
+                return tensor
+            case AllToAll():
+                out = tensor.new_empty((sum(op.receive_counts), *tensor.shape[1:]))
+                dist.all_to_all_single(
+                    out, tensor, list(op.receive_counts), list(op.send_counts), group=group
+                )
+                return out
+            case Exchange():
+                return self._exchange(tensor, op)
+
+    def _exchange(self, tensor: Tensor, op: Exchange) -> Tensor:
+        if op.to == self.rank:
+            return tensor.clone()
+        out = tensor.new_empty(op.receive)
+        moves = []
+        if tensor.numel():
+            moves.append(dist.P2POp(dist.isend, tensor, group=self._group, group_peer=op.to))
+        if op.receive:
+            moves.append(dist.P2POp(dist.irecv, out, group=self._group, group_peer=op.source))
+        for work in dist.batch_isend_irecv(moves) if moves else ():
+            work.wait()
+        return out
+
+
+@contextlib.contextmanager
+def _own_stream(device: torch.device, ready: torch.Event | None):  # type: ignore[no-untyped-def]
+    if ready is None:
+        yield
+        return
+    stream = torch.Stream(device)
+    stream.wait_event(ready)
+    with stream:
+        yield
+    stream.synchronize()

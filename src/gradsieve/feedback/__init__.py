@@ -1,0 +1,1 @@
+"""What a rank remembers between steps: residuals by parameter name, and how they are kept honest."""

@@ -1,0 +1,73 @@
+"""State as a flat dictionary of tensors: no pickle, every key unique to its rank.
+
+    rank3/format                    version of this layout
+    rank3/world, rank3/step
+    rank3/scheme                    name of the scheme, as bytes
+    rank3/residual/<parameter>      what this rank has not sent of it
+    rank3/unit/0/<field>            fields of the scheme's State for unit 0
+
+Rank-unique keys matter: distributed checkpointing keeps one of equal keys, which would lose all residuals
+but one. What is read back is checked: version, rank, world, names, shapes, types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from gradsieve.errors import Malformed
+
+FORMAT = 1
+
+AnyState = TypeVar("AnyState")
+
+
+def text_to_tensor(text: str) -> Tensor:
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+def tensor_to_text(tensor: Tensor) -> str:
+    return bytes(tensor.tolist()).decode(errors="replace")
+
+
+def fields_to_tensors(state: Any, prefix: str) -> dict[str, Tensor]:
+    """Every field of a scheme's State: tensors as they are, numbers as float64 or int64."""
+    out = {}
+    for field in fields(state):
+        value = getattr(state, field.name)
+        out[prefix + field.name] = (
+            value.clone()
+            if isinstance(value, Tensor)
+            else torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+        )
+    return out
+
+
+def fields_from_tensors(template: AnyState, stored: Mapping[str, Tensor], prefix: str) -> AnyState:
+    """A State like `template` (a fresh one for this layout) with the stored values."""
+    values: dict[str, Any] = {}
+    for field in fields(template):  # type: ignore[arg-type]  # every State is a dataclass
+        now = getattr(template, field.name)
+        shape = now.shape if isinstance(now, Tensor) else ()
+        dtype = (
+            now.dtype if isinstance(now, Tensor) else torch.float64 if isinstance(now, float) else torch.int64
+        )
+        found = take(stored, prefix + field.name, tuple(shape), dtype)
+        values[field.name] = found.clone() if isinstance(now, Tensor) else found.item()
+    return type(template)(**values)
+
+
+def take(stored: Mapping[str, Tensor], key: str, shape: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor:
+    """The tensor under `key`, if it is what it should be."""
+    if key not in stored:
+        raise Malformed(f"the checkpoint has no {key!r}; was it saved by another rank, model or scheme?")
+    tensor = stored[key]
+    if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
+        raise Malformed(f"{key!r} in the checkpoint is not a tensor of {dtype}")
+    if shape is not None and tuple(tensor.shape) != shape:
+        raise Malformed(f"{key!r} in the checkpoint has shape {tuple(tensor.shape)}, expected {shape}")
+    return tensor

@@ -1,0 +1,92 @@
+"""Units of exchange: which parameters travel together, and which of them travel dense.
+
+Units are laid once, from the order and sizes of the parameters alone. DDP rebuilds its buckets after the
+first iteration (and again in a resumed process); units do not move with them, so neither do residuals,
+partitions or the order of collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradsieve.errors import ConfigError
+
+_SMALL = 1024
+"""Tensors below this many elements, and all vectors, go dense: they cost little and accuracy needs them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter's place in its unit."""
+
+    name: str
+    numel: int
+    sparse: bool
+    start: int
+    """First position in the unit's sparse vector, or in its dense one."""
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Parameters that are exchanged together, in the order in which backward produces their gradients."""
+
+    slots: tuple[Slot, ...]
+    dtype: torch.dtype
+    """In which gradients are accumulated and summed: float32, or float64 for double parameters."""
+    device: torch.device
+
+    @property
+    def sparse(self) -> tuple[Slot, ...]:
+        return tuple(slot for slot in self.slots if slot.sparse)
+
+    @property
+    def dense(self) -> tuple[Slot, ...]:
+        return tuple(slot for slot in self.slots if not slot.sparse)
+
+    @property
+    def n(self) -> int:
+        """Length of the sparse vector."""
+        return sum(slot.numel for slot in self.sparse)
+
+
+def lay_units(parameters: Iterable[tuple[str, Tensor]], cap_bytes: int, all_sparse: bool) -> list[Unit]:
+    """Parameters in reverse order (backward's), a new unit whenever the one before holds `cap_bytes`.
+
+    `all_sparse` is for lossless schemes, which have no use for the distinction.
+    """
+    open_units: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
+    units: list[Unit] = []
+    for name, parameter in reversed(list(parameters)):
+        if not parameter.is_floating_point():
+            raise ConfigError(
+                f"parameter {name!r} is {parameter.dtype}: only floating-point gradients can be exchanged"
+            )
+        dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        members = open_units.setdefault((dtype, parameter.device), [])
+        members.append((name, parameter))
+        if sum(member.numel() for _, member in members) * dtype.itemsize >= cap_bytes:
+            units.append(
+                _unit(open_units.pop((dtype, parameter.device)), dtype, parameter.device, all_sparse)
+            )
+    units.extend(_unit(members, dtype, device, all_sparse) for (dtype, device), members in open_units.items())
+    return units
+
+
+def _unit(
+    members: list[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device, all_sparse: bool
+) -> Unit:
+    length = {True: 0, False: 0}
+    slots = []
+    for name, parameter in members:
+        sparse = all_sparse or (parameter.ndim > 1 and parameter.numel() >= _SMALL)
+        slots.append(Slot(name, parameter.numel(), sparse, length[sparse]))
+        length[sparse] += parameter.numel()
+    return Unit(tuple(slots), dtype, device)

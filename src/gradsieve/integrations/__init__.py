@@ -1,0 +1,1 @@
+"""Doors from the frameworks people run into the pipeline."""

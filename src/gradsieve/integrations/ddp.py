@@ -1,0 +1,129 @@
+"""`attach`: sparse exchange behind DistributedDataParallel's communication hook.
+
+DDP hands over buckets, whose layout it changes after the first iteration; the pipeline's units do not
+change. A unit is submitted when all of its gradients have arrived and all units before it were submitted;
+a bucket is done when all units with a part in it are.
+"""
+
+# No `from __future__ import annotations` here: DDP checks that the hook's annotations are types, not strings.
+
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from gradsieve.errors import ConfigError
+from gradsieve.integrations.gradient_sync import GradientSync
+from gradsieve.schemes.base import Scheme
+
+
+class DdpSync(GradientSync):
+    """A GradientSync whose gradients come from DDP's buckets while backward runs."""
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        *,
+        scheme: str | Scheme[Any] = "exdyna",
+        density: float | None = None,
+    ) -> None:
+        if not isinstance(ddp, DistributedDataParallel):
+            raise ConfigError(f"attach() wants a DistributedDataParallel model, not {type(ddp).__name__}")
+        super().__init__(
+            ddp.module.named_parameters(),
+            optimizer,
+            scheme=scheme,
+            density=density,
+            group=ddp.process_group,
+            bucket_cap_mb=ddp.bucket_bytes_cap / 2**20,
+        )
+        self.pipeline.may_have_unused = ddp.find_unused_parameters or ddp.static_graph
+        self._names = {parameter: name for name, parameter in self.parameters.items()}
+        self._unit_of = {
+            slot.name: index for index, unit in enumerate(self.pipeline.units) for slot in unit.slots
+        }
+        self._arrived: dict[str, Tensor] = {}
+        self._next_unit = 0
+        self._unit_done: dict[int, torch.futures.Future[int]] = {}
+
+    def hook(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """DDP's communication hook: queue what can be queued and let backward go on."""
+        buffer = bucket.buffer()
+        if self.scheme.silent:
+            done: torch.futures.Future[Tensor] = torch.futures.Future()
+            done.set_result(buffer)
+            return done
+        if not self._arrived:
+            self._next_unit = 0
+            self._unit_done = {index: torch.futures.Future() for index in range(len(self.pipeline.units))}
+        start, units = 0, set()
+        for parameter in bucket.parameters():
+            name = self._name(parameter)
+            self._arrived[name] = buffer[start : start + parameter.numel()]
+            start += parameter.numel()
+            units.add(self._unit_of[name])
+        waited = [self._unit_done[index] for index in sorted(units)]
+        self._submit_ready()
+        return torch.futures.collect_all(waited).then(lambda all_done: _or_raise(all_done, buffer))
+
+    def _submit_ready(self) -> None:
+        units = self.pipeline.units
+        while self._next_unit < len(units):
+            index, unit = self._next_unit, units[self._next_unit]
+            if any(slot.name not in self._arrived for slot in unit.slots):
+                return
+            gradients = {slot.name: self._arrived[slot.name] for slot in unit.slots}
+            program = self.pipeline.program(index, gradients)
+            future = self.engine.submit(program, self.describe(index), unit.device)
+            future.add_done_callback(_forward_to(self._unit_done[index]))
+            self._next_unit += 1
+        self._arrived = {}
+
+    def _name(self, parameter: Tensor) -> str:
+        if parameter not in self._names:
+            raise ConfigError(
+                "DDP handed over a parameter that the model did not have when attach() was called"
+            )
+        return self._names[parameter]
+
+
+def attach(
+    ddp: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    *,
+    scheme: str | Scheme[Any] = "exdyna",
+    density: float | None = None,
+) -> DdpSync:
+    """Replace DDP's dense all-reduce by the sparse exchange of `scheme`; the one new line of a script.
+
+    `scheme` is a name ("exdyna", "micro", "topk", ...) or an object such as `gradsieve.ExDyna(density=0.01)`.
+    Call it once, after wrapping the model and before the first backward.
+    """
+    sync = DdpSync(ddp, optimizer, scheme=scheme, density=density)
+    ddp.register_comm_hook(sync, _hook)
+    return sync
+
+
+def _hook(sync: DdpSync, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return sync.hook(bucket)
+
+
+def _forward_to(target: torch.futures.Future[int]) -> Any:
+    def forward(source: Future[None]) -> None:
+        error = source.exception()
+        if error is None:
+            target.set_result(0)
+        else:
+            target.set_exception(error)  # type: ignore[arg-type]  # torch wants Exception, not BaseException
+
+    return forward
+
+
+def _or_raise(all_done: torch.futures.Future[list[torch.futures.Future[int]]], buffer: Tensor) -> Tensor:
+    for future in all_done.value():
+        future.value()
+    return buffer

@@ -1,0 +1,198 @@
+"""THE pipeline: what happens to a gradient, for every scheme alike.
+
+    unit -> accumulate -> select, exchange -> apply -> commit
+            acc = e + g   the scheme          g = update / P    e = acc - spent
+
+`Pipeline.program` is one unit's way through it, a generator like the schemes themselves: it runs on a real
+process group (`comm/c10d.py`) or on virtual ranks (`comm/lockstep.py`). Nothing that outlives the step is
+changed before the last unit's program knows that every rank's step is good; then all of it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradsieve.comm.meter import Meter
+from gradsieve.errors import ConfigError
+from gradsieve.feedback.residual import Residual
+from gradsieve.feedback.rider import carry, is_finite
+from gradsieve.feedback.units import Slot, Unit, lay_units
+from gradsieve.schemes.base import Scheme
+from gradsieve.types import Ctx, Outcome, Program, Result, Sparse
+
+
+@dataclass(slots=True)
+class Staged:
+    """What a unit's exchange gave, waiting for the verdict on the whole step."""
+
+    outcome: Outcome[Any]
+    good: bool
+
+
+@dataclass(slots=True)
+class Stats:
+    """The last step in figures."""
+
+    meter: Meter
+    seconds: dict[str, float] = field(default_factory=dict)
+    sent: int = 0
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+class Pipeline:
+    """The state of one rank: units, residuals, scheme state; and the programs that advance it."""
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, Tensor]],
+        scheme: Scheme[Any],
+        rank: int,
+        world: int,
+        bucket_cap_mb: float = 25.0,
+    ) -> None:
+        named = list(parameters)
+        if not named:
+            raise ConfigError("there is no parameter that requires a gradient")
+        self.scheme, self.rank, self.world = scheme, rank, world
+        self.units = lay_units(named, int(bucket_cap_mb * 2**20), all_sparse=scheme.lossless)
+        self.residuals = [] if scheme.lossless else [Residual(unit) for unit in self.units]
+        self.states = [scheme.begin(unit.n, world) for unit in self.units]
+        self.step = 0
+        """Steps committed."""
+        self.skipped = 0
+        """Steps skipped because some rank's gradient was not finite."""
+        self.last_step_good = True
+        self.may_have_unused = False
+        """DDP with unused parameters: an update to one that no rank used would be dropped, so keep it."""
+        self._staged: list[Staged] = []
+        self._fresh = self.stats = Stats(Meter(rank, world))
+
+    def program(self, index: int, gradients: Mapping[str, Tensor]) -> Program[None]:
+        """Exchange unit `index`; flat `gradients` by parameter name are overwritten with the mean update.
+
+        Units go in order: the first opens a step, the last one decides on it.
+        """
+        unit = self.units[index]
+        if index == 0:
+            self._staged = []
+            self._fresh = Stats(Meter(self.rank, self.world))
+        stats = self._fresh
+        with stats.stage("accumulate"):
+            good = all(is_finite(gradients[slot.name]) for slot in unit.slots)
+            acc = self._accumulate(index, gradients if good else None)
+            rider = self._rider(unit, gradients, good)
+        ctx = Ctx(self.rank, self.world, self.step)
+        exchange = carry(self.scheme.exchange(acc, self.states[index], ctx), rider)
+        outcome, ride = yield from _measured(exchange, stats)
+        with stats.stage("apply"):
+            good = is_finite(outcome.update.values) and is_finite(ride) and not int(ride[-1])
+            if self.may_have_unused and not self.scheme.lossless:
+                outcome = _only_used(outcome, unit, ride)
+            self._apply(unit, gradients, outcome.update, ride)
+            stats.sent += outcome.update.count
+        self._staged.append(Staged(outcome, good))
+        if index == len(self.units) - 1:
+            with stats.stage("commit"):
+                self._decide(gradients)
+
+    def _accumulate(self, index: int, gradients: Mapping[str, Tensor] | None) -> Tensor:
+        """acc = e + g."""
+        unit = self.units[index]
+        if not self.scheme.lossless:
+            return self.residuals[index].accumulate(gradients)
+        if gradients is None:
+            return torch.full((unit.n,), torch.nan, dtype=unit.dtype, device=unit.device)
+        return torch.cat([gradients[slot.name].to(unit.dtype) for slot in unit.slots])
+
+    def _rider(self, unit: Unit, gradients: Mapping[str, Tensor], good: bool) -> Tensor:
+        """Dense slots, then one mark for each sparse slot this rank used, then the vote."""
+        vote = torch.tensor([0.0 if good else 1.0], dtype=unit.dtype, device=unit.device)
+        if not good:
+            length = sum(slot.numel for slot in unit.dense) + self.may_have_unused * len(unit.sparse)
+            return torch.cat([vote.new_zeros(length), vote])
+        parts = [gradients[slot.name].to(unit.dtype) for slot in unit.dense]
+        if self.may_have_unused:
+            parts += [gradients[slot.name].count_nonzero().to(unit.dtype)[None] for slot in unit.sparse]
+        return torch.cat([*parts, vote])
+
+    def _apply(self, unit: Unit, gradients: Mapping[str, Tensor], update: Sparse, ride: Tensor) -> None:
+        """g = update / P."""
+        scale = 1 if self.scheme.silent else self.world
+        for slot in unit.dense:
+            gradients[slot.name].copy_(ride[slot.start : slot.stop] / scale)
+        for slot, indices, values in _by_slot(unit.sparse, update):
+            gradient = gradients[slot.name]
+            if indices is None:
+                gradient.copy_(values / scale)
+            else:
+                gradient.zero_()
+                gradient[indices] = (values / scale).to(gradient.dtype)
+
+    def _decide(self, gradients: Mapping[str, Tensor]) -> None:
+        """Commit the step on every rank, or on none: all ranks saw the same votes."""
+        self.last_step_good = all(staged.good for staged in self._staged)
+        self.stats = self._fresh
+        if not self.last_step_good:
+            self.skipped += 1
+            for gradient in gradients.values():
+                gradient.fill_(torch.nan)  # a GradScaler must see it, on every rank
+            return
+        for residual, staged in zip(self.residuals, self._staged, strict=False):
+            residual.commit(staged.outcome.spent)  # e = acc - spent
+        self.states = self.scheme.settle([staged.outcome.state for staged in self._staged])
+        self.step += 1
+
+
+def _measured(program: Program[Result], stats: Stats) -> Program[Result]:
+    """Count the ops; time spent waiting for replies is the exchange, the rest is the scheme's own."""
+    reply: Tensor | None = None
+    while True:
+        with stats.stage("select"):
+            try:
+                op = program.send(reply)  # type: ignore[arg-type]  # None starts a generator
+            except StopIteration as end:
+                result: Result = end.value
+                return result
+        stats.meter.count(op)
+        with stats.stage("exchange"):
+            reply = yield op
+
+
+def _by_slot(slots: tuple[Slot, ...], update: Sparse) -> Iterator[tuple[Slot, Tensor | None, Tensor]]:
+    """The update in each slot, with indices relative to it."""
+    if update.indices is None:
+        for slot in slots:
+            yield slot, None, update.values[slot.start : slot.stop]
+        return
+    edges = torch.tensor([slot.stop for slot in slots], device=update.indices.device)
+    start = 0
+    for slot, stop in zip(slots, torch.searchsorted(update.indices, edges).tolist(), strict=True):
+        yield slot, update.indices[start:stop] - slot.start, update.values[start:stop]
+        start = stop
+
+
+def _only_used(outcome: Outcome[Any], unit: Unit, ride: Tensor) -> Outcome[Any]:
+    """Take back what would land in a parameter that no rank used in this step: DDP drops it there."""
+    marks = ride[-1 - len(unit.sparse) : -1] > 0
+    if bool(marks.all()) or outcome.update.indices is None:
+        return outcome
+    edges = torch.tensor([slot.stop for slot in unit.sparse], device=marks.device)
+
+    def kept(part: Sparse) -> Sparse:
+        assert part.indices is not None
+        keep = marks[torch.searchsorted(edges, part.indices, right=True)]
+        return Sparse(part.indices[keep], part.values[keep], part.numel)
+
+    return Outcome(kept(outcome.update), kept(outcome.spent), outcome.state)
