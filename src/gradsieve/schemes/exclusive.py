@@ -39,14 +39,18 @@ SLACK = 1.125
 """Room in a row over the expected count; what does not fit waits one step."""
 PROPORTIONAL, INTEGRAL = 0.8, 0.3
 """Share of the estimated correction applied at once, and added to the threshold's drift per step. Residuals
-grow and drain, so that a constant count often needs a threshold that keeps moving."""
+grow and drain, so that a constant count often needs a threshold that keeps moving (and less so with time:
+what fills up linearly grows by 1/t)."""
+FAR = 0.7
+"""Error of ln(count) beyond which the whole correction is applied."""
+SURPRISE = 0.25
+"""Largest error that teaches the drift anything; more of it is a jump, not a trend."""
 LOST = 4.0
 """Off target by this factor, the threshold is not corrected but found anew."""
 RELOCK = 10
 """Fewest steps between two searches: an exact one costs as much as top-k on a partition."""
 SATURATED = 3.0
 """Mean of ln(|x| / threshold) from which on a lower threshold has nothing left to find."""
-MAX_DRIFT = 0.25
 SHARE_MEMORY = 0.5
 """Weight of the past in a bucket's share of k."""
 
@@ -169,12 +173,14 @@ def settle_threshold(states: Sequence[AnyPartitioned], k: int) -> list[AnyPartit
         return [replace(state, threshold=found, drift=0.0, tracked=0) for state in states]
     if not sent or (tracked >= RELOCK and not k / LOST <= demand <= k * LOST):
         return [replace(state, threshold=0.0, share=_share(state, demand, k)) for state in states]
-    spread = tail / demand
-    error = min(max(math.log(_ratio(sent, demand, k)), -1.0), 1.0) * min(spread, 1.0)
-    if error < 0 and spread > SATURATED:
-        error, drift = 0.0, 0.0
-    drift = min(max(drift + INTEGRAL * error, -MAX_DRIFT), MAX_DRIFT)
-    threshold = min(max(threshold * math.exp(PROPORTIONAL * error + drift), _TINY), _HUGE)
+    spread = min(tail / demand, 1.0)
+    error = math.log(_ratio(sent, demand, k))
+    gain = 1.0 if abs(error) > FAR else PROPORTIONAL
+    drift = drift * tracked / (tracked + 1) + INTEGRAL * min(max(error, -SURPRISE), SURPRISE) * spread
+    move = gain * error * spread + drift
+    if error < 0 and tail / demand > SATURATED:
+        move, drift = 0.0, 0.0
+    threshold = min(max(threshold * math.exp(move), _TINY), _HUGE)
     return [
         replace(state, threshold=threshold, drift=drift, tracked=tracked + 1, share=_share(state, demand, k))
         for state in states
