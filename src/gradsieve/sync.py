@@ -22,8 +22,9 @@ from torch import Tensor
 from gradsieve.comm.meter import Meter
 from gradsieve.errors import ConfigError
 from gradsieve.feedback.residual import Residual
-from gradsieve.feedback.rider import carry, is_finite
+from gradsieve.feedback.rider import carry
 from gradsieve.feedback.units import Slot, Unit, lay_units
+from gradsieve.kernels import is_finite
 from gradsieve.schemes.base import Scheme
 from gradsieve.types import Ctx, Outcome, Program, Result, Sparse
 
@@ -90,8 +91,7 @@ class Pipeline:
             self._fresh = Stats(Meter(self.rank, self.world))
         stats = self._fresh
         with stats.stage("accumulate"):
-            good = all(is_finite(gradients[slot.name]) for slot in unit.slots)
-            acc = self._accumulate(index, gradients if good else None)
+            acc, good = self._accumulate(index, gradients)
             rider = self._rider(unit, gradients, good)
         ctx = Ctx(self.rank, self.world, self.step)
         exchange = carry(self.scheme.exchange(acc, self.states[index], ctx), rider)
@@ -107,14 +107,15 @@ class Pipeline:
             with stats.stage("commit"):
                 self._decide(gradients)
 
-    def _accumulate(self, index: int, gradients: Mapping[str, Tensor] | None) -> Tensor:
-        """acc = e + g."""
+    def _accumulate(self, index: int, gradients: Mapping[str, Tensor]) -> tuple[Tensor, bool]:
+        """acc = e + g, and whether this rank's gradient is finite; where it is not, acc = e."""
         unit = self.units[index]
-        if not self.scheme.lossless:
-            return self.residuals[index].accumulate(gradients)
-        if gradients is None:
-            return torch.full((unit.n,), torch.nan, dtype=unit.dtype, device=unit.device)
-        return torch.cat([gradients[slot.name].to(unit.dtype) for slot in unit.slots])
+        if self.scheme.lossless:
+            acc = torch.cat([gradients[slot.name].to(unit.dtype) for slot in unit.slots])
+            return acc, is_finite(acc)
+        acc, good = self.residuals[index].accumulate(gradients)
+        good &= all(is_finite(gradients[slot.name]) for slot in unit.dense)
+        return (acc, True) if good else (self.residuals[index].without_gradient(), False)
 
     def _rider(self, unit: Unit, gradients: Mapping[str, Tensor], good: bool) -> Tensor:
         """Dense slots, then one mark for each sparse slot this rank used, then the vote."""

@@ -17,6 +17,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -31,9 +32,16 @@ class Engine:
     """Runs programs on a process group, in order, on a thread of its own."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        users = group or dist.group.WORLD
+        assert users is not None
+        ranks = dist.get_process_group_ranks(users)
         # Our own group: DDP's buffer broadcasts on the user's group must not come between our collectives.
-        self._group = dist.new_group(ranks, use_local_synchronization=True)
+        self._group = dist.new_group(
+            ranks,
+            timeout=_timeout(users),
+            backend=str(dist.get_backend_config(users)),
+            use_local_synchronization=True,
+        )
         self.rank = dist.get_rank(self._group)
         self.world = len(ranks)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -131,6 +139,12 @@ class Engine:
         for work in dist.batch_isend_irecv(moves) if moves else ():
             work.wait()
         return out
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta:
+    """What the user set for their group; torch has no public way to ask."""
+    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return timeout
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gradsieve.feedback.units import Unit
+from gradsieve.kernels import add_finite
 from gradsieve.types import Sparse
 
 
@@ -21,14 +22,17 @@ class Residual:
         self.kept = torch.zeros(unit.n, dtype=unit.dtype, device=unit.device)
         self._staged = torch.empty_like(self.kept)
 
-    def accumulate(self, gradients: Mapping[str, Tensor] | None) -> Tensor:
-        """acc = e + g, or e alone where this rank's gradient cannot be used."""
-        if gradients is None:
-            return self._staged.copy_(self.kept)
+    def accumulate(self, gradients: Mapping[str, Tensor]) -> tuple[Tensor, bool]:
+        """acc = e + g, and whether all of it is finite."""
+        good = True
         for slot in self.unit.sparse:
             here = slice(slot.start, slot.stop)
-            torch.add(self.kept[here], gradients[slot.name], out=self._staged[here])
-        return self._staged
+            good &= add_finite(self.kept[here], gradients[slot.name], self._staged[here])
+        return self._staged, good
+
+    def without_gradient(self) -> Tensor:
+        """acc = e, where this rank's gradient cannot be used."""
+        return self._staged.copy_(self.kept)
 
     def commit(self, spent: Sparse) -> None:
         """e = acc - spent."""

@@ -30,12 +30,3 @@ def carry(program: Program[Result], rider: Tensor) -> Program[tuple[Result, Tens
             reply, ride = both[:own].view_as(op.tensor), both[own:]
         else:
             reply = yield op
-
-
-def is_finite(x: Tensor) -> bool:
-    """No NaN and no infinity in x.
-
-    One pass: a sum over something that is not finite is not finite. The reverse can fail by overflow, so
-    that a bad sum is looked at again element by element.
-    """
-    return bool(x.sum().isfinite()) or bool(x.isfinite().all())

@@ -51,6 +51,7 @@ class GradientSync:
         self.engine = Engine(group)
         rank, world = self.engine.rank, self.engine.world
         self.pipeline = Pipeline(self.parameters.items(), self.scheme, rank, world, bucket_cap_mb)
+        self._compared = 0  # the step after which replicas were last compared
         optimizer.register_step_pre_hook(self._before_optimizer_step)
         optimizer.register_step_post_hook(self._after_optimizer_step)
 
@@ -84,7 +85,8 @@ class GradientSync:
                 parameter.grad = None
 
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self.pipeline.last_step_good and self.pipeline.step % VERIFY_EVERY == 0:
+        if self.pipeline.step - self._compared >= VERIFY_EVERY:
+            self._compared = self.pipeline.step
             self.verify()
 
     # -- replicas -------------------------------------------------------------------------------------
@@ -155,6 +157,7 @@ class GradientSync:
             for index, unit in enumerate(pipeline.units)
         ]
         pipeline.step, pipeline.states = step, states
+        self._compared = step
         for residual, parts in zip(pipeline.residuals, residuals, strict=True):
             for name, part in residual.by_name().items():
                 part.copy_(parts[name])

@@ -92,7 +92,8 @@ class Lab:
         """End all processes and remove the network. Signals that come meanwhile wait until it is done."""
         try:
             with signals.held_back():
-                if self._is_built:
+                # A forked child has inherited this object, but not the right to end its parent's lab.
+                if self._is_built and os.getpid() == self._network.pid:
                     self._remove()
         finally:
             signals.restore(self._usual_handlers)
@@ -141,7 +142,7 @@ class Lab:
             stderr=stderr,
             start_new_session=True,
         )
-        self._processes.append(process)
+        self._processes = [*(one for one in self._processes if one.returncode is None), process]
         return process
 
     def _remove(self) -> None:

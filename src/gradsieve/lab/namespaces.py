@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gradsieve.lab import names, tools
 
-_NAMES = Path("/run/netns")
+_NAMES = Path("/var/run/netns")
 # `ip netns exec NAME` lays the files of this folder's NAME over /etc.
 _FILES = Path("/etc/netns")
 _EMPTYING_SECONDS = 5.0
@@ -66,10 +66,10 @@ def _is_orphan(name: str) -> bool:
 
 def _is_alive(pid: int) -> bool:
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
     except OSError:
         return False
-    return state not in "ZX"
+    return state not in (b"Z", b"X")  # dead, but not yet reaped
 
 
 def _empty(doomed: Collection[str]) -> None:

@@ -13,7 +13,7 @@ from gradsieve.errors import LabError
 
 GRACE_SECONDS = 10.0  # for the other ranks, after one has failed
 STOP_SECONDS = 3.0  # between SIGTERM and SIGKILL
-_MASTER_PORT = 29500  # each lab is a network of its own, so the port can never be taken
+_MASTER_PORT = 29500  # each lab is a network of its own, so no other lab can have taken the port
 _LONGEST_LINE = 65_536
 
 
@@ -134,7 +134,7 @@ class Supervisor:
         self.codes[rank] = code
 
     def _failed(self, rank: int, code: int) -> None:
-        cause = f"exited with code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+        cause = f"exited with code {code}" if code > 0 else f"was killed by {_signal_name(-code)}"
         _say(f"rank {rank} {cause}")
         if self.first_failure is None:
             self.first_failure = rank
@@ -195,6 +195,11 @@ class _Output:
         for line in lines:
             sys.stderr.write(f"{self.prefix}{line.decode(errors='replace')}\n")
         sys.stderr.flush()
+
+
+def _signal_name(number: int) -> str:
+    # Most real-time signals have a number only.
+    return next((known.name for known in signal.Signals if known == number), f"signal {number}")
 
 
 def _say(text: str) -> None:

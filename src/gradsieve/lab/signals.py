@@ -21,7 +21,8 @@ def unwind_on_ending() -> Handlers:
 
 def restore(handlers: Handlers) -> None:
     for sig, handler in handlers.items():
-        signal.signal(sig, handler)
+        if handler is not None:  # None stands for a handler that is not Python's, which Python cannot restore
+            signal.signal(sig, handler)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,20 @@
+# A few verbs. `just` lists them; each is a plain command you can also type.
+
+setup:      # everything for development, into the active virtual environment
+    pip install torch==2.13.0
+    pip install -e '.[dev,docs]'
+
+check:      # lint, types, import direction
+    ruff check . && ruff format --check . && mypy && lint-imports
+
+test *args: # the quick tests; `just test tests/lab` for the slow ones
+    pytest -q -n 2 tests/unit tests/laws tests/hostile tests/policy {{args}}
+
+bench:      # the headline measurement (needs root for the lab)
+    gradsieve bench step --hosts 4 --rate 1gbit --workload mlp --params 25e6 --density 0.001
+
+docs:       # read the documentation at localhost:8000
+    mkdocs serve
+
+ci:         # the gate, as CI runs it
+    bash .ci/run
