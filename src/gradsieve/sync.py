@@ -75,6 +75,8 @@ class Pipeline:
         self.skipped = 0
         """Steps skipped because some rank's gradient was not finite."""
         self.last_step_good = True
+        self.loss_scale = self.residual_scale = 1.0
+        """What gradients are multiplied by in this step, and were when the residuals were stored."""
         self.may_have_unused = False
         """DDP with unused parameters: an update to one that no rank used would be dropped, so keep it."""
         self._staged: list[Staged] = []
@@ -97,10 +99,10 @@ class Pipeline:
         exchange = carry(self.scheme.exchange(acc, self.states[index], ctx), rider)
         outcome, ride = yield from _measured(exchange, stats)
         with stats.stage("apply"):
-            good = is_finite(outcome.update.values) and is_finite(ride) and not int(ride[-1])
             if self.may_have_unused and not self.scheme.lossless:
                 outcome = _only_used(outcome, unit, ride)
-            self._apply(unit, gradients, outcome.update, ride)
+            good = is_finite(outcome.update.values) and is_finite(ride) and not int(ride[-1])
+            good &= self._apply(unit, gradients, outcome.update, ride)
             stats.sent += outcome.update.count
         self._staged.append(Staged(outcome, good))
         if index == len(self.units) - 1:
@@ -113,9 +115,10 @@ class Pipeline:
         if self.scheme.lossless:
             acc = torch.cat([gradients[slot.name].to(unit.dtype) for slot in unit.slots])
             return acc, is_finite(acc)
-        acc, good = self.residuals[index].accumulate(gradients)
-        good &= all(is_finite(gradients[slot.name]) for slot in unit.dense)
-        return (acc, True) if good else (self.residuals[index].without_gradient(), False)
+        acc = self.residuals[index].accumulate(gradients, self.loss_scale / self.residual_scale)
+        if is_finite(acc) and all(is_finite(gradients[slot.name]) for slot in unit.dense):
+            return acc, True
+        return self.residuals[index].without_gradient(), False
 
     def _rider(self, unit: Unit, gradients: Mapping[str, Tensor], good: bool) -> Tensor:
         """Dense slots, then one mark for each sparse slot this rank used, then the vote."""
@@ -128,18 +131,20 @@ class Pipeline:
             parts += [gradients[slot.name].count_nonzero().to(unit.dtype)[None] for slot in unit.sparse]
         return torch.cat([*parts, vote])
 
-    def _apply(self, unit: Unit, gradients: Mapping[str, Tensor], update: Sparse, ride: Tensor) -> None:
-        """g = update / P."""
-        scale = 1 if self.scheme.silent else self.world
-        for slot in unit.dense:
-            gradients[slot.name].copy_(ride[slot.start : slot.stop] / scale)
-        for slot, indices, values in _by_slot(unit.sparse, update):
+    def _apply(self, unit: Unit, gradients: Mapping[str, Tensor], update: Sparse, ride: Tensor) -> bool:
+        """g = update / P; False where a gradient's narrower type cannot hold it (on all ranks alike)."""
+        good = True
+        dense = Sparse.full(ride)
+        for slot, indices, values in [*_by_slot(unit.dense, dense), *_by_slot(unit.sparse, update)]:
             gradient = gradients[slot.name]
+            mean = (values / self.world).to(gradient.dtype)
+            good &= gradient.dtype == unit.dtype or is_finite(mean)
             if indices is None:
-                gradient.copy_(values / scale)
+                gradient.copy_(mean)
             else:
                 gradient.zero_()
-                gradient[indices] = (values / scale).to(gradient.dtype)
+                gradient[indices] = mean
+        return good
 
     def _decide(self, gradients: Mapping[str, Tensor]) -> None:
         """Commit the step on every rank, or on none: all ranks saw the same votes."""
@@ -152,6 +157,7 @@ class Pipeline:
             return
         for residual, staged in zip(self.residuals, self._staged, strict=False):
             residual.commit(staged.outcome.spent)  # e = acc - spent
+        self.residual_scale = self.loss_scale
         self.states = self.scheme.settle([staged.outcome.state for staged in self._staged])
         self.step += 1
 

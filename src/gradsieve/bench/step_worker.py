@@ -45,7 +45,7 @@ class Arena:
 
     def step(self, inputs: Tensor, target: Tensor) -> None:
         self.optimizer.zero_grad()
-        nn.functional.mse_loss(self.ddp(inputs), target).backward()
+        torch.autograd.backward(nn.functional.mse_loss(self.ddp(inputs), target))
         self.optimizer.step()
 
 

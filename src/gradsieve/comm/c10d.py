@@ -72,9 +72,12 @@ class Engine:
         return self.submit(program, what, device).result()
 
     def close(self) -> None:
-        """End the thread after what is queued; one that hangs in a collective is left to its time-out."""
+        """End the thread after what is queued, and the group; what hangs is left to its time-out."""
+        atexit.unregister(self.close)
         self._jobs.put(None)
         self._thread.join(timeout=1.0)
+        if not self._thread.is_alive() and dist.is_initialized():
+            dist.destroy_process_group(self._group)
 
     def _work(self, threads: int) -> None:
         torch.set_num_threads(threads)

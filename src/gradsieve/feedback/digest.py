@@ -8,21 +8,23 @@ import torch
 from torch import Tensor
 
 _CHUNK = 1 << 20
-_WEIGHTS = 8191
-"""Elements are weighted by their position modulo this prime, so that exchanged values show."""
+_MIX, _PLACE = 0x2545F4914F6CDD1D, 0x1E3779B97F4A7C15
+"""Odd constants: multiplying by them loses no bit, and the shifts between carry high bits down."""
 
 
 def digest(tensors: Iterable[Tensor]) -> Tensor:
-    """int64 sum over bits times weights, wrapping; formed on the tensors' own device, returned on the CPU."""
+    """64 bits of a hash over values, places and order, wrapping; formed on the tensors' own device."""
     total = 0
-    for number, tensor in enumerate(tensors, start=1):
+    for tensor in tensors:
         flat = tensor.detach().contiguous().flatten()
         for start in range(0, flat.numel(), _CHUNK):
             bits = _bits(flat[start : start + _CHUNK])
-            position = torch.arange(start, start + bits.numel(), device=bits.device)
-            weighted = bits * (position % _WEIGHTS + 1)
-            total = (total + number * int(weighted.sum())) % (1 << 63)
-    return torch.tensor([total])
+            place = torch.arange(start + 1, start + 1 + bits.numel(), device=bits.device)
+            mixed = (bits ^ (place * _PLACE)) * _MIX
+            mixed = (mixed ^ (mixed >> 29)) * _MIX
+            mixed ^= mixed >> 32
+            total = (total * 31 + int(mixed.sum())) % (1 << 64)
+    return torch.tensor([total - (1 << 64) if total >= 1 << 63 else total])
 
 
 def _bits(flat: Tensor) -> Tensor:

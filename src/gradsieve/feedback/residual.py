@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from gradsieve.feedback.units import Unit
-from gradsieve.kernels import add_finite
 from gradsieve.types import Sparse
 
 
@@ -22,13 +21,12 @@ class Residual:
         self.kept = torch.zeros(unit.n, dtype=unit.dtype, device=unit.device)
         self._staged = torch.empty_like(self.kept)
 
-    def accumulate(self, gradients: Mapping[str, Tensor]) -> tuple[Tensor, bool]:
-        """acc = e + g, and whether all of it is finite."""
-        good = True
+    def accumulate(self, gradients: Mapping[str, Tensor], scale: float = 1.0) -> Tensor:
+        """acc = scale e + g, where `scale` takes the residual to the units of the gradient."""
         for slot in self.unit.sparse:
             here = slice(slot.start, slot.stop)
-            good &= add_finite(self.kept[here], gradients[slot.name], self._staged[here])
-        return self._staged, good
+            torch.add(gradients[slot.name], self.kept[here], alpha=scale, out=self._staged[here])
+        return self._staged
 
     def without_gradient(self) -> Tensor:
         """acc = e, where this rank's gradient cannot be used."""

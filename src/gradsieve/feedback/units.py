@@ -57,6 +57,26 @@ class Unit:
         return sum(slot.numel for slot in self.sparse)
 
 
+def flat_view(tensor: Tensor) -> Tensor:
+    """All elements in the order in which they lie in memory, as DDP's buckets hold them."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def shaped_like(flat: Tensor, parameter: Tensor) -> Tensor:
+    """The reverse: a flat vector in memory order, seen with the parameter's shape."""
+    return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """No gaps and no overlaps: channels_last is, an expanded or sliced tensor is not."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return not tensor.numel() or (span == tensor.numel() and 0 not in _strides_of_long_dims(tensor))
+
+
+def _strides_of_long_dims(tensor: Tensor) -> list[int]:
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+
+
 def lay_units(parameters: Iterable[tuple[str, Tensor]], cap_bytes: int, all_sparse: bool) -> list[Unit]:
     """Parameters in reverse order (backward's), a new unit whenever the one before holds `cap_bytes`.
 
@@ -69,6 +89,8 @@ def lay_units(parameters: Iterable[tuple[str, Tensor]], cap_bytes: int, all_spar
             raise ConfigError(
                 f"parameter {name!r} is {parameter.dtype}: only floating-point gradients can be exchanged"
             )
+        if not _is_dense(parameter):
+            raise ConfigError(f"parameter {name!r} has gaps or overlaps in memory; make it contiguous first")
         dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         members = open_units.setdefault((dtype, parameter.device), [])
         members.append((name, parameter))

@@ -30,17 +30,23 @@ class DdpSync(GradientSync):
         *,
         scheme: str | Scheme[Any] = "exdyna",
         density: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         if not isinstance(ddp, DistributedDataParallel):
             raise ConfigError(f"attach() wants a DistributedDataParallel model, not {type(ddp).__name__}")
+        for name, module in ddp.module.named_modules():
+            if getattr(module, "sparse", False) is True:
+                raise ConfigError(f"module {name!r} makes sparse gradients: create it with sparse=False")
         super().__init__(
-            ddp.module.named_parameters(),
+            ((name, p) for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore),
             optimizer,
             scheme=scheme,
             density=density,
+            scaler=scaler,
             group=ddp.process_group,
             bucket_cap_mb=ddp.bucket_bytes_cap / 2**20,
         )
+        self._ddp = ddp
         self.pipeline.may_have_unused = ddp.find_unused_parameters or ddp.static_graph
         self._names = {parameter: name for name, parameter in self.parameters.items()}
         self._unit_of = {
@@ -58,6 +64,7 @@ class DdpSync(GradientSync):
             done.set_result(buffer)
             return done
         if not self._arrived:
+            self.begin_step()
             self._next_unit = 0
             self._unit_done = {index: torch.futures.Future() for index in range(len(self.pipeline.units))}
         start, units = 0, set()
@@ -83,6 +90,10 @@ class DdpSync(GradientSync):
             self._next_unit += 1
         self._arrived = {}
 
+    def _may_compare(self) -> bool:
+        """Inside `join()` a rank without input keeps old parameters and takes no optimizer steps."""
+        return not self._ddp._join_config.enable
+
     def _name(self, parameter: Tensor) -> str:
         if parameter not in self._names:
             raise ConfigError(
@@ -97,13 +108,15 @@ def attach(
     *,
     scheme: str | Scheme[Any] = "exdyna",
     density: float | None = None,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> DdpSync:
     """Replace DDP's dense all-reduce by the sparse exchange of `scheme`; the one new line of a script.
 
     `scheme` is a name ("exdyna", "micro", "topk", ...) or an object such as `gradsieve.ExDyna(density=0.01)`.
+    With a `GradScaler`, hand it over as `scaler`: residuals then follow its scale.
     Call it once, after wrapping the model and before the first backward.
     """
-    sync = DdpSync(ddp, optimizer, scheme=scheme, density=density)
+    sync = DdpSync(ddp, optimizer, scheme=scheme, density=density, scaler=scaler)
     ddp.register_comm_hook(sync, _hook)
     return sync
 

@@ -22,6 +22,7 @@ from gradsieve.comm.ops import AllGather, AllReduce
 from gradsieve.errors import ConfigError, DivergenceError, Malformed
 from gradsieve.feedback import checkpoint
 from gradsieve.feedback.digest import digest
+from gradsieve.feedback.units import flat_view, shaped_like
 from gradsieve.schemes import make
 from gradsieve.schemes.base import Scheme
 from gradsieve.sync import Pipeline
@@ -41,6 +42,7 @@ class GradientSync:
         *,
         scheme: str | Scheme[Any] = "exdyna",
         density: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
         group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float = 25.0,
     ) -> None:
@@ -51,6 +53,7 @@ class GradientSync:
         self.engine = Engine(group)
         rank, world = self.engine.rank, self.engine.world
         self.pipeline = Pipeline(self.parameters.items(), self.scheme, rank, world, bucket_cap_mb)
+        self._scaler = scaler
         self._compared = 0  # the step after which replicas were last compared
         optimizer.register_step_pre_hook(self._before_optimizer_step)
         optimizer.register_step_post_hook(self._after_optimizer_step)
@@ -61,19 +64,16 @@ class GradientSync:
         """Exchange the gradients in `.grad`; False where the step was skipped on all ranks."""
         if self.scheme.silent:
             return True
-        for parameter in self.parameters.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            if parameter.grad.layout != torch.strided:
-                raise ConfigError("sparse gradients cannot be exchanged: use Embedding(sparse=False)")
-        flat = {name: _grad(p).reshape(-1) for name, p in self.parameters.items()}
+        self.begin_step()
+        flat = {name: flat_view(_gradient_of(name, p)) for name, p in self.parameters.items()}
         for index, unit in enumerate(self.pipeline.units):
             program = self.pipeline.program(index, {slot.name: flat[slot.name] for slot in unit.slots})
             self.engine.run(program, self.describe(index), unit.device)
-        for name, parameter in self.parameters.items():
-            if not _grad(parameter).is_contiguous():
-                _grad(parameter).copy_(flat[name].view_as(parameter))
         return self.pipeline.last_step_good
+
+    def begin_step(self) -> None:
+        if self._scaler is not None:
+            self.pipeline.loss_scale = self._scaler.get_scale()
 
     def describe(self, index: int) -> str:
         return f"unit {index} of {len(self.pipeline.units)} in step {self.pipeline.step}"
@@ -85,9 +85,12 @@ class GradientSync:
                 parameter.grad = None
 
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self.pipeline.step - self._compared >= VERIFY_EVERY:
+        if self.pipeline.step - self._compared >= VERIFY_EVERY and self._may_compare():
             self._compared = self.pipeline.step
             self.verify()
+
+    def _may_compare(self) -> bool:
+        return True
 
     # -- replicas -------------------------------------------------------------------------------------
 
@@ -102,10 +105,12 @@ class GradientSync:
         if values.numel() == 1:
             return
         odd = (everyone != values[counts.argmax()]).nonzero().flatten().tolist()
+        tie = int((counts == counts.max()).sum()) > 1
+        who = "there is no majority to tell which" if tie else f"against the majority stand ranks {odd}"
         raise DivergenceError(
-            f"rank {self.engine.rank}: replicas differ after step {self.pipeline.step}; against the majority "
-            f"stand ranks {odd}. Something outside the exchange changed parameters or state on some ranks "
-            "only (rank-dependent code, a partly loaded checkpoint). Restart all ranks from one checkpoint."
+            f"rank {self.engine.rank}: replicas differ after step {self.pipeline.step}; {who}. Something outside "
+            "the exchange changed parameters or state on some ranks only (rank-dependent code, a partly loaded "
+            "checkpoint). Restart all ranks from one checkpoint."
         )
 
     def _replicated(self) -> list[Tensor]:
@@ -123,10 +128,12 @@ class GradientSync:
             "format": torch.tensor(checkpoint.FORMAT),
             "world": torch.tensor(pipeline.world),
             "step": torch.tensor(pipeline.step),
+            "residual_scale": torch.tensor(pipeline.residual_scale, dtype=torch.float64),
             "scheme": checkpoint.text_to_tensor(type(self.scheme).__name__),
         }
         for residual in pipeline.residuals:
-            out.update({f"residual/{name}": part.clone() for name, part in residual.by_name().items()})
+            for name, part in residual.by_name().items():
+                out[f"residual/{name}"] = shaped_like(part, self.parameters[name]).clone()
         for index, state in enumerate(pipeline.states):
             out.update(checkpoint.fields_to_tensors(state, f"unit/{index}/"))
         return {prefix + key: value for key, value in out.items()}
@@ -143,36 +150,47 @@ class GradientSync:
         if not torch.equal(saved_by, scheme):
             raise Malformed(f"the checkpoint is of scheme {checkpoint.tensor_to_text(saved_by)}")
         step = int(checkpoint.take(stored, prefix + "step", (), torch.int64))
-        residuals = [
-            {
-                name: checkpoint.take(stored, f"{prefix}residual/{name}", tuple(part.shape), part.dtype)
-                for name, part in residual.by_name().items()
-            }
+        scale = float(checkpoint.take(stored, prefix + "residual_scale", (), torch.float64))
+        residuals = {
+            name: checkpoint.take(
+                stored, f"{prefix}residual/{name}", tuple(self.parameters[name].shape), part.dtype
+            )
             for residual in pipeline.residuals
-        ]
+            for name, part in residual.by_name().items()
+        }
         states = [
             checkpoint.fields_from_tensors(
                 self.scheme.begin(unit.n, pipeline.world), stored, f"{prefix}unit/{index}/"
             )
             for index, unit in enumerate(pipeline.units)
         ]
-        pipeline.step, pipeline.states = step, states
+        pipeline.step, pipeline.states, pipeline.residual_scale = step, states, scale
         self._compared = step
-        for residual, parts in zip(pipeline.residuals, residuals, strict=True):
+        for residual in pipeline.residuals:
             for name, part in residual.by_name().items():
-                part.copy_(parts[name])
+                shaped_like(part, self.parameters[name]).copy_(residuals[name])
 
     def flush(self) -> None:
         """Empty the residuals into `.grad` in one dense exchange; call optimizer.step() to apply them."""
+        pipeline = self.pipeline
+        totals = [
+            self.engine.run(_ask(AllReduce(residual.kept.clone())), "flush", residual.unit.device)
+            for residual in pipeline.residuals
+        ]
         for parameter in self.parameters.values():
             parameter.grad = torch.zeros_like(parameter)
-        for residual in self.pipeline.residuals:
-            program = _ask(AllReduce(residual.kept.clone()))
-            total = self.engine.run(program, "flush", residual.unit.device) / self.engine.world
+        for residual, total in zip(pipeline.residuals, totals, strict=True):
+            mean = total / (pipeline.world * pipeline.residual_scale)
             for slot in residual.unit.sparse:
-                gradient = _grad(self.parameters[slot.name])
-                gradient.copy_(total[slot.start : slot.stop].view_as(gradient))
+                flat_view(_gradient_of(slot.name, self.parameters[slot.name])).copy_(
+                    mean[slot.start : slot.stop]
+                )
             residual.kept.zero_()
+        pipeline.last_step_good = True
+
+    def close(self) -> None:
+        """End the communication thread and its process group. A sync that is not closed ends with Python."""
+        self.engine.close()
 
     def metrics(self) -> dict[str, Any]:
         """The last step: density, bytes, seconds per stage, residual norm, threshold, imbalance."""
@@ -193,9 +211,16 @@ class GradientSync:
         }
 
 
-def _grad(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
+def _gradient_of(name: str, parameter: Tensor) -> Tensor:
+    """`.grad`, made to lie in memory as the parameter does."""
+    gradient = parameter.grad
+    if gradient is None:
+        parameter.grad = gradient = torch.zeros_like(parameter)
+    if gradient.layout != torch.strided:
+        raise ConfigError(f"parameter {name!r} has a sparse gradient: use Embedding(sparse=False)")
+    if gradient.stride() != parameter.stride():
+        parameter.grad = gradient = torch.empty_like(parameter).copy_(gradient)
+    return gradient
 
 
 def _ask(op: Any) -> Program[Tensor]:

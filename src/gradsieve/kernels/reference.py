@@ -6,11 +6,6 @@ import torch
 from torch import Tensor
 
 
-def add_finite(e: Tensor, g: Tensor, out: Tensor) -> bool:
-    """out = e + g; whether all of it is finite."""
-    return is_finite(torch.add(e, g, out=out))
-
-
 def is_finite(x: Tensor) -> bool:
     """No NaN and no infinity in x."""
     return bool(x.isfinite().all())
