@@ -96,8 +96,9 @@ class Pipeline:
             acc, good = self._accumulate(index, gradients)
             rider = self._rider(unit, gradients, good)
         ctx = Ctx(self.rank, self.world, self.step)
-        exchange = carry(self.scheme.exchange(acc, self.states[index], ctx), rider)
-        outcome, ride = yield from _measured(exchange, stats)
+        state = self.states[index]
+        exchange = self.scheme.exchange(acc, state, ctx) if unit.n else _nothing(acc, state)
+        outcome, ride = yield from _measured(carry(exchange, rider), stats)
         with stats.stage("apply"):
             if self.may_have_unused and not self.scheme.lossless:
                 outcome = _only_used(outcome, unit, ride)
@@ -160,6 +161,12 @@ class Pipeline:
         self.residual_scale = self.loss_scale
         self.states = self.scheme.settle([staged.outcome.state for staged in self._staged])
         self.step += 1
+
+
+def _nothing(acc: Tensor, state: Any) -> Program[Outcome[Any]]:
+    """The exchange of a unit whose tensors all go dense."""
+    yield from ()
+    return Outcome(Sparse.full(acc), Sparse.full(acc), state)
 
 
 def _measured(program: Program[Result], stats: Stats) -> Program[Result]:

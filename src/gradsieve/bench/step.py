@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from gradsieve.bench.results import table, write
-
 from gradsieve.bench.workloads import WORKLOADS
 from gradsieve.errors import ConfigError, GradsieveError
 from gradsieve.lab import Lab

@@ -108,9 +108,9 @@ class GradientSync:
         tie = int((counts == counts.max()).sum()) > 1
         who = "there is no majority to tell which" if tie else f"against the majority stand ranks {odd}"
         raise DivergenceError(
-            f"rank {self.engine.rank}: replicas differ after step {self.pipeline.step}; {who}. Something outside "
-            "the exchange changed parameters or state on some ranks only (rank-dependent code, a partly loaded "
-            "checkpoint). Restart all ranks from one checkpoint."
+            f"rank {self.engine.rank}: replicas differ after step {self.pipeline.step}; {who}. Something "
+            "outside the exchange changed parameters or state on some ranks only (rank-dependent code, a "
+            "partly loaded checkpoint). Restart all ranks from one checkpoint."
         )
 
     def _replicated(self) -> list[Tensor]:
