@@ -3,13 +3,14 @@
 import argparse
 import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
 
 from gradsieve.cli.lab import add_parser
 from gradsieve.errors import ConfigError, LabError
-from gradsieve.lab import Lab, available, names, network, ranks, tools
+from gradsieve.lab import Lab, available, names, network, ranks, signals, tools
 from gradsieve.lab.relay import Relay
 from gradsieve.lab.units import parse_delay, parse_rate
 
@@ -165,7 +166,8 @@ def test_the_relay_drops_packets_for_nobody(address: list[int]) -> None:
     packet[ADDRESS_OFFSET : ADDRESS_OFFSET + 4] = bytes(address)
     relay = Relay([0, 1], delay=0.005, rate=0, queue=0.1)
     relay.accept(bytes(packet), now=1.0)
-    relay.accept(b"short", now=1.0)
+    relay.accept(packet_to(1)[: ADDRESS_OFFSET + 3], now=1.0)  # cut off within the address
+    relay.accept(b"", now=1.0)
     assert relay.held == []
 
 
@@ -194,6 +196,40 @@ def test_the_users_environment_wins_over_the_labs_thread_count_only(monkeypatch:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     found = ranks.environment(1, ["198.18.0.1", "198.18.0.2"], {"MASTER_PORT": "1234"})
     assert (found["OMP_NUM_THREADS"], found["RANK"], found["MASTER_PORT"]) == ("2", "1", "1234")
+
+
+# --- signals
+
+
+def test_signals_held_back_take_effect_when_the_block_ends() -> None:
+    steps = []
+
+    def interrupted() -> None:
+        with signals.held_back():
+            signal.raise_signal(signal.SIGINT)
+            steps.append("the block went on")
+        steps.append("what follows it did not")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert steps == ["the block went on"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ending_signals_unwind_and_foreign_handlers_are_left_alone() -> None:
+    usual = signal.signal(signal.SIGHUP, lambda *_: None)
+    foreign = signal.getsignal(signal.SIGHUP)
+    replaced = signals.unwind_on_ending()
+    try:
+        assert list(replaced) == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGHUP) is foreign
+        with pytest.raises(SystemExit) as ended:
+            signal.raise_signal(signal.SIGTERM)
+        assert ended.value.code == 143
+    finally:
+        signals.restore(replaced)
+        signal.signal(signal.SIGHUP, usual)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 # --- what is missing
