@@ -13,11 +13,13 @@ import platform
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+
+import gradsieve
+from gradsieve.errors import ConfigError
 
 Row = Mapping[str, Any]
 
@@ -35,14 +37,17 @@ def write(path: Path, config: Mapping[str, Any], rows: Sequence[Row]) -> None:
 
 
 def writable(path: Path | None) -> None:
-    """Raise OSError now rather than after minutes of measuring."""
-    if path is not None:
-        path.open("a").close()
+    """Say now, rather than after minutes of measuring, that a result cannot be written there."""
+    try:
+        if path is not None:
+            path.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"the result cannot be written: {error}") from error
 
 
 def versions() -> dict[str, str | int]:
     return {
-        "gradsieve": metadata.version("gradsieve"),
+        "gradsieve": gradsieve.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",

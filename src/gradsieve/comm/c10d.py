@@ -36,11 +36,14 @@ class Engine:
         assert users is not None
         ranks = dist.get_process_group_ranks(users)
         # Our own group: DDP's buffer broadcasts on the user's group must not come between our collectives.
+        # A part of the world must make its group alone; torch then names it after its ranks, so that a
+        # second one would find the first one's addresses: such a group is kept to the end.
+        self._is_whole_world = len(ranks) == dist.get_world_size()
         self._group = dist.new_group(
             ranks,
             timeout=_timeout(users),
             backend=str(dist.get_backend_config(users)),
-            use_local_synchronization=True,
+            use_local_synchronization=not self._is_whole_world,
         )
         self.rank = dist.get_rank(self._group)
         self.world = len(ranks)
@@ -76,8 +79,9 @@ class Engine:
         atexit.unregister(self.close)
         self._jobs.put(None)
         self._thread.join(timeout=1.0)
-        if not self._thread.is_alive() and dist.is_initialized():
-            dist.destroy_process_group(self._group)
+        if self._is_whole_world and not self._thread.is_alive() and dist.is_initialized():
+            with contextlib.suppress(ValueError):  # the world it belonged to is gone
+                dist.destroy_process_group(self._group)
 
     def _work(self, threads: int) -> None:
         torch.set_num_threads(threads)

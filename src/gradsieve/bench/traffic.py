@@ -1,0 +1,279 @@
+"""How many words a scheme moves at P ranks: real steps of P virtual ranks in one process, counted.
+
+    for every scheme and P:
+        every step:  acc += skewed gradient -> scheme.exchange, counted by one Meter a rank -> acc -= spent
+        row       =  the worst step since it settled, beside the published formula
+
+The program of a rank commits its own outcome, so that one rank's outcome is alive at a time and memory is
+the residuals, P n floats. A scheme without state has nothing to settle: one step tells all.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradsieve.comm import lockstep
+from gradsieve.comm.meter import Meter
+from gradsieve.errors import ConfigError
+from gradsieve.schemes import make
+from gradsieve.types import Ctx, Program
+
+WORD = 4
+"""Bytes."""
+MOST_STEPS, FEWEST_STEPS = 40, 32
+_WORK = 1.1e10
+"""Elements accumulated by all ranks in all steps of one case, while that leaves enough steps."""
+LEAST, LONGEST_ROW = 0.9, 1.4
+"""Settled: from then on, at least this share of the formula's words, and at most those of index messages
+this much longer than the formula has them (slack and headers). For ExDyna this is 3.4 k (P-1)/P."""
+_SELECTING = 8
+"""A stateless step against one that tracks a threshold, in time: top-k looks at all n on every rank."""
+
+COLUMNS = [
+    "scheme",
+    "world",
+    "words_sent",
+    "words_received",
+    "formula_words",
+    "times_k",
+    "rounds",
+    "collectives",
+    "settled_after",
+    "steps",
+    "density",
+    "imbalance",
+    "seconds",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of all ranks; words and rounds are the busiest rank's."""
+
+    words_sent: float
+    words_received: float
+    rounds: int
+    collectives: int
+    formula_words: float
+    limit_words: float
+    density: float
+    """Elements in the update over n."""
+    imbalance: float | None
+    """Longest row over the mean row; None for schemes that have no such thing."""
+
+    @property
+    def near_formula(self) -> bool:
+        return LEAST * self.formula_words <= self.words_received <= self.limit_words
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row to come."""
+
+    scheme: str
+    world: int
+    n: int
+    density: float
+
+    @property
+    def stateless(self) -> bool:
+        return not fields(make(self.scheme, self.density).begin(1, 1))
+
+    @property
+    def steps(self) -> int:
+        affordable = int(_WORK / (self.world * self.n))
+        return 1 if self.stateless else min(MOST_STEPS, max(FEWEST_STEPS, affordable))
+
+    @property
+    def work(self) -> int:
+        """Of a step, in the unit of the progress bar."""
+        return self.world * (_SELECTING if self.stateless else 1)
+
+    def __str__(self) -> str:
+        return f"{self.scheme}, {self.world} ranks"
+
+
+class Gradients:
+    """Skewed as in real models: a steep envelope over the vector, and a few hot rows as in an embedding.
+
+    A rank's gradient is the envelope times (common mean + noise), noise being a slice of a pool at a random
+    place: different on every rank and step, at the price of one multiply-add. The scale suits the first
+    threshold of `exdyna-paper`, the only scheme that has one before it has seen a gradient.
+    """
+
+    STEEP, ROW, HOT_ROWS, HOT, MEAN = 8.0, 64, 1 / 500, 1.0, 0.3
+
+    def __init__(self, n: int, scale: float, seed: int = 0) -> None:
+        self._random = torch.Generator().manual_seed(seed)
+        signs = torch.randint(0, 2, (n,), generator=self._random) * 2 - 1
+        size = torch.exp(-self.STEEP * torch.linspace(0, 1, n))
+        rows = size[: n - n % self.ROW].view(-1, self.ROW)
+        hot = torch.randperm(len(rows), generator=self._random)[: max(1, round(len(rows) * self.HOT_ROWS))]
+        rows[hot] += self.HOT
+        self.envelope = size * signs * scale
+        self.pool = torch.randn(2 * n, generator=self._random) + self.MEAN
+
+    def add_to(self, acc: Tensor) -> None:
+        n = acc.numel()
+        place = int(torch.randint(n + 1, (), generator=self._random))
+        acc.addcmul_(self.envelope, self.pool[place : place + n])
+
+
+class Fleet:
+    """P virtual ranks that take steps together."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.scheme = make(case.scheme, case.density)
+        n, world = case.n, case.world
+        self.gradients = Gradients(n, scale=0.1 / self.scheme.k(n) ** 0.5)
+        self.states = [self.scheme.begin(n, world) for _ in range(world)]
+        # A lossless scheme keeps nothing back, so that the ranks can write their gradients to one place.
+        self.residuals = torch.zeros(1 if self.scheme.lossless else world, n)
+        self.taken = 0
+        self._first_ended = False
+
+    def step(self) -> Step:
+        case, n, world = self.case, self.case.n, self.case.world
+        meters = [Meter(rank, world) for rank in range(world)]
+        self._first_ended = False
+        programs = [self._commit(0)]
+        programs += [self._follow(rank) if case.stateless else self._commit(rank) for rank in range(1, world)]
+        counts = lockstep.run(programs, meters)
+        self.taken += 1
+        imbalance = self.scheme.report(self.states[0]).get("imbalance")
+        # Only MiCRO leaves its imbalance to the gradients; the others promise to hold theirs near 1.
+        assumed = imbalance if case.scheme == "micro" and imbalance else 1.0
+        return Step(
+            words_sent=max(meter.sent for meter in meters) / WORD,
+            words_received=max(meter.received for meter in meters) / WORD,
+            rounds=max(meter.rounds for meter in meters),
+            collectives=max(meter.collectives for meter in meters),
+            formula_words=self.scheme.expected_words(n, world, assumed),
+            limit_words=self.scheme.expected_words(n, world, LONGEST_ROW * assumed),
+            density=counts[0] / n,
+            imbalance=imbalance,
+        )
+
+    def _commit(self, rank: int) -> Program[int]:
+        """One rank's step; how many elements the update has."""
+        acc = self.residuals[rank if len(self.residuals) > 1 else 0]
+        if self.scheme.lossless:
+            acc.zero_()
+        self.gradients.add_to(acc)
+        ctx = Ctx(rank, self.case.world, self.taken)
+        outcome = yield from self.scheme.exchange(acc, self.states[rank], ctx)
+        if not self.scheme.lossless:
+            outcome.spent.subtract_from(acc)
+        self.states[rank] = self.scheme.settle([outcome.state])[0]
+        self._first_ended = True
+        return outcome.update.count
+
+    def _follow(self, rank: int) -> Program[int]:
+        """A rank whose work after the last reply is left out.
+
+        Top-k at 1,024 ranks adds up ten million entries on every rank, the same ones everywhere. Once rank 0,
+        which is resumed first, has ended, all words are counted and no next step needs the sum.
+        """
+        program = self._commit(rank)
+        reply: Tensor | None = None
+        while not self._first_ended:
+            try:
+                op = program.send(reply)  # type: ignore[arg-type]  # None starts a generator
+            except StopIteration as end:
+                return int(end.value)
+            reply = yield op
+        return 0
+
+
+def measure_all(cases: Sequence[Case], advance: Callable[[float, str], None]) -> list[dict[str, Any]]:
+    """The rows of all cases; `advance` is told the work done and what it was."""
+    for case in cases:
+        _fits(case)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a rank's vectors are short: threads would wait for each other more than work
+    try:
+        return [measure(case, partial(_tell, case, advance)) for case in cases]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _tell(case: Case, advance: Callable[[float, str], None], taken: int) -> None:
+    advance(case.work, f"{case}, step {taken} of {case.steps}")
+
+
+def measure(case: Case, after_step: Callable[[int], None] = lambda taken: None) -> dict[str, Any]:
+    """Run one case; its row."""
+    start = time.perf_counter()
+    fleet, steps = Fleet(case), []
+    for _ in range(case.steps):
+        steps.append(fleet.step())
+        after_step(fleet.taken)
+    settled = settled_after(steps)
+    seen = steps[len(steps) // 2 if settled is None else min(settled, len(steps) // 2) :]
+    worst = max(seen, key=lambda step: step.words_received)
+    unit = fleet.scheme.k(case.n) * (case.world - 1) / case.world
+    return {
+        "scheme": case.scheme,
+        "world": case.world,
+        **asdict(worst),
+        "density": sum(step.density for step in seen) / len(seen),
+        "times_k": worst.words_received / unit,
+        "settled_after": settled,
+        "steps": len(steps),
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def settled_after(steps: Sequence[Step]) -> int | None:
+    """Steps before the first from which on all stay near the formula; None if the last one is not."""
+    far = [index for index, step in enumerate(steps) if not step.near_formula]
+    settled = far[-1] + 1 if far else 0
+    return settled if settled < len(steps) else None
+
+
+def _fits(case: Case) -> None:
+    needed = case.world * case.n * WORD
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there / 2:
+        raise ConfigError(
+            f"{case} with {case.n:,} parameters need {needed / 2**30:.0f} GiB for residuals; there are "
+            f"{there / 2**30:.0f} GiB here: lower --params or --world"
+        )
+
+
+def plot(rows: Sequence[dict[str, Any]], n: int, density: float, path: Path) -> None:
+    """Words received against P, one colour a scheme, its formula dashed."""
+    from matplotlib.figure import Figure  # the `plot` extra, not needed to measure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    shown = [row for row in rows if row["words_received"] > 0]  # noop has no place on a logarithmic axis
+    for scheme in dict.fromkeys(row["scheme"] for row in shown):
+        own = sorted((row for row in shown if row["scheme"] == scheme), key=lambda row: int(row["world"]))
+        worlds = [row["world"] for row in own]
+        (line,) = axes.plot(worlds, [row["words_received"] for row in own], "o-", label=scheme)
+        axes.plot(worlds, [row["formula_words"] for row in own], "--", color=line.get_color(), alpha=0.6)
+    worlds = sorted({row["world"] for row in shown})
+    dense = [make("dense").expected_words(n, world) for world in worlds]
+    axes.plot(worlds, dense, ":", color="gray", label="dense, by its formula")
+    axes.plot([], [], "--", color="gray", label="formula of each scheme")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(worlds, [f"{world:,}" for world in worlds])
+    axes.minorticks_off()
+    axes.set_xlabel("ranks P")
+    axes.set_ylabel("4-byte words received by the busiest rank in a step")
+    axes.set_title(f"Traffic on skewed gradients, {n:,} parameters, density {density:g}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)

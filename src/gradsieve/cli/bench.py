@@ -1,0 +1,151 @@
+"""`gradsieve bench`: measurements, each with its own sub-command."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+
+from gradsieve.cli.progress import progress
+from gradsieve.errors import ConfigError
+
+_STEP = """\
+How long a training step takes with each way of exchanging gradients.
+
+Trains a real model on a lab network (see `gradsieve lab run --help`), all ways in turn in one run, beside
+dense and beside no exchange at all, the limit. Needs root.
+"""
+
+_TRAFFIC = """\
+How many words each scheme moves as the number of ranks grows.
+
+Runs real steps of P virtual ranks in this one process, on skewed gradients, and counts the 4-byte words of
+the busiest rank in one step, beside the published formula. No network is involved: these are bytes, not
+seconds. `gradsieve bench step` measures seconds.
+
+columns:
+  words_sent, words_received   of the busiest rank, in the worst step since the scheme settled
+  formula_words                the published cost (with the imbalance as measured for micro, 1 for others)
+  times_k                      words_received over k (P-1)/P, k being the elements to send
+  rounds                       messages one after the other, by the best known algorithm for each collective
+  settled_after                steps until words_received stays near the formula: at least 0.9 of its words,
+                               at most those with 1.4 times longer index messages; - for never
+  density, imbalance           elements in the update over all; longest message over the mean
+"""
+
+_TRAFFIC_EXAMPLE = """\
+example:
+  gradsieve bench traffic --schemes topk,exdyna --world 2,16,128 --params 1e6 --plot traffic.png
+"""
+
+MOST = 10**12
+MOST_RANKS = 65_536
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    bench = subparsers.add_parser("bench", help="measure schemes against dense and against the limit")
+    commands = bench.add_subparsers(metavar="COMMAND", required=True)
+    _add_step(commands)
+    _add_traffic(commands)
+
+
+def _add_step(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from gradsieve.bench import step
+
+    parser = commands.add_parser(
+        "step",
+        help="seconds a training step takes, on a lab network",
+        description=_STEP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    step.add_arguments(parser)
+    parser.set_defaults(call=step.run)
+
+
+def _add_traffic(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "traffic",
+        help="words moved as the number of ranks grows, on virtual ranks",
+        description=_TRAFFIC,
+        epilog=_TRAFFIC_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "--schemes",
+        type=schemes,
+        default="topk,micro,exdyna",
+        metavar="LIST",
+        help="names with commas between them, or all (default: %(default)s)",
+    )
+    add(
+        "--world",
+        type=worlds,
+        default="2,4,16,64,256,1024",
+        metavar="LIST",
+        help="numbers of ranks (default: %(default)s)",
+    )
+    add("--params", type=size, default="1e6", metavar="N", help="length of the gradient (default: 1e6)")
+    add("--density", type=float, default=0.01, metavar="D", help="share that is sent (default: 0.01)")
+    add("--json", type=Path, metavar="FILE", help="write the rows and how they came about there")
+    add("--plot", type=Path, metavar="FILE.png", help="draw words received against ranks there")
+    parser.set_defaults(call=run_traffic)
+
+
+def run_traffic(args: argparse.Namespace) -> int:
+    from gradsieve.bench import results, traffic
+    from gradsieve.types import check_density
+
+    check_density(args.density)
+    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install 'gradsieve[plot]'")
+    results.writable(args.json)
+    results.writable(args.plot)
+    cases = [
+        traffic.Case(name, world, args.params, args.density) for world in args.world for name in args.schemes
+    ]
+    with progress(sum(case.steps * case.work for case in cases)) as advance:
+        rows = traffic.measure_all(cases, advance)
+    print(results.table(rows, traffic.COLUMNS))
+    if args.json is not None:
+        config = {
+            "schemes": args.schemes,
+            "world": args.world,
+            "params": args.params,
+            "density": args.density,
+        }
+        results.write(args.json, config, rows)
+    if args.plot is not None:
+        traffic.plot(rows, args.params, args.density, args.plot)
+    return 0
+
+
+def size(text: str) -> int:
+    """A whole number as people write it: 1000, 25e6, 1.5e3; exactly, never by way of a float."""
+    try:
+        number = Decimal(text)
+    except InvalidOperation:
+        number = Decimal("NaN")
+    if not (number.is_finite() and 1 <= number <= MOST and number == number.to_integral_value()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 up, such as 25e6")
+    return int(number)
+
+
+def worlds(text: str) -> list[int]:
+    numbers = [size(part) for part in text.split(",")]
+    if not all(2 <= number <= MOST_RANKS for number in numbers):
+        raise argparse.ArgumentTypeError(f"{text!r}: there are 2 to {MOST_RANKS:,} ranks")
+    return sorted(set(numbers))
+
+
+def schemes(text: str) -> list[str]:
+    from gradsieve.schemes import SCHEMES
+
+    names = list(SCHEMES) if text == "all" else list(dict.fromkeys(text.split(",")))
+    unknown = [name for name in names if name not in SCHEMES]
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            f"no scheme is called {', '.join(map(repr, unknown))}; there are: {', '.join(SCHEMES)}"
+        )
+    return names
