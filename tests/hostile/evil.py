@@ -1,0 +1,88 @@
+"""One rank lies: its program is the honest one, what it gathers is altered on the way out.
+
+It sees its own lie in the reply, as its peers do. Where it chokes on it, it falls silent and leaves the word
+to the honest ranks, so that an error that comes out of `attack` was raised by one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradsieve.comm import lockstep
+from gradsieve.comm.ops import AllGather
+from gradsieve.schemes import make
+from gradsieve.schemes.base import Scheme
+from gradsieve.types import Ctx, Outcome, Program
+from laws.checks import same_bits
+from laws.driver import Fleet
+from laws.gradients import Source
+
+N, WORLD, EVIL, DENSITY = 240, 3, 1, 0.2
+
+Forgery = Callable[[int, Tensor], Tensor]
+"""From the number of the gather in this step and the honest message, the message to send instead."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A group in the middle of training, about to be lied to."""
+
+    scheme: Scheme[Any]
+    accs: list[Tensor]
+    states: list[Any]
+    step: int
+
+    def attack(self, forge: Forgery) -> list[Outcome[Any]]:
+        """One step with rank EVIL lying; the honest ranks' outcomes, or what they raised."""
+        before = deepcopy((self.accs, self.states))
+        programs = [
+            self.scheme.exchange(acc, state, Ctx(rank, WORLD, self.step))
+            for rank, (acc, state) in enumerate(zip(self.accs, self.states, strict=True))
+        ]
+        programs[EVIL] = lying(programs[EVIL], forge)
+        try:
+            outcomes = lockstep.run(programs)
+        finally:
+            assert same_bits((self.accs, self.states), before), "something was applied before the check"
+        return [outcome for rank, outcome in enumerate(outcomes) if rank != EVIL]
+
+
+def lying(program: Program[Any], forge: Forgery) -> Program[Any]:
+    reply: Any = None
+    turn = 0
+    while True:
+        try:
+            op = program.send(reply)
+        except StopIteration as end:
+            return end.value
+        except Exception:  # the liar's own trouble
+            return None
+        if isinstance(op, AllGather):
+            op = AllGather(forge(turn, op.tensor.clone()))
+            turn += 1
+        reply = yield op
+
+
+def target(name: str, steps: int) -> Target:
+    """After that many honest steps. None: schemes with a threshold look for one; four: they track it."""
+    source = Source("normal", (N,), seed=7)
+    fleet = Fleet(make(name, DENSITY), [N], WORLD)
+    for _ in fleet.advance(source, steps):
+        pass
+    accs = [fleet.residuals[rank][0] + source(steps, rank, 0) for rank in range(WORLD)]
+    return Target(fleet.scheme, accs, [states[0] for states in fleet.states], steps)
+
+
+def same_message(turn: int, message: Tensor) -> Tensor:
+    """The forgery that forges nothing."""
+    return message
+
+
+def bits_of(value: float) -> int:
+    return int(torch.tensor(value).view(torch.int32))

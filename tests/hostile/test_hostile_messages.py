@@ -1,0 +1,187 @@
+"""A peer's message with impossible indices or counts is refused before anything of it is applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradsieve.errors import Malformed
+from gradsieve.schemes import exclusive, exdyna_paper, topk
+from gradsieve.schemes.exclusive import HEADER
+from hostile.evil import EVIL, Forgery, N, bits_of, same_message, target
+from laws.checks import check_indices, check_replicated
+
+STEPS = [0, 3, 4, 5]
+"""Looking for a threshold; then tracking it, with each rank at another partition."""
+GATHERING = ["topk", "micro", "exdyna", "exdyna-paper"]
+every_scheme = pytest.mark.parametrize("name", GATHERING)
+every_step = pytest.mark.parametrize("steps", STEPS)
+
+
+def forged_indices(name: str, change: Callable[[Tensor], None]) -> Forgery:
+    """Alters the indices in the message, in place, and nothing else."""
+    count = 0
+
+    def forge(turn: int, message: Tensor) -> Tensor:
+        nonlocal count
+        if name == "exdyna-paper" and turn == 0:
+            count = int(message)
+            return message
+        if name == "topk":
+            live = message[0][message[0] < N]
+            start, row = 0, message[0]
+        elif name == "exdyna-paper":
+            live, start, row = message[:count], 0, message
+        else:
+            live, start, row = message[HEADER:][: int(message[0])], HEADER, message
+        assert live.numel() >= 3, "there must be something to forge"
+        change(live := live.clone())
+        row[start : start + live.numel()] = live
+        return message
+
+    return forge
+
+
+def set_at(place: int, value: int) -> Callable[[Tensor], None]:
+    def change(live: Tensor) -> None:
+        live[place] = value
+
+    return change
+
+
+def unsorted(live: Tensor) -> None:
+    live.copy_(live.flip(0))
+
+
+def duplicate(live: Tensor) -> None:
+    live[1] = live[0]
+
+
+def all_alike(live: Tensor) -> None:
+    live.fill_(int(live[0]))
+
+
+FORGERIES = {
+    "negative": set_at(0, -1),
+    "very negative": set_at(0, -(2**31)),
+    "negative in the middle": set_at(1, -5),
+    "one beyond the end": set_at(-1, N + 1),
+    "far beyond the end": set_at(-1, 2**31 - 1),
+    "beyond the end in the middle": set_at(1, N + 7),
+    "filler in the middle": set_at(1, N),
+    "unsorted": unsorted,
+    "duplicate": duplicate,
+    "all alike": all_alike,
+}
+
+
+@every_scheme
+@every_step
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_forged_indices_are_refused_before_anything_is_applied(name: str, steps: int, forgery: str) -> None:
+    with pytest.raises(Malformed, match="not sorted, unique and inside"):
+        target(name, steps).attack(forged_indices(name, FORGERIES[forgery]))
+
+
+@every_scheme
+@every_step
+def test_the_same_message_unforged_is_accepted(name: str, steps: int) -> None:
+    """The twin: what is refused above is refused for the forgery and for nothing else."""
+    outcomes = target(name, steps).attack(same_message)
+    check_replicated(outcomes)
+    check_indices(outcomes[0].update, N)
+
+
+def forged_count(name: str, count: int) -> Forgery:
+    def forge(turn: int, message: Tensor) -> Tensor:
+        if turn == 0:
+            message[0] = count
+        return message
+
+    return forge
+
+
+@pytest.mark.parametrize("name", ["micro", "exdyna", "exdyna-paper"])
+@every_step
+@pytest.mark.parametrize("count", [-1, -(2**31), N + 1, 2**31 - 1])
+def test_impossible_counts_are_refused_and_the_liar_named(name: str, steps: int, count: int) -> None:
+    with pytest.raises(Malformed, match=rf"rank {EVIL} announced {count} elements in step {steps}"):
+        target(name, steps).attack(forged_count(name, count))
+
+
+def test_a_count_that_would_need_the_memory_of_a_city_is_refused() -> None:
+    with pytest.raises(Malformed, match=rf"rank {EVIL} announced {2**62}"):
+        target("exdyna-paper", 3).attack(forged_count("exdyna-paper", 2**62))
+
+
+@pytest.mark.parametrize("name", ["micro", "exdyna"])
+@every_step
+def test_more_announced_than_is_in_the_row_is_refused(name: str, steps: int) -> None:
+    """Possible as a number, but the row holds only filler there."""
+
+    def forge(turn: int, message: Tensor) -> Tensor:
+        live = int(message[0]) // 2
+        message[HEADER + live :] = 0
+        return message
+
+    with pytest.raises(Malformed, match="not sorted, unique and inside"):
+        target(name, steps).attack(forge)
+
+
+@pytest.mark.parametrize("name", ["micro", "exdyna"])
+@every_step
+@pytest.mark.parametrize("tail", [-1.0, -1e38, float("nan"), float("inf"), -float("inf")])
+def test_an_impossible_tail_is_refused_and_the_liar_named(name: str, steps: int, tail: float) -> None:
+    def forge(turn: int, message: Tensor) -> Tensor:
+        message[1] = bits_of(tail)
+        return message
+
+    with pytest.raises(Malformed, match=rf"rank {EVIL} sent a tail sum of"):
+        target(name, steps).attack(forge)
+
+
+@every_step
+def test_a_topk_row_that_is_refused_names_its_sender(steps: int) -> None:
+    with pytest.raises(Malformed, match=rf"indices in step {steps} of rank {EVIL} are not sorted"):
+        target("topk", steps).attack(forged_indices("topk", duplicate))
+
+
+DOORS = {
+    "topk": (topk, "rows_increasing"),
+    "micro": (exclusive, "strictly_increasing"),
+    "exdyna": (exclusive, "strictly_increasing"),
+    "exdyna-paper": (exdyna_paper, "strictly_increasing"),
+}
+LET_IN = [
+    (name, forgery)
+    for name in DOORS
+    for forgery in ("negative", "one beyond the end", "unsorted", "duplicate")
+    # Top-k sums by index, which sorts again: these two would do no visible harm there.
+    if (name, forgery) not in {("topk", "unsorted"), ("topk", "duplicate")}
+]
+
+
+@pytest.mark.parametrize(("name", "forgery"), LET_IN)
+def test_without_the_door_the_forgery_gets_in(
+    name: str, forgery: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mutant: it is the check that refuses, not luck. What it lets in breaks a law or crashes."""
+    module, door = DOORS[name]
+    monkeypatch.setattr(module, door, lambda *_: None)
+    with pytest.raises((AssertionError, IndexError, RuntimeError)):
+        check_indices(target(name, 3).attack(forged_indices(name, FORGERIES[forgery]))[0].update, N)
+
+
+def test_forged_values_stay_a_lie_of_the_liar_alone() -> None:
+    """Values are not checked here (the pipeline votes on finiteness): indices stay lawful, replicas equal."""
+
+    def forge(turn: int, message: Tensor) -> Tensor:
+        message[1, :] = bits_of(torch.inf)
+        return message
+
+    outcomes = target("topk", 3).attack(forge)
+    check_replicated(outcomes)
+    check_indices(outcomes[0].update, N)

@@ -1,0 +1,131 @@
+"""The house rules as functions over a source tree: each returns what breaks it, in words, or nothing."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+_PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+_SHELLS = {("os", "system"), ("os", "popen"), ("subprocess", "getoutput"), ("subprocess", "getstatusoutput")}
+
+
+def long_files(package: Path, limit: int) -> list[str]:
+    found = [(path, len(path.read_text().splitlines())) for path in sorted(package.rglob("*.py"))]
+    return [f"{path.relative_to(package)} has {lines} lines" for path, lines in found if lines > limit]
+
+
+def long_functions(package: Path, limit: int) -> list[str]:
+    return [
+        f"{where}:{node.lineno} {node.name} has {node.end_lineno - node.lineno + 1} lines"
+        for where, tree in _trees(package)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno is not None
+        and node.end_lineno - node.lineno + 1 > limit
+    ]
+
+
+def users_of(package: Path, library: str, excepted: tuple[str, ...] = ()) -> list[str]:
+    """Where `library` is imported or reached as an attribute, but for files whose path starts as excepted."""
+    return [
+        f"{where}:{line} uses {library}"
+        for where, tree in _trees(package)
+        if not where.startswith(excepted or ("\0",))
+        for name, line in _names(tree)
+        if name == library or name.startswith(f"{library}.")
+    ]
+
+
+def dangerous(package: Path) -> list[str]:
+    """Ways to run what a file, a peer or an argument says."""
+    return [
+        f"{where}:{node.lineno} {what}"
+        for where, tree in _trees(package)
+        for node in ast.walk(tree)
+        if (what := _danger(node)) is not None
+    ]
+
+
+def _danger(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        for name, _ in _names(node):
+            if name.split(".")[0] in _PICKLES or name in {"os.system", "os.popen", "torch.load"}:
+                return f"imports {name}"
+    if not isinstance(node, ast.Call):
+        return None
+    called = _dotted(node.func)
+    if called in {"eval", "exec", "compile", "__import__"}:
+        return f"calls {called}"
+    if called == "torch.load" or tuple(called.split(".")) in _SHELLS:
+        return f"calls {called}"
+    for keyword in node.keywords:
+        constant = isinstance(keyword.value, ast.Constant) and keyword.value.value
+        if keyword.arg == "shell" and not (isinstance(keyword.value, ast.Constant) and not constant):
+            return "passes shell="
+        if keyword.arg == "allow_pickle" and constant:
+            return "passes allow_pickle="
+    return None
+
+
+def export_faults(module: ModuleType) -> list[str]:
+    """`__all__` is sorted as ruff sorts it and holds exactly the names that a user can see."""
+    exported = list(module.__all__)
+    visible = {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType) and name != "annotations"
+    }
+    faults = [f"{name} is visible but not in __all__" for name in sorted(visible - set(exported))]
+    faults += [f"{name} is in __all__ but not there" for name in sorted(set(exported) - visible)]
+    if exported != sorted(set(exported), key=_export_order):
+        faults.append("__all__ is not sorted, or a name stands there twice")
+    return faults
+
+
+def _export_order(name: str) -> tuple[int, str]:
+    return (0 if name.isupper() else 1 if name[0].isupper() else 2, name)
+
+
+def undocumented(names: list[str], folder: Path) -> list[str]:
+    return [f"{name} has no {name}.md" for name in names if not (folder / f"{name}.md").is_file()]
+
+
+def recipe_faults(scheme_file: Path) -> list[str]:
+    """The numbered recipe of the docstring and the numbered comments of the code name the same steps."""
+    text = scheme_file.read_text()
+    recipe = set(re.findall(r"^(\d+)\. ", ast.get_docstring(ast.parse(text)) or "", re.MULTILINE))
+    comments = [line.split("#", 1)[1] for line in text.splitlines() if re.match(r"\s*# \d", line)]
+    done = {number for comment in comments for number in re.findall(r"\b(\d+)\.(?!\d)", comment)}
+    return [
+        f"{scheme_file.name}: step {step} is only in one of recipe and code" for step in sorted(recipe ^ done)
+    ]
+
+
+def _trees(package: Path) -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(package.rglob("*.py")):
+        yield path.relative_to(package).as_posix(), ast.parse(path.read_text())
+
+
+def _names(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Every module or attribute that is imported or reached by a dotted name, with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module, node.lineno
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+        elif isinstance(node, ast.Attribute) and _dotted(node):
+            yield _dotted(node), node.lineno
+
+
+def _dotted(node: ast.AST) -> str:
+    """`a.b.c` as written; empty for anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        left = _dotted(node.value)
+        return f"{left}.{node.attr}" if left else ""
+    return ""

@@ -1,0 +1,225 @@
+"""The house rules hold, and each of them is seen to fail on a copy of the package with a planted breach."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import gradsieve
+from gradsieve.schemes import SCHEMES, base
+from policy import rules
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "gradsieve"
+
+FILE_LIMIT, SCHEME_LIMIT, FUNCTION_LIMIT = 400, 249, 60
+MAY_USE_DISTRIBUTED = ("comm/c10d.py", "integrations/", "bench/", "lab/")
+NO_NUMPY = ["schemes", "kernels", "wire", "comm", "feedback"]
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The package in a place where a breach can be planted."""
+    target = tmp_path / "src" / "gradsieve"
+    shutil.copytree(PACKAGE, target, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return target
+
+
+def plant(package: Path, file: str, text: str) -> None:
+    with (package / file).open("a") as stream:
+        stream.write(f"\n{text}\n")
+
+
+def test_no_file_is_over_four_hundred_lines() -> None:
+    assert rules.long_files(PACKAGE, FILE_LIMIT) == []
+
+
+def test_a_long_file_is_seen(copy: Path) -> None:
+    plant(copy, "types.py", "# one more line\n" * FILE_LIMIT)
+    assert [breach.split()[0] for breach in rules.long_files(copy, FILE_LIMIT)] == ["types.py"]
+
+
+def test_scheme_files_are_under_two_hundred_and_fifty_lines() -> None:
+    assert rules.long_files(PACKAGE / "schemes", SCHEME_LIMIT) == []
+
+
+def test_a_long_scheme_is_seen(copy: Path) -> None:
+    plant(copy, "schemes/topk.py", "# one more line\n" * SCHEME_LIMIT)
+    assert [breach.split()[0] for breach in rules.long_files(copy / "schemes", SCHEME_LIMIT)] == ["topk.py"]
+
+
+def test_no_function_is_over_sixty_lines() -> None:
+    assert rules.long_functions(PACKAGE, FUNCTION_LIMIT) == []
+
+
+def test_a_long_function_is_seen(copy: Path) -> None:
+    plant(copy, "types.py", "def endless():\n" + "    pass\n" * FUNCTION_LIMIT)
+    assert len(rules.long_functions(copy, FUNCTION_LIMIT)) == 1
+    assert "endless has 61 lines" in rules.long_functions(copy, FUNCTION_LIMIT)[0]
+
+
+def test_only_the_carrier_and_the_integrations_use_torch_distributed() -> None:
+    assert rules.users_of(PACKAGE, "torch.distributed", MAY_USE_DISTRIBUTED) == []
+    assert rules.users_of(PACKAGE, "torch.distributed") != [], "the rule looks for something that is there"
+
+
+@pytest.mark.parametrize(
+    "breach",
+    [
+        "import torch.distributed",
+        "import torch.distributed as dist",
+        "from torch import distributed",
+        "from torch.distributed import all_reduce",
+        "def f():\n    import torch.distributed.nn",
+        "import torch\nworld = torch.distributed.get_world_size",
+    ],
+)
+def test_any_way_to_torch_distributed_is_seen(copy: Path, breach: str) -> None:
+    plant(copy, "schemes/topk.py", breach)
+    found = rules.users_of(copy, "torch.distributed", MAY_USE_DISTRIBUTED)
+    assert found
+    assert all(each.startswith("schemes/topk.py") for each in found)
+
+
+def test_nothing_in_the_package_runs_what_it_is_told() -> None:
+    assert rules.dangerous(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    "breach",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import cloudpickle as harmless",
+        "torch.load('checkpoint')",
+        "from torch import load",
+        "eval('1')",
+        "exec('1')",
+        "import os\nos.system('true')",
+        "from os import system",
+        "import subprocess\nsubprocess.run('true', shell=True)",
+        "import subprocess\nsubprocess.run('true', shell=bool(1))",
+        "import numpy\nnumpy.load('x', allow_pickle=True)",
+    ],
+)
+def test_every_way_to_run_what_it_is_told_is_seen(copy: Path, breach: str) -> None:
+    plant(copy, "feedback/__init__.py", breach)
+    assert len(rules.dangerous(copy)) == 1
+    assert rules.dangerous(copy)[0].startswith("feedback/__init__.py")
+
+
+def test_harmless_namesakes_are_not_taken_for_it(copy: Path) -> None:
+    plant(
+        copy, "types.py", "model.eval()\nsubprocess.run(['ls'], shell=False)\nstream.load(1)\nre.compile('a')"
+    )
+    assert rules.dangerous(copy) == []
+
+
+@pytest.mark.parametrize("part", NO_NUMPY)
+def test_no_numpy_on_the_way_of_the_data(part: str) -> None:
+    assert rules.users_of(PACKAGE / part, "numpy") == []
+
+
+def test_no_numpy_in_the_pipeline_itself() -> None:
+    assert [breach for breach in rules.users_of(PACKAGE, "numpy") if breach.startswith("sync.py")] == []
+    assert (PACKAGE / "sync.py").is_file()
+
+
+@pytest.mark.parametrize("part", NO_NUMPY)
+@pytest.mark.parametrize("breach", ["import numpy as np", "from numpy import array", "import numpy.random"])
+def test_numpy_on_the_way_of_the_data_is_seen(copy: Path, part: str, breach: str) -> None:
+    plant(copy, f"{part}/__init__.py", breach)
+    assert rules.users_of(copy / part, "numpy")
+
+
+def test_exported_names_are_sorted_and_exactly_those_visible() -> None:
+    assert rules.export_faults(gradsieve) == []
+
+
+@pytest.mark.parametrize(
+    ("exported", "fault"),
+    [
+        (["Alpha", "beta"], None),
+        (["CONSTANT", "Alpha", "beta"], "CONSTANT is in __all__ but not there"),
+        (["Alpha"], "beta is visible but not in __all__"),
+        (["beta", "Alpha"], "__all__ is not sorted, or a name stands there twice"),
+        (["Alpha", "beta", "beta"], "__all__ is not sorted, or a name stands there twice"),
+    ],
+)
+def test_a_wrong_export_is_seen(exported: list[str], fault: str | None) -> None:
+    module = ModuleType("toy")
+    vars(module).update(Alpha=int, beta=len, _private=1, submodule=sys, __all__=exported)
+    assert rules.export_faults(module) == ([] if fault is None else [fault])
+
+
+def test_every_scheme_has_its_page() -> None:
+    assert rules.undocumented(list(SCHEMES), ROOT / "docs" / "algorithms") == []
+
+
+def test_a_scheme_without_its_page_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "one.md").touch()
+    assert rules.undocumented(["one", "two"], tmp_path) == ["two has no two.md"]
+
+
+def subclasses(kind: type) -> set[type]:
+    return {kind for child in kind.__subclasses__() for kind in (child, *subclasses(child))}
+
+
+def test_every_scheme_of_the_package_is_registered_and_exported() -> None:
+    schemes = {kind for kind in subclasses(base.Scheme) if kind.__module__.startswith("gradsieve.schemes")}
+    assert schemes == set(SCHEMES.values())
+    assert {kind.__name__ for kind in schemes} <= set(gradsieve.__all__)
+
+
+@pytest.mark.parametrize("name", [name for name, kind in SCHEMES.items() if not kind.silent])
+def test_recipe_and_comments_of_a_scheme_name_the_same_steps(name: str) -> None:
+    file = PACKAGE / "schemes" / f"{name.replace('-', '_')}.py"
+    assert rules.recipe_faults(file) == []
+
+
+def test_a_step_missing_from_recipe_or_code_is_seen(tmp_path: Path) -> None:
+    file = tmp_path / "toy.py"
+    file.write_text('"""Toy.\n\n1. Do.\n2. Undo.\n"""\n# 1.\n# 3. and 4.\n')
+    assert [fault.split("step ")[1][0] for fault in rules.recipe_faults(file)] == ["2", "3", "4"]
+
+
+def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
+    """import-linter over the package under `root`, by the contract in its pyproject.toml."""
+    return subprocess.run(
+        [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root / "src")},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_imports_go_down_only() -> None:
+    done = lint_imports(ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "KEPT" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("file", "breach", "named"),
+    [
+        ("types.py", "import gradsieve.schemes.topk", "types -> gradsieve.schemes.topk"),
+        ("kernels/fast.py", "from gradsieve.schemes import base", "kernels.fast -> gradsieve.schemes.base"),
+        ("schemes/topk.py", "def f():\n    import gradsieve.comm.c10d", "topk -> gradsieve.comm.c10d"),
+        ("comm/ops.py", "import gradsieve.lab", "comm.ops -> gradsieve.lab"),
+    ],
+)
+def test_an_import_that_goes_up_is_seen(copy: Path, file: str, breach: str, named: str) -> None:
+    plant(copy, file, breach)
+    done = lint_imports(copy.parents[1])
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f".{named}" in done.stdout, done.stdout

@@ -1,0 +1,180 @@
+"""The command line: what it accepts, what it refuses, and in which words."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradsieve.cli import bench, progress
+from gradsieve.cli.main import main
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("1", 1),
+        ("1000", 1000),
+        ("25e6", 25_000_000),
+        ("1.5e3", 1500),
+        ("123456789012", 123_456_789_012),
+        ("1E6", 1_000_000),
+    ],
+)
+def test_sizes_are_exact(text: str, number: int) -> None:
+    found = bench.size(text)
+    assert found == number
+    assert type(found) is int
+
+
+@pytest.mark.parametrize(
+    "text", ["1.5", "0", "-3", "1e-3", "nan", "inf", "", "ten", "1e13", "1e999999999", "2,4"]
+)
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="whole number"):
+        bench.size(text)
+
+
+def test_lists_are_taken_apart() -> None:
+    assert bench.worlds("16,2,4,2") == [2, 4, 16]
+    assert bench.schemes("exdyna,topk,exdyna") == ["exdyna", "topk"]
+    assert {"noop", "dense", "topk", "micro", "exdyna"} <= set(bench.schemes("all"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--schemes", "topk,nosuch"], "'nosuch'"),
+        (["--schemes", ""], "no scheme is called"),
+        (["--world", "1"], "2 to 65,536 ranks"),
+        (["--world", "2,,4"], "whole number"),
+        (["--params", "1.5"], "whole number"),
+        (["--density", "lots"], "--density"),
+        (["--no-such-option"], "--no-such-option"),
+    ],
+)
+def test_a_wrong_argument_is_named(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "traffic", *arguments])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--density", "0"], "density must be above 0"),
+        (["--density", "nan"], "density must be above 0"),
+        (["--json", "/no/such/folder/x.json"], "/no/such/folder"),
+        (["--world", "65536", "--params", "1e12"], "GiB"),
+    ],
+)
+def test_a_setting_that_cannot_work_ends_with_2_and_one_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "traffic", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.startswith("gradsieve: ")
+    assert error.count("\n") == 1
+
+
+def test_plot_without_matplotlib_is_refused_before_measuring(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["bench", "traffic", "--plot", str(tmp_path / "x.png")]) == 2
+    assert "gradsieve[plot]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "bench"),
+        (["bench"], "traffic"),
+        (["bench", "traffic"], "settled_after"),
+        (["bench", "step"], "--rate"),
+        (["lab", "run"], "--hosts"),
+    ],
+)
+def test_help_helps(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "--help"])
+    assert ended.value.code == 0
+    assert said in capsys.readouterr().out
+
+
+def test_a_run_prints_a_table_and_writes_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "traffic.json"
+    arguments = ["--schemes", "topk,exdyna", "--world", "2,4", "--params", "2e4", "--density", "0.1"]
+    assert main(["bench", "traffic", *arguments, "--json", str(path)]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].split()[:2] == ["scheme", "world"]
+    result = json.loads(path.read_text())
+    assert [(row["scheme"], row["world"]) for row in result["rows"]] == [
+        ("topk", 2),
+        ("exdyna", 2),
+        ("topk", 4),
+        ("exdyna", 4),
+    ]
+    assert result["config"] == {
+        "schemes": ["topk", "exdyna"],
+        "world": [2, 4],
+        "params": 20_000,
+        "density": 0.1,
+    }
+    assert len(out) == 2 + len(result["rows"])
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_plain_lines_come_now_and_then_with_the_time_left(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with progress.progress(100) as advance:
+        advance(1, "too soon for a line")
+        clock[0] = 20.0
+        advance(19, "exdyna")
+        clock[0] = 500.0
+        advance(5, "topk")
+    assert capsys.readouterr().err.splitlines() == [
+        " 20%  exdyna; about 80 s left",
+        " 25%  topk; about 25 min left",
+    ]
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    with progress.progress(100) as advance:
+        advance(50, "exdyna, 16 ranks")
+    shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert "exdyna, 16 ranks" in shown
+    assert "50%" in shown
+
+
+def test_a_terminal_without_rich_gets_lines(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with progress.progress(10) as advance:
+        clock[0] = 60.0
+        advance(5, "exdyna")
+    assert sys.stderr.getvalue() == " 50%  exdyna; about 60 s left\n"  # type: ignore[attr-defined]

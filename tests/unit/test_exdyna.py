@@ -1,0 +1,177 @@
+"""ExDyna: partitions find their balance and cannot stall, owners rotate, two collectives a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradsieve.comm import lockstep
+from gradsieve.comm.meter import Meter
+from gradsieve.comm.ops import AllGather
+from gradsieve.schemes import make
+from gradsieve.schemes.exclusive import HEADER, quota
+from gradsieve.types import Ctx, Program
+from laws.driver import Fleet, Gradients
+
+N, WORLD, DENSITY = 65_537, 8, 0.05
+BALANCED = 1.15
+"""Longest row over mean row that counts as balanced."""
+
+
+@cache
+def pool() -> Tensor:
+    return torch.randn(2_000_000, generator=torch.Generator().manual_seed(3))
+
+
+def noise(envelope: Callable[[int], Tensor]) -> Gradients:
+    source = torch.Generator().manual_seed(4)
+
+    def gradient(step: int, rank: int, bucket: int) -> Tensor:
+        offset = int(torch.randint(0, pool().numel() - N, (), generator=source))
+        return pool()[offset : offset + N] * envelope(step)
+
+    return gradient
+
+
+def imbalances(name: str, density: float, gradients: Gradients, sizes: tuple[int, int, int]) -> list[float]:
+    """Longest row over mean row in each step; sizes: n, P and the number of steps."""
+    n, world, steps = sizes
+    fleet = Fleet(make(name, density), [n], world)
+    return [
+        fleet.scheme.report(round_.outcomes[0].state)["imbalance"]
+        for round_ in fleet.advance(gradients, steps)
+    ]
+
+
+def mean(figures: list[float]) -> float:
+    return sum(figures) / len(figures)
+
+
+def slope() -> Tensor:
+    return torch.exp(-3 * torch.linspace(0, 1, N))
+
+
+def hill(start: float) -> Tensor:
+    """One eighth of the vector stands out."""
+    place = torch.linspace(0, 1, N)
+    return torch.where((place >= start) & (place < start + 0.125), 1.0, 0.3)
+
+
+SKEWS = {"slope": (slope(), slope().flip(0)), "hill": (hill(0.25), hill(0.75))}
+
+
+@pytest.mark.parametrize("skew", SKEWS)
+def test_partitions_balance_on_skewed_gradients_and_again_when_the_skew_moves(skew: str) -> None:
+    first, second = SKEWS[skew]
+    gradients = noise(lambda step: first if step < 50 else second)
+    figures = imbalances("exdyna", DENSITY, gradients, (N, WORLD, 100))
+    assert mean(figures[40:50]) < BALANCED
+    assert mean(figures[50:55]) > BALANCED, "the skew that moved should have shown"
+    assert mean(figures[90:]) < BALANCED
+
+
+@pytest.mark.parametrize("skew", SKEWS)
+def test_without_balancing_the_same_gradients_stay_skewed(skew: str) -> None:
+    """The twin: MiCRO is ExDyna with partitions that never move."""
+    first, _ = SKEWS[skew]
+    assert mean(imbalances("micro", DENSITY, noise(lambda step: first), (N, WORLD, 50))[40:]) > 1.5
+
+
+def plateau(n: int = 32_768) -> Tensor:
+    """Loads of 200, 100, 100 and 0 in four equal partitions: the heavy one has an average neighbour only."""
+    gradient, source = torch.zeros(4, n // 4), torch.Generator().manual_seed(5)
+    for part, load in enumerate([200, 100, 100]):
+        places = torch.arange(load) * (n // 4 // load)
+        gradient[part, places] = 1000 * (1 + torch.rand(load, generator=source))
+    return gradient.flatten()
+
+
+def test_balancing_does_not_stall_where_the_published_rule_does() -> None:
+    """A partition sheds load in the paper only to a neighbour below the mean, so that a plateau blocks it."""
+    gradient = plateau()
+    sizes = (gradient.numel(), 4, 60)
+    density = 400 / gradient.numel()
+    ours, published = (
+        imbalances(name, density, lambda *_: gradient, sizes) for name in ("exdyna", "exdyna-paper")
+    )
+    assert max(ours[30:]) < BALANCED
+    assert published[30:] == [2.0] * 30
+
+
+def test_cuts_stay_in_order_and_inside_the_vector() -> None:
+    fleet = Fleet(make("exdyna", DENSITY), [N], WORLD)
+    for round_ in fleet.advance(noise(lambda step: hill(0.875 if step % 2 else 0.0)), 20):
+        cuts = round_.outcomes[0].state.cuts
+        assert cuts[0] == 0
+        assert cuts[-1] == N
+        assert bool((cuts.diff() >= 0).all())
+
+
+def recorded(program: Program[Any], rows: list[Tensor]) -> Program[Any]:
+    """The same program; what it gathers is noted."""
+    reply: Any = None
+    while True:
+        try:
+            op = program.send(reply)
+        except StopIteration as end:
+            return end.value
+        if isinstance(op, AllGather):
+            rows.append(op.tensor.clone())
+        reply = yield op
+
+
+@pytest.mark.parametrize(("name", "header"), [("micro", HEADER), ("exdyna", HEADER), ("exdyna-paper", 0)])
+@pytest.mark.parametrize("world", [1, 2, 5, 8])
+def test_over_p_steps_every_rank_owns_every_partition_once(name: str, header: int, world: int) -> None:
+    n = 100 * world
+    scheme = make(name, 0.5)
+    owned = []
+    for step in range(3, 3 + world):
+        logs: list[list[Tensor]] = [[] for _ in range(world)]
+        lockstep.run(
+            [
+                recorded(scheme.exchange(torch.ones(n), scheme.begin(n, world), Ctx(rank, world, step)), log)
+                for rank, log in enumerate(logs)
+            ]
+        )
+        owned += [(rank, int(log[-1][header]) // 100) for rank, log in enumerate(logs)]
+    assert sorted(owned) == [(rank, part) for rank in range(world) for part in range(world)]
+
+
+@pytest.mark.parametrize(("name", "collectives"), [("micro", 2), ("exdyna", 2), ("exdyna-paper", 3)])
+@pytest.mark.parametrize("world", [2, 4, 7])
+def test_a_step_is_exactly_two_collectives_and_three_as_published(
+    name: str, collectives: int, world: int
+) -> None:
+    scheme, n = make(name, 0.05), 4001
+    for step in range(3):
+        meters = [Meter(rank, world) for rank in range(world)]
+        accs = [torch.randn(n, generator=torch.Generator().manual_seed(rank)) for rank in range(world)]
+        state = scheme.begin(n, world)
+        lockstep.run([scheme.exchange(accs[r], state, Ctx(r, world, step)) for r in range(world)], meters)
+        assert [meter.collectives for meter in meters] == [collectives] * world
+
+
+@pytest.mark.parametrize("name", ["micro", "exdyna"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_indices_travel_in_four_bytes(name: str, dtype: torch.dtype) -> None:
+    scheme = make(name, 0.1)
+    program = scheme.exchange(torch.ones(1000, dtype=dtype), scheme.begin(1000, 2), Ctx(0, 2, 0))
+    row = program.send(None).tensor
+    assert row.dtype == torch.int32
+    assert row.numel() <= HEADER + 2 + 1.125 * 100 / 2
+
+
+@pytest.mark.parametrize("total", [0.0, 0.4, 1.0, 3.0, 17.0, 1000.5])
+@pytest.mark.parametrize("world", [1, 3, 8])
+def test_quotas_add_up_to_the_total_and_pass_nobody_over(total: float, world: int) -> None:
+    quotas = torch.stack([quota(torch.ones(world), total, step) for step in range(50 * world)])
+    assert bool((quotas >= 0).all())
+    assert bool(((quotas.sum(1) - total).abs() < 1).all())
+    assert bool((quotas.sum(0) > 0).all()) == (total > 0)
+    assert torch.allclose(quotas.double().mean(0), torch.full((world,), total / world).double(), atol=0.1)

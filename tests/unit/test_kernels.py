@@ -1,0 +1,139 @@
+"""The fast kernels choose and sum exactly what the reference ones do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gradsieve import kernels
+from gradsieve.kernels import fast, reference
+from laws.checks import same_bits
+
+CHUNK = fast._CHUNK
+"""Where the fast selection starts to work in pieces, and how long they are."""
+DTYPES = [torch.float32, torch.float64]
+ODD = [0.0, -0.0, 1.0, -1.0, 1.5, torch.nan, torch.inf, -torch.inf, 1e-42, -1e-42, 1e38]
+"""Ties, both zeros, both infinities, denormals."""
+THRESHOLDS = [0.0, 1e-42, 1.0, 1.25, 1e38, float("inf"), float("nan")]
+
+
+@st.composite
+def vectors(draw: st.DrawFn, finite: bool = False) -> Tensor:
+    """Values full of ties, as a contiguous vector, every second element of one, or a slice with an offset."""
+    n = draw(
+        st.integers(0, 70)
+        | st.integers(CHUNK - 9, CHUNK + 9)
+        | st.integers(2 * CHUNK - 9, 2 * CHUNK + 9)
+        | st.just(3 * CHUNK + 5)
+    )
+    table = torch.tensor(
+        [x for x in ODD if x * 0 == 0] if finite else ODD, dtype=draw(st.sampled_from(DTYPES))
+    )
+    source = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    rarity = draw(st.sampled_from([0.0, 0.5, 0.999]))  # how often a zero stands in
+    places = torch.randint(0, len(table), (2 * n + 3,), generator=source)
+    values = table[places * (torch.rand(2 * n + 3, generator=source) >= rarity)]
+    layout = draw(st.sampled_from([slice(0, n), slice(0, 2 * n, 2), slice(3, n + 3)]))
+    return values[layout]
+
+
+@given(x=vectors(), threshold=st.sampled_from(THRESHOLDS))
+def test_above_selects_what_the_reference_selects(x: Tensor, threshold: float) -> None:
+    before = x.clone()
+    assert same_bits(fast.above(x, threshold), reference.above(x, threshold))
+    assert same_bits(x.contiguous(), before.contiguous())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "n", [CHUNK - 1, CHUNK, CHUNK + 1, CHUNK + 7, CHUNK + 8, 2 * CHUNK - 1, 2 * CHUNK + 3]
+)
+def test_above_finds_single_elements_at_every_edge(n: int, dtype: torch.dtype) -> None:
+    for place in {0, 7, 8, CHUNK - 1, CHUNK, CHUNK + 1, n - 9, n - 8, n - 2, n - 1} & set(range(n)):
+        x = torch.zeros(n, dtype=dtype)
+        x[place] = -2.0
+        assert fast.above(x, 1.0).tolist() == [place]
+
+
+@pytest.mark.parametrize("n", [50, 2 * CHUNK + 3])
+def test_nan_is_never_above_and_infinity_always(n: int) -> None:
+    x = torch.full((n,), torch.nan)
+    assert fast.above(x, 0.0).numel() == 0
+    x[::3] = -torch.inf
+    assert torch.equal(fast.above(x, 1e38), torch.arange(0, n, 3))
+
+
+@given(x=vectors(), k=st.integers(0, 100) | st.just(CHUNK))
+def test_largest_takes_the_magnitudes_that_the_reference_takes(x: Tensor, k: int) -> None:
+    """Between equal magnitudes either may choose; everything else is the same."""
+    mine, theirs = fast.largest(x, k), reference.largest(x, k)
+    assert bool((mine[1:] > mine[:-1]).all()), "not sorted and unique"
+    assert mine.numel() == theirs.numel() <= k
+    assert same_bits(x[mine].abs().sort().values, x[theirs].abs().sort().values)
+
+
+@given(x=vectors(finite=True), k=st.integers(1, 100))
+def test_largest_leaves_nothing_larger_behind_and_takes_no_zero(x: Tensor, k: int) -> None:
+    taken = fast.largest(x, k)
+    left = torch.ones(x.numel(), dtype=torch.bool)
+    left[taken] = False
+    smallest = x[taken].abs().min() if taken.numel() else torch.inf
+    assert taken.numel() == min(k, int(x.count_nonzero()))
+    assert bool((x[taken] != 0).all())
+    assert not bool((x[left].abs() > smallest).any())
+
+
+@given(
+    n=st.sampled_from([1, 5, 40, 1000]),
+    places=st.lists(st.floats(0, 0.9999), max_size=60),
+    dtype=st.sampled_from(DTYPES),
+    data=st.data(),
+)
+def test_sum_by_index_adds_in_the_order_of_the_reference(
+    n: int, places: list[float], dtype: torch.dtype, data: st.DataObject
+) -> None:
+    indices = torch.tensor([int(place * n) for place in places], dtype=torch.int64)
+    numbers = st.floats(-(2.0**99), 2.0**99, width=32) | st.sampled_from([0.1, -0.1, 1e8, -0.0])
+    values = data.draw(st.lists(numbers, min_size=len(places), max_size=len(places)))
+    ours = fast.sum_by_index(indices, torch.tensor(values, dtype=dtype), n)
+    theirs = reference.sum_by_index(indices, torch.tensor(values, dtype=dtype), n)
+    assert same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("n", [10, 100_000])
+def test_sum_by_index_depends_on_the_order_given_and_on_nothing_else(n: int) -> None:
+    """1e8 + 1 - 1e8 in float32 tells orders apart: by the way of sorting and by that of adding densely."""
+    indices = torch.tensor([3, 3, 3])
+    _, rounded = fast.sum_by_index(indices, torch.tensor([1e8, 1.0, -1e8]), n)
+    _, exact = fast.sum_by_index(indices, torch.tensor([1e8, -1e8, 1.0]), n)
+    assert (rounded.item(), exact.item()) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("n", [0, 5, 1000])
+def test_sum_of_nothing_is_nothing(n: int) -> None:
+    present, total = fast.sum_by_index(torch.zeros(0, dtype=torch.int64), torch.zeros(0), n)
+    assert present.numel() == total.numel() == 0
+
+
+@given(x=vectors())
+def test_finite_is_what_the_reference_calls_finite(x: Tensor) -> None:
+    assert fast.is_finite(x) == reference.is_finite(x)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_one_bad_value_anywhere_is_seen_and_a_sum_that_overflows_is_not_one(bad: float) -> None:
+    large = torch.full((1000,), 3e38)
+    assert fast.is_finite(large)
+    assert fast.is_finite(torch.zeros(0))
+    large[617] = bad
+    assert not fast.is_finite(large)
+    assert not fast.is_finite(torch.tensor([torch.inf, -torch.inf]))
+
+
+def test_the_package_offers_the_fast_ones_and_the_reference_knows_all_of_them() -> None:
+    for name in kernels.__all__:
+        assert getattr(kernels, name) is getattr(fast, name)
+        assert callable(getattr(reference, name))

@@ -1,0 +1,135 @@
+"""The registry, the settings every scheme refuses, and the traffic each one promises."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import pytest
+import torch
+
+from gradsieve.comm import lockstep
+from gradsieve.comm.meter import Meter
+from gradsieve.errors import ConfigError
+from gradsieve.schemes import SCHEMES, make
+from gradsieve.schemes.base import Scheme
+from gradsieve.schemes.exdyna import ExDyna
+from gradsieve.schemes.exdyna_paper import ExDynaPaper
+from gradsieve.schemes.topk import TopK
+from gradsieve.types import Ctx
+from laws.cases import registered
+from laws.driver import Fleet
+from laws.gradients import Source
+
+N, WORLD = 40_009, 4
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_every_registered_class_is_a_scheme_with_defaults(name: str) -> None:
+    scheme = make(name)
+    assert isinstance(scheme, Scheme)
+    assert type(scheme) is SCHEMES[name]
+    with pytest.raises(FrozenInstanceError):
+        scheme.density = 0.5  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("density", [0.0, -1.0, 1.5, float("nan")])
+def test_an_impossible_density_is_refused_at_construction(name: str, density: float) -> None:
+    with pytest.raises(ConfigError, match="density"):
+        SCHEMES[name](density=density)
+
+
+def test_a_name_that_does_not_exist_is_answered_with_those_that_do() -> None:
+    with pytest.raises(ConfigError, match=r"no scheme is called 'topq'; there are: .*topk.*exdyna"):
+        make("topq")
+
+
+def test_an_object_is_taken_as_it_is_and_contradiction_refused() -> None:
+    scheme = ExDyna(density=0.02)
+    assert make(scheme) is scheme
+    assert make(scheme, 0.02) is scheme
+    with pytest.raises(ConfigError, match=r"density=0.05 given, but the scheme object says 0.02"):
+        make(scheme, 0.05)
+
+
+def test_a_name_takes_the_density_unless_it_sends_everything_anyway() -> None:
+    assert make("topk", 0.02).density == 0.02
+    assert make("dense", 0.02).density == 1.0
+
+
+def test_noop_asks_for_nothing_and_keeps_its_own_gradient() -> None:
+    scheme, accs = make("noop"), [torch.randn(9) for _ in range(3)]
+    meters = [Meter(rank, 3) for rank in range(3)]
+    outcomes = lockstep.run(
+        [scheme.exchange(acc, scheme.begin(9, 3), Ctx(r, 3, 0)) for r, acc in enumerate(accs)], meters
+    )
+    assert [meter.collectives for meter in meters] == [0, 0, 0]
+    assert all(torch.equal(out.update.to_dense(), acc) for out, acc in zip(outcomes, accs, strict=True))
+
+
+def words_received(scheme: Scheme[Any], fleet: Fleet, steps: int) -> float:
+    """Mean over steps of the four-byte words that rank 0 receives, after ten steps of settling."""
+    source = Source("normal", (N,))
+    for _ in fleet.advance(source, 10):
+        pass
+    meter = Meter(0, WORLD)
+    for round_ in fleet.advance(source, steps):
+        programs = [
+            scheme.exchange(acc, state, Ctx(rank, WORLD, round_.step))
+            for rank, (acc, state) in enumerate(zip(round_.accs, round_.states, strict=True))
+        ]
+        lockstep.run(programs, [meter, *(Meter(rank, WORLD) for rank in range(1, WORLD))])
+    return meter.received / 4 / steps
+
+
+@pytest.mark.parametrize("name", ["dense", "topk"])
+def test_traffic_is_exactly_what_the_formula_says(name: str) -> None:
+    scheme = make(name, 0.01)
+    assert words_received(scheme, Fleet(scheme, [N], WORLD), 3) == pytest.approx(
+        scheme.expected_words(N, WORLD)
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in registered() if name != "exdyna-paper"])
+def test_traffic_is_within_a_quarter_of_the_formula(name: str) -> None:
+    """With the imbalance that the scheme itself reports; rows have an eighth of room over the mean."""
+    scheme = make(name, 0.01)
+    fleet = Fleet(scheme, [N], WORLD)
+    words = words_received(scheme, fleet, 10)
+    imbalance = scheme.report(fleet.states[0][0]).get("imbalance", 1.0)
+    assert words == pytest.approx(scheme.expected_words(N, WORLD, imbalance), rel=0.25)
+
+
+def test_traffic_of_the_published_exdyna_follows_its_formula_at_the_count_it_sends() -> None:
+    """Its count is off target for hundreds of steps, so that the formula is asked for the count seen."""
+    scheme = ExDynaPaper(density=0.01)
+    fleet = Fleet(scheme, [N], WORLD)
+    words = words_received(scheme, fleet, 1)
+    state = fleet.states[0][0]
+    expected = replace(scheme, density=state.sent / N).expected_words(
+        N, WORLD, scheme.report(state)["imbalance"]
+    )
+    assert words == pytest.approx(expected, rel=0.02)
+
+
+def test_topk_sends_exactly_the_k_largest_of_each_rank() -> None:
+    scheme = TopK(density=0.25)
+    accs = [torch.tensor([4.0, -3, 2, 1, 0, 0, 0, 0]), torch.tensor([0.0, 9, 0, 0, 0, 0, 0, -8])]
+    outcomes = lockstep.run(
+        [scheme.exchange(acc, scheme.begin(8, 2), Ctx(rank, 2, 0)) for rank, acc in enumerate(accs)]
+    )
+    assert [out.spent.indices.tolist() for out in outcomes] == [[0, 1], [1, 7]]
+    assert outcomes[0].update.indices.tolist() == [0, 1, 7]
+    assert outcomes[0].update.values.tolist() == [4.0, 6.0, -8.0]
+
+
+@pytest.mark.parametrize("name", ["micro", "exdyna", "exdyna-paper"])
+def test_a_threshold_is_taken_over_when_buckets_are_rebuilt(name: str) -> None:
+    fleet = Fleet(make(name, 0.01), [700, 300], 3)
+    for _ in fleet.advance(Source("normal", (700, 300)), 5):
+        pass
+    threshold = fleet.states[0][0].threshold
+    fleet.rebuild([100, 900])
+    assert threshold > 0
+    assert {state.threshold for states in fleet.states for state in states} == {threshold}

@@ -1,0 +1,177 @@
+"""`bench traffic` on small vectors: what it counts, and the bound that ExDyna has to keep."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gradsieve.bench import traffic
+from gradsieve.bench.traffic import COLUMNS, Case, Fleet, Gradients, Step, measure, settled_after
+from gradsieve.comm import lockstep
+from gradsieve.comm.meter import Meter
+from gradsieve.errors import ConfigError
+from gradsieve.schemes import SCHEMES
+
+N, DENSITY = 20_000, 0.1
+K = 2_000
+BOUND = 3.4
+"""Words received over k (P-1)/P that ExDyna may need once settled."""
+
+
+def row(scheme: str, world: int) -> dict[str, Any]:
+    return measure(Case(scheme, world, N, DENSITY))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("world", [2, 5])
+def test_every_scheme_has_a_complete_row(scheme: str, world: int) -> None:
+    found = row(scheme, world)
+    assert set(COLUMNS) <= set(found)
+    assert (found["scheme"], found["world"]) == (scheme, world)
+    assert found["words_received"] >= 0
+    assert found["words_sent"] >= 0
+    assert 0 < found["density"] <= 1
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8, 16, 32])
+def test_exdyna_keeps_its_bound_on_skewed_gradients(world: int) -> None:
+    found = row("exdyna", world)
+    assert found["settled_after"] is not None
+    assert found["settled_after"] <= 20
+    assert found["times_k"] <= BOUND
+    assert found["words_received"] <= BOUND * K * (world - 1) / world
+    assert found["collectives"] == 2
+    assert found["density"] == pytest.approx(DENSITY, rel=0.1)
+
+
+@pytest.mark.parametrize("world", [4, 8, 16, 32])
+def test_micro_breaks_the_same_bound_on_the_same_gradients(world: int) -> None:
+    """The twin of the test above: the bound can fail, and the gradients are skewed enough to make it."""
+    assert row("micro", world)["times_k"] > 1.5 * BOUND
+
+
+def test_top_k_grows_with_the_ranks_as_its_formula_says() -> None:
+    rows = [row("topk", world) for world in (2, 8, 32)]
+    for found in rows:
+        assert found["words_received"] == found["formula_words"] == 2 * K * (found["world"] - 1)
+        assert found["settled_after"] == 0
+    assert rows[-1]["words_received"] > 10 * row("exdyna", 32)["words_received"]
+
+
+def test_dense_and_noop_move_what_they_must() -> None:
+    assert row("dense", 4)["words_received"] == 2 * N * 3 / 4
+    assert row("noop", 4)["words_received"] == 0
+
+
+@pytest.mark.parametrize("scheme", ["topk", "dense"])
+def test_leaving_out_the_last_part_changes_no_count(scheme: str) -> None:
+    short, full = Fleet(Case(scheme, 4, N, DENSITY)), Fleet(Case(scheme, 4, N, DENSITY))
+    step = short.step()
+    meters = [Meter(rank, 4) for rank in range(4)]
+    counts = lockstep.run([full._commit(rank) for rank in range(4)], meters)
+    assert step.words_received == max(meter.received for meter in meters) / 4
+    assert step.collectives == meters[0].collectives
+    assert step.density == counts[3] / N
+
+
+def test_only_micro_is_excused_its_imbalance() -> None:
+    for scheme, excused in (("micro", True), ("exdyna", False), ("exdyna-paper", False)):
+        found = row(scheme, 8)
+        plain = 3 * K * 7 / 8
+        assert (found["formula_words"] > 1.2 * plain) == excused, scheme
+
+
+def test_residuals_are_kept_and_no_gradient_is_lost() -> None:
+    fleet = Fleet(Case("exdyna", 2, N, DENSITY))
+    given = torch.zeros(N)
+    usual = fleet.gradients.add_to
+
+    def counted(acc: torch.Tensor) -> None:
+        before = acc.clone()
+        usual(acc)
+        given.add_(acc - before)
+
+    fleet.gradients.add_to = counted  # type: ignore[method-assign]
+    first = fleet.step()
+    kept = fleet.residuals.sum(0)
+    moved = (given - kept).abs() > 1e-6
+    assert int(moved.sum()) <= round(first.density * N)
+    assert int((kept == 0).sum()) >= 0.95 * first.density * N
+
+
+def test_gradients_are_skewed_alike_and_different_every_time() -> None:
+    gradients = Gradients(N, scale=1.0)
+    samples = torch.zeros(400, N)
+    for sample in samples:
+        gradients.add_to(sample)
+    assert not torch.equal(samples[0], samples[1])
+    mean = samples.mean(0)
+    assert torch.nn.functional.cosine_similarity(mean, gradients.envelope, dim=0) > 0.95
+    quarters = samples.abs().sum(0).view(4, -1).sum(1)
+    assert quarters[0] > 3 * quarters[1:].sum()
+    twin = torch.zeros(N)
+    Gradients(N, scale=1.0).add_to(twin)
+    assert torch.equal(twin, samples[0])  # the same seed, the same run
+
+
+STEP = Step(
+    words_sent=100.0,
+    words_received=100.0,
+    rounds=1,
+    collectives=1,
+    formula_words=100.0,
+    limit_words=110.0,
+    density=0.1,
+    imbalance=None,
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "settled"),
+    [
+        ([100, 100, 100], 0),
+        ([200, 100, 100], 1),
+        ([100, 50, 105, 90], 2),  # too few is not settled either: rows still cut off what should travel
+        ([50, 111, 100], 2),
+        ([100, 100, 111], None),
+        ([100], 0),
+    ],
+)
+def test_settled_means_near_the_formula_from_then_on(words: list[float], settled: int | None) -> None:
+    assert settled_after([replace(STEP, words_received=float(count)) for count in words]) == settled
+
+
+def test_more_than_the_machine_holds_is_refused_before_anything_runs() -> None:
+    small, large = Case("topk", 2, N, DENSITY), Case("exdyna", 65_536, 10**12, DENSITY)
+    told: list[str] = []
+    with pytest.raises(ConfigError, match=r"65536 ranks.*GiB"):
+        traffic.measure_all([small, large], lambda work, doing: told.append(doing))
+    assert told == []
+
+
+def test_work_told_adds_up_and_threads_are_given_back() -> None:
+    cases = [Case("topk", 2, N, DENSITY), Case("exdyna", 2, N, DENSITY)]
+    work: list[float] = []
+    threads = torch.get_num_threads()
+    rows = traffic.measure_all(cases, lambda amount, doing: work.append(amount))
+    assert sum(work) == sum(case.steps * case.work for case in cases)
+    assert [found["scheme"] for found in rows] == ["topk", "exdyna"]
+    assert torch.get_num_threads() == threads
+
+
+def test_steps_become_fewer_where_they_are_dear() -> None:
+    assert Case("exdyna", 2, 10**6, 0.01).steps == traffic.MOST_STEPS
+    assert Case("exdyna", 1024, 10**6, 0.01).steps == traffic.FEWEST_STEPS
+    assert Case("topk", 1024, 10**6, 0.01).steps == 1
+
+
+def test_a_plot_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [row(scheme, world) for scheme in ("noop", "topk") for world in (2, 4)]
+    path = tmp_path / "traffic.png"
+    traffic.plot(rows, N, DENSITY, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
