@@ -82,6 +82,7 @@ class Engine:
         if self._is_whole_world and not self._thread.is_alive() and dist.is_initialized():
             with contextlib.suppress(ValueError):  # the world it belonged to is gone
                 dist.destroy_process_group(self._group)
+            del self._group  # and its sockets
 
     def _work(self, threads: int) -> None:
         torch.set_num_threads(threads)

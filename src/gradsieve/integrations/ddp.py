@@ -7,6 +7,7 @@ a bucket is done when all units with a part in it are.
 
 # No `from __future__ import annotations` here: DDP checks that the hook's annotations are types, not strings.
 
+import weakref
 from concurrent.futures import Future
 from typing import Any
 
@@ -46,7 +47,8 @@ class DdpSync(GradientSync):
             group=ddp.process_group,
             bucket_cap_mb=ddp.bucket_bytes_cap / 2**20,
         )
-        self._ddp = ddp
+        # Weak: DDP's reducer holds the hook's state, and the collector cannot see through its C++ part.
+        self._ddp = weakref.ref(ddp)
         self.pipeline.may_have_unused = ddp.find_unused_parameters or ddp.static_graph
         self._names = {parameter: name for name, parameter in self.parameters.items()}
         self._unit_of = {
@@ -92,7 +94,8 @@ class DdpSync(GradientSync):
 
     def _may_compare(self) -> bool:
         """Inside `join()` a rank without input keeps old parameters and takes no optimizer steps."""
-        return not self._ddp._join_config.enable
+        ddp = self._ddp()
+        return ddp is not None and not ddp._join_config.enable
 
     def _name(self, parameter: Tensor) -> str:
         if parameter not in self._names:
