@@ -77,6 +77,8 @@ class Engine:
     def close(self) -> None:
         """End the thread after what is queued, and the group; what hangs is left to its time-out."""
         atexit.unregister(self.close)
+        if not self._thread.is_alive():
+            return
         self._jobs.put(None)
         self._thread.join(timeout=1.0)
         if self._is_whole_world and not self._thread.is_alive() and dist.is_initialized():
