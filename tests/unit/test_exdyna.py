@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -175,3 +176,20 @@ def test_quotas_add_up_to_the_total_and_pass_nobody_over(total: float, world: in
     assert bool(((quotas.sum(1) - total).abs() < 1).all())
     assert bool((quotas.sum(0) > 0).all()) == (total > 0)
     assert torch.allclose(quotas.double().mean(0), torch.full((world,), total / world).double(), atol=0.1)
+
+
+@pytest.mark.parametrize("name", ["micro", "exdyna"])
+@pytest.mark.parametrize(
+    ("threshold", "count"), [(2.0**-126, 30), (3.4e38, 170), (2.0**-126, 170), (1.0, 100)]
+)
+def test_a_threshold_stays_a_normal_float32_whatever_the_count_asks_for(
+    name: str, threshold: float, count: int
+) -> None:
+    """Below, |x| >= threshold would be true of zeros; above, nothing could ever be selected again."""
+    scheme, limits = make(name, 0.1), torch.finfo(torch.float32)
+    state = scheme.begin(1000, 4)
+    for _ in range(30):
+        seen = replace(state, threshold=threshold, demand=float(count), sent=count, tail=count / 2)
+        state = scheme.settle([seen])[0]
+        threshold = state.threshold
+        assert limits.tiny <= threshold <= limits.max

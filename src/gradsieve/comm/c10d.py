@@ -4,7 +4,8 @@ One thread and one process group of its own: programs run in the order in which 
 to its end, so that every rank issues its collectives in the same (unit, round) order whatever completes
 first. (Chained futures, as in torch's PowerSGD hook, issue them in completion order and mismatch on gloo.)
 
-Never an empty buffer: gloo dies on those, and shapes are known to all ranks, so all skip alike.
+Never an empty buffer: gloo has died on those (not seen with 2.13), and all ranks know the shapes, so all
+skip alike.
 
 On an accelerator the thread works on a stream of its own. Written for it, never run on one here.
 """

@@ -140,6 +140,5 @@ def _forward_to(target: torch.futures.Future[int]) -> Any:
 
 
 def _or_raise(all_done: torch.futures.Future[list[torch.futures.Future[int]]], buffer: Tensor) -> Tensor:
-    for future in all_done.value():
-        future.value()
+    all_done.value()  # raises what any of them raised
     return buffer

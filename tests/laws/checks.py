@@ -1,0 +1,120 @@
+"""The laws, each a function that raises AssertionError where it is broken (see `test_laws_can_fail.py`)."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradsieve.types import Outcome, Sparse
+from laws.driver import Round
+
+_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def same_bits(left: Any, right: Any) -> bool:
+    """Equal to the last bit, through dataclasses, lists and tensors. NaN equals itself, 0.0 is not -0.0."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, Tensor):
+        if left.dtype != right.dtype or left.shape != right.shape:
+            return False
+        bits = _BITS.get(left.dtype)
+        return torch.equal(left.view(bits), right.view(bits)) if bits else torch.equal(left, right)
+    if is_dataclass(left):
+        return all(same_bits(getattr(left, f.name), getattr(right, f.name)) for f in fields(left))
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same_bits, left, right))
+    if isinstance(left, float):
+        return struct.pack("d", left) == struct.pack("d", right)
+    return bool(left == right)
+
+
+def check_conservation(round_: Round, exact: bool) -> None:
+    """Sum over ranks of spent == update, element by element."""
+    spent = [outcome.spent.to_dense() for outcome in round_.outcomes]
+    update = round_.outcomes[0].update.to_dense()
+    total = torch.stack(spent).double().sum(0)
+    room = _rounding(update.dtype, len(spent), torch.stack(spent).double().abs().sum(0), exact)
+    _within(total - update.double(), room, f"step {round_.step}: spent and update differ")
+
+
+def check_nothing_lost(gradients: Tensor, updates: Tensor, residuals: Tensor, room: Tensor) -> None:
+    """Over a whole run: all gradients of all ranks == all updates + what all ranks still hold."""
+    _within(gradients - updates - residuals, room, "gradient lost or made up over the run")
+
+
+def check_replicated(outcomes: Sequence[Outcome[Any]]) -> None:
+    """Update and state are bit-identical on every rank."""
+    for rank, outcome in enumerate(outcomes):
+        assert same_bits(outcome.update, outcomes[0].update), f"rank {rank} has another update than rank 0"
+        assert same_bits(outcome.state, outcomes[0].state), f"rank {rank} has another state than rank 0"
+
+
+def check_indices(sparse: Sparse, n: int) -> None:
+    """Sorted, unique, within 0..n-1, one value each."""
+    assert sparse.numel == n, f"speaks of {sparse.numel} elements, not {n}"
+    if sparse.indices is None:
+        assert sparse.values.numel() == n, "a dense vector of another length"
+        return
+    assert sparse.indices.dtype == torch.int64
+    assert sparse.indices.shape == sparse.values.shape, "not one value for each index"
+    if sparse.indices.numel():
+        assert int(sparse.indices.min()) >= 0, "negative index"
+        assert int(sparse.indices.max()) < n, "index beyond the vector"
+    assert bool((sparse.indices[1:] > sparse.indices[:-1]).all()), "not sorted and unique"
+
+
+def check_nothing_mutated(round_: Round) -> None:
+    """`acc` and the state handed in are as they were."""
+    for rank, (acc, before) in enumerate(zip(round_.accs, round_.accs_before, strict=True)):
+        assert same_bits(acc, before), f"rank {rank}: acc was changed"
+    for rank, (state, before) in enumerate(zip(round_.states, round_.states_before, strict=True)):
+        assert same_bits(state, before), f"rank {rank}: the state handed in was changed"
+
+
+def check_is_dense_sum(round_: Round) -> None:
+    """The update is the sum in rank order of everything, bit for bit, and nothing stays behind."""
+    total = round_.accs_before[0].clone()
+    for acc in round_.accs_before[1:]:
+        total += acc
+    for outcome, acc in zip(round_.outcomes, round_.accs_before, strict=True):
+        assert same_bits(outcome.update.to_dense(), total), "update is not the dense sum"
+        assert same_bits(outcome.spent.to_dense(), acc), "not everything was spent"
+
+
+def check_one_threshold(states: Sequence[Any]) -> None:
+    """After `settle` all buckets of the model select by the same threshold."""
+    thresholds = [state.threshold for state in states if hasattr(state, "threshold")]
+    assert all(same_bits(threshold, thresholds[0]) for threshold in thresholds), f"thresholds {thresholds}"
+
+
+def check_drained(residuals: Sequence[Tensor]) -> None:
+    """Nothing waits to be sent any more."""
+    left = sum(int(residual.count_nonzero()) for residual in residuals)
+    assert left == 0, f"{left} elements are still waiting"
+
+
+def check_round(round_: Round, exact: bool) -> None:
+    """Every law that one round can show."""
+    check_conservation(round_, exact)
+    check_replicated(round_.outcomes)
+    check_nothing_mutated(round_)
+    for outcome, acc in zip(round_.outcomes, round_.accs_before, strict=True):
+        check_indices(outcome.update, acc.numel())
+        check_indices(outcome.spent, acc.numel())
+
+
+def _rounding(dtype: torch.dtype, additions: int, magnitude: Tensor, exact: bool) -> Tensor:
+    """How far a sum of `additions` numbers may be off, element by element."""
+    return magnitude * (0.0 if exact else additions * torch.finfo(dtype).eps)
+
+
+def _within(difference: Tensor, room: Tensor, what: str) -> None:
+    worst = difference.abs() - room
+    assert not (worst > 0).any(), f"{what} by up to {float(difference.abs().max())!r}"
+    assert difference.isfinite().all(), f"{what}: not finite"

@@ -1,0 +1,111 @@
+"""Gradients that schemes have to live with, from a seed: `KINDS[kind](generator, n)` in float64.
+
+Those in `EXACT` are small integers times one power of two, so that no order of adding them up rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor
+
+_SMALLEST = 2.0**-149
+"""The smallest denormal float32."""
+
+
+def _integers(source: Generator, n: int) -> Tensor:
+    return torch.randint(-8, 9, (n,), generator=source).double()
+
+
+def _sparse_integers(source: Generator, n: int) -> Tensor:
+    return _integers(source, n) * (torch.rand(n, generator=source) < 0.1)
+
+
+def _zeros(source: Generator, n: int) -> Tensor:
+    return torch.zeros(n, dtype=torch.float64)
+
+
+def _negative_zeros(source: Generator, n: int) -> Tensor:
+    return torch.where(torch.rand(n, generator=source) < 0.5, -0.0, _integers(source, n))
+
+
+def _constant(source: Generator, n: int) -> Tensor:
+    return torch.full((n,), 3.0, dtype=torch.float64)
+
+
+def _two_valued(source: Generator, n: int) -> Tensor:
+    return torch.where(torch.rand(n, generator=source) < 0.5, -1.0, 2.0).double()
+
+
+def _denormal(source: Generator, n: int) -> Tensor:
+    return _integers(source, n) * _SMALLEST
+
+
+def _sometimes_silent(source: Generator, n: int) -> Tensor:
+    """Nothing at all, on some ranks in some steps."""
+    return _integers(source, n) * float(torch.rand(1, generator=source) < 0.4)
+
+
+def _one_place(source: Generator, n: int) -> Tensor:
+    """All the mass in the last sixteenth."""
+    return _integers(source, n) * (torch.arange(n) >= n - max(1, n // 16))
+
+
+def _normal(source: Generator, n: int) -> Tensor:
+    return torch.randn(n, generator=source, dtype=torch.float64)
+
+
+def _skewed(source: Generator, n: int) -> Tensor:
+    return _normal(source, n) * torch.exp(8 * torch.linspace(0, -1, n, dtype=torch.float64))
+
+
+def _huge_range(source: Generator, n: int) -> Tensor:
+    power = torch.rand(n, generator=source, dtype=torch.float64) * 72 - 37
+    return _normal(source, n).sign() * 10.0**power
+
+
+KINDS: dict[str, Callable[[Generator, int], Tensor]] = {
+    "integers": _integers,
+    "sparse integers": _sparse_integers,
+    "zeros": _zeros,
+    "negative zeros": _negative_zeros,
+    "constant": _constant,
+    "two-valued": _two_valued,
+    "denormal": _denormal,
+    "sometimes silent": _sometimes_silent,
+    "one place": _one_place,
+    "normal": _normal,
+    "skewed": _skewed,
+    "huge range": _huge_range,
+}
+EXACT = [
+    "integers",
+    "sparse integers",
+    "zeros",
+    "negative zeros",
+    "constant",
+    "two-valued",
+    "denormal",
+    "sometimes silent",
+    "one place",
+]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Gradients of one kind; the same ones again for the same (step, rank, bucket)."""
+
+    kind: str
+    sizes: tuple[int, ...]
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+
+    def __call__(self, step: int, rank: int, bucket: int) -> Tensor:
+        source = Generator().manual_seed(((self.seed * 1009 + step) * 1009 + rank) * 1009 + bucket)
+        return KINDS[self.kind](source, self.sizes[bucket]).to(self.dtype)
+
+    @property
+    def exact(self) -> bool:
+        return self.kind in EXACT

@@ -1,0 +1,229 @@
+"""The laws of the library, for every scheme in the registry that communicates, over several steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gradsieve.schemes import make
+from laws.cases import WORLDS, Case, cases, lengths, registered
+from laws.checks import (
+    check_conservation,
+    check_drained,
+    check_indices,
+    check_is_dense_sum,
+    check_nothing_lost,
+    check_nothing_mutated,
+    check_one_threshold,
+    check_replicated,
+    check_round,
+    same_bits,
+)
+from laws.driver import Fleet
+from laws.gradients import EXACT, KINDS, Source
+
+every_scheme = pytest.mark.parametrize("name", registered())
+
+
+@every_scheme
+@given(case=cases(exact=True))
+def test_spent_adds_up_to_update_exactly_for_whole_numbers(name: str, case: Case) -> None:
+    for round_ in case.fleet(name).advance(case.source, case.steps):
+        check_conservation(round_, exact=True)
+
+
+@every_scheme
+@given(case=cases())
+def test_spent_adds_up_to_update_within_rounding(name: str, case: Case) -> None:
+    for round_ in case.fleet(name).advance(case.source, case.steps):
+        check_conservation(round_, exact=case.source.exact)
+
+
+@every_scheme
+@given(case=cases(exact=True))
+def test_no_gradient_is_lost_over_a_run_of_whole_numbers(name: str, case: Case) -> None:
+    gradients, updates, residuals, _ = whole_run(name, case)
+    check_nothing_lost(gradients, updates, residuals, room=torch.zeros_like(gradients))
+
+
+@every_scheme
+@given(case=cases())
+def test_no_gradient_is_lost_over_a_run_within_rounding(name: str, case: Case) -> None:
+    gradients, updates, residuals, moved = whole_run(name, case)
+    additions = 2 * case.steps + case.world
+    check_nothing_lost(gradients, updates, residuals, moved * additions * torch.finfo(case.dtype).eps)
+
+
+@every_scheme
+@given(case=cases())
+def test_update_and_state_are_bit_identical_on_all_ranks(name: str, case: Case) -> None:
+    fleet = case.fleet(name)
+    for round_ in fleet.advance(case.source, case.steps):
+        check_replicated(round_.outcomes)
+    assert all(same_bits(states, fleet.states[0]) for states in fleet.states), "states differ after settle"
+
+
+@every_scheme
+@given(case=cases())
+def test_indices_are_sorted_unique_and_in_range(name: str, case: Case) -> None:
+    for round_ in case.fleet(name).advance(case.source, case.steps):
+        for outcome in round_.outcomes:
+            check_indices(outcome.update, case.sizes[0])
+            check_indices(outcome.spent, case.sizes[0])
+
+
+@every_scheme
+@given(case=cases())
+def test_nothing_is_mutated_before_commit(name: str, case: Case) -> None:
+    for round_ in case.fleet(name).advance(case.source, case.steps):
+        check_nothing_mutated(round_)
+
+
+@every_scheme
+@given(case=cases())
+def test_density_one_is_the_dense_sum_bit_for_bit(name: str, case: Case) -> None:
+    for round_ in replace(case, density=1.0).fleet(name).advance(case.source, min(case.steps, 4)):
+        check_is_dense_sum(round_)
+
+
+@every_scheme
+@given(case=cases(), bad=st.sampled_from(["nan", "inf", "-inf"]), data=st.data())
+def test_a_value_that_is_not_finite_crashes_nothing(
+    name: str, case: Case, bad: str, data: st.DataObject
+) -> None:
+    """The pipeline votes on finiteness; a scheme need only stay in step and in range."""
+    case = replace(case, sizes=(max(case.sizes[0], 1),))
+    ranks = data.draw(st.sets(st.integers(0, case.world - 1), min_size=1))
+    place = data.draw(st.integers(0, case.sizes[0] - 1))
+    when = data.draw(st.integers(0, case.steps - 1))
+
+    def poisoned(step: int, rank: int, bucket: int) -> Tensor:
+        gradient = case.source(step, rank, bucket)
+        if step == when and rank in ranks:
+            gradient[place] = float(bad)
+        return gradient
+
+    for round_ in case.fleet(name).advance(poisoned, case.steps):
+        check_replicated(round_.outcomes)
+        check_nothing_mutated(round_)
+        check_indices(round_.outcomes[0].update, case.sizes[0])
+
+
+@every_scheme
+@given(case=cases(buckets=4))
+def test_laws_hold_and_thresholds_agree_over_several_buckets(name: str, case: Case) -> None:
+    fleet = case.fleet(name)
+    for _ in range(min(case.steps, 6)):
+        for round_ in fleet.advance(case.source, 1):
+            check_round(round_, case.source.exact)
+        for states in fleet.states:
+            check_one_threshold(states)
+    assert all(same_bits(states, fleet.states[0]) for states in fleet.states)
+
+
+@every_scheme
+@given(case=cases(exact=True, buckets=3), cut=st.floats(0, 1))
+def test_laws_hold_after_the_buckets_were_rebuilt(name: str, case: Case, cut: float) -> None:
+    fleet = case.fleet(name)
+    for _ in fleet.advance(case.source, 3):
+        pass
+    total = sum(case.sizes)
+    sizes = (int(cut * total), total - int(cut * total))
+    fleet.rebuild(sizes)
+    for round_ in fleet.advance(replace(case, sizes=sizes).source, 4):
+        check_round(round_, exact=True)
+
+
+@every_scheme
+@pytest.mark.parametrize("world", WORLDS)
+def test_laws_hold_for_every_length_and_kind_of_gradient(name: str, world: int) -> None:
+    """The table behind the drawn cases: no world size, length or kind is left to chance."""
+    for row, n in enumerate(lengths(world)):
+        for column, kind in enumerate(KINDS):
+            if (row + column + world) % 3:
+                continue  # its turn comes at the next world size
+            case = Case(kind, world, (n,), density=[0.01, 0.3][column % 2], steps=3)
+            for round_ in case.fleet(name).advance(case.source, case.steps):
+                check_round(round_, case.source.exact)
+
+
+@every_scheme
+@pytest.mark.parametrize("kind", ["integers", "skewed", "two-valued"])
+def test_laws_hold_for_a_hundred_thousand_elements(name: str, kind: str) -> None:
+    case = Case(kind, world=16, sizes=(99_991,), density=0.01, steps=4)
+    for round_ in case.fleet(name).advance(case.source, case.steps):
+        check_round(round_, case.source.exact)
+
+
+@every_scheme
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("density", [0.2, 0.5, 0.9])
+def test_laws_hold_when_fewer_elements_than_k_are_alive(
+    name: str, density: float, dtype: torch.dtype
+) -> None:
+    """A third of k is there: a threshold that chases the target downwards has to stop somewhere."""
+    alive = torch.arange(600) % 100 < 30 * density
+
+    def mostly_dead(step: int, rank: int, bucket: int) -> Tensor:
+        return Source("normal", (600,), 5, dtype)(step, rank, bucket) * alive
+
+    for round_ in Fleet(make(name, density), [600], 4, dtype).advance(mostly_dead, 100):
+        check_round(round_, exact=False)
+
+
+@every_scheme
+@settings(max_examples=settings.default.max_examples // 2)  # each one is up to 400 steps long
+@given(
+    world=st.sampled_from([1, 2, 3, 4, 7]),
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    kind=st.sampled_from([kind for kind in EXACT if kind not in ("zeros", "denormal")]),
+    density=st.sampled_from([0.001, 0.05, 0.3]),
+)
+def test_a_residual_is_drained_to_the_end_when_gradients_stop(
+    name: str, world: int, sizes: list[int], kind: str, density: float
+) -> None:
+    """Nothing starves, wherever it lies: after some steps of gradients and enough of silence all is sent."""
+    fleet = Fleet(make(name, density), sizes, world)
+    source = Source(kind, tuple(sizes))
+
+    def then_silence(step: int, rank: int, bucket: int) -> Tensor:
+        return source(step, rank, bucket) * (step < 12)
+
+    while fleet.step < 400:
+        for _ in fleet.advance(then_silence, 20):
+            pass
+        if not any(bool(residual.any()) for residual in chain(*fleet.residuals)):
+            break
+    check_drained(list(chain(*fleet.residuals)))
+
+
+@every_scheme
+def test_every_element_of_a_steady_gradient_is_sent_at_last(name: str) -> None:
+    """Adversarial layout: half of the partitions hold ten times the other half."""
+    n, world = 240, 4
+    gradient = torch.where(torch.arange(n) % 120 < 60, 1.0, 10.0)
+    fleet, seen = Fleet(make(name, 0.1), [n], world), torch.zeros(n, dtype=torch.bool)
+    for round_ in fleet.advance(lambda step, rank, bucket: gradient, 400):
+        seen |= round_.outcomes[0].update.to_dense() != 0
+    assert seen.all(), f"{int((~seen).sum())} elements were never sent"
+
+
+def whole_run(name: str, case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Over all steps and ranks: gradients, updates, residuals at the end, and the sum of all magnitudes."""
+    fleet: Any = case.fleet(name)
+    gradients, updates, moved = (torch.zeros(case.sizes[0], dtype=torch.float64) for _ in range(3))
+    for round_ in fleet.advance(case.source, case.steps):
+        updates += round_.outcomes[0].update.to_dense().double()
+        for rank in range(case.world):
+            gradient = case.source(round_.step, rank, 0).double()
+            gradients += gradient
+            moved += gradient.abs()
+    residuals = torch.stack([buckets[0].double() for buckets in fleet.residuals]).sum(0)
+    return gradients, updates, residuals, moved

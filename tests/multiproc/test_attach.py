@@ -1,0 +1,246 @@
+"""How a user meets it: clear refusals, uneven inputs, figures of a step, an end that leaves nothing."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import gradsieve
+from gradsieve import ConfigError
+from gradsieve.integrations import gradient_sync
+from multiproc.harness import Ranks
+from multiproc.models import Whole
+from multiproc.training import (
+    Plan,
+    Run,
+    Seen,
+    check_applied,
+    check_nothing_lost,
+    check_replicas,
+    registered,
+)
+
+every_scheme = pytest.mark.parametrize("scheme", registered())
+
+
+# -- refusals -----------------------------------------------------------------------------------------
+
+
+def _model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Whole(Plan().shapes)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _wrapped() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    model, optimizer = _model()
+    return DistributedDataParallel(model), optimizer
+
+
+def attach_twice() -> None:
+    ddp, optimizer = _wrapped()
+    gradsieve.attach(ddp, optimizer)
+    gradsieve.attach(ddp, optimizer)
+
+
+def attach_to_a_plain_model() -> None:
+    gradsieve.attach(*_model())  # type: ignore[arg-type]
+
+
+def attach_an_unknown_scheme() -> None:
+    gradsieve.attach(*_wrapped(), scheme="exdnya")
+
+
+def attach_with_density(density: float) -> None:
+    gradsieve.attach(*_wrapped(), density=density)
+
+
+def attach_with_two_densities() -> None:
+    gradsieve.attach(*_wrapped(), scheme=gradsieve.ExDyna(density=0.01), density=0.02)
+
+
+def attach_to_a_frozen_model() -> None:
+    model, optimizer = _model()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    gradsieve.GradientSync(model.named_parameters(), optimizer)
+
+
+def attach_complex_parameters() -> None:
+    model = nn.ParameterDict({"phase": nn.Parameter(torch.zeros(4, dtype=torch.complex64))})
+    gradsieve.GradientSync(model.named_parameters(), torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def attach_outside_a_group() -> None:
+    model, optimizer = _model()
+    with mock.patch.object(dist, "is_initialized", return_value=False):
+        gradsieve.GradientSync(model.named_parameters(), optimizer)
+
+
+REFUSALS: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
+    (attach_twice, (), RuntimeError, "register_comm_hook|can only be called once"),
+    (attach_to_a_plain_model, (), ConfigError, "wants a DistributedDataParallel model, not Whole"),
+    (attach_an_unknown_scheme, (), ConfigError, "no scheme is called 'exdnya'; there are: .*exdyna"),
+    *[
+        (attach_with_density, (density,), ConfigError, "density must be above 0 and at most 1")
+        for density in (0.0, -0.1, 1.5, float("nan"))
+    ],
+    (attach_with_two_densities, (), ConfigError, "drop one"),
+    (attach_to_a_frozen_model, (), ConfigError, "no parameter that requires a gradient"),
+    (attach_complex_parameters, (), ConfigError, "'phase' is torch.complex64"),
+    (attach_outside_a_group, (), ConfigError, "init_process_group"),
+]
+
+
+def refusals_then_training(rank: int) -> int:
+    """All refusals one after the other, then a training that none of them has disturbed."""
+    for attempt, arguments, kind, words in REFUSALS:
+        with pytest.raises(kind, match=words):
+            attempt(*arguments)
+    return Run(rank, Plan()).train().sync.pipeline.step
+
+
+def test_what_cannot_work_is_refused_clearly(two: Ranks) -> None:
+    assert two.run(refusals_then_training) == [6, 6]
+
+
+def test_before_init_process_group() -> None:
+    """In this process there is none."""
+    assert not dist.is_initialized()
+    model, optimizer = _model()
+    with pytest.raises(ConfigError, match=r"init_process_group\(\) first"):
+        gradsieve.GradientSync(model.named_parameters(), optimizer)
+
+
+# -- uneven inputs ------------------------------------------------------------------------------------
+
+
+def train_uneven(rank: int, plan: Plan, batches: tuple[int, ...], every: int) -> tuple[Seen, int]:
+    """Then six even steps."""
+    run = Run(rank, plan)
+    with mock.patch.object(gradient_sync, "VERIFY_EVERY", every):
+        with Join([run.ddp]):
+            run.train(batches[rank])
+        steps = run.sync.pipeline.step
+        run.sync.verify()
+        run.train(6)
+    return run.report(), steps
+
+
+@every_scheme
+@pytest.mark.parametrize("batches", [(5, 8), (8, 5)])
+def test_uneven_inputs_neither_hang_nor_lose_anything(
+    two: Ranks, scheme: str, batches: tuple[int, int]
+) -> None:
+    """A rank without input replays the exchange with zeros; comparisons would come due while it does."""
+    seen, steps = zip(*two.run(train_uneven, Plan(scheme), batches, 3, timeout=30.0), strict=True)
+    assert steps == (8, 8)
+    check_replicas(seen)
+    longest_first = seen if batches[0] == 8 else seen[::-1]  # only it has seen every update
+    check_nothing_lost(longest_first)
+    check_applied(longest_first[:1])
+
+
+def test_four_ranks_that_end_one_after_the_other(four: Ranks) -> None:
+    answers = four.run(train_uneven, Plan(), (6, 13, 5, 8), 100, timeout=30.0)
+    assert [steps for _, steps in answers] == [13] * 4
+    check_replicas([seen for seen, _ in answers])
+
+
+# -- figures ------------------------------------------------------------------------------------------
+
+
+def train_and_measure(rank: int, plan: Plan) -> dict[str, Any]:
+    return Run(rank, plan).train().sync.metrics()
+
+
+@every_scheme
+def test_metrics_tell_of_the_last_step(two: Ranks, scheme: str) -> None:
+    sizes = sum(torch.Size(shape).numel() for shape in Plan().shapes)
+    for metrics in two.run(train_and_measure, Plan(scheme, steps=6)):
+        assert metrics["step"] == 6
+        assert metrics["skipped"] == 0
+        assert 0 < metrics["density"] <= 1
+        assert 0 < metrics["bytes_sent"] <= 8 * sizes
+        assert 0 < metrics["bytes_received"] <= 8 * sizes
+        assert 3 <= metrics["collectives"] <= 30
+        assert set(metrics["seconds"]) == {"accumulate", "select", "exchange", "apply", "commit"}
+        assert all(0 <= seconds < 10 for seconds in metrics["seconds"].values())
+        lossless = gradsieve.SCHEMES[scheme].lossless
+        assert (metrics["residual_norm"] == 0) == lossless
+        assert metrics.get("imbalance", 1.0) >= 1.0
+        assert metrics.get("threshold", 1.0) > 0
+
+
+def train_normal(rank: int, scheme: str) -> list[float]:
+    """Densities of the last steps, with gradients from a normal distribution."""
+    plan = Plan(scheme, density=0.02, shapes=((128, 160), (128, 96)))
+    run, source = Run(rank, plan), torch.Generator().manual_seed(rank)
+    densities = []
+    for _ in range(40):
+        run.step([torch.randn(shape, generator=source) for shape in plan.shapes])
+        densities.append(run.sync.metrics()["density"])
+    return densities[-10:]
+
+
+@pytest.mark.parametrize("scheme", ["micro", "exdyna"])
+def test_density_comes_near_its_target(two: Ranks, scheme: str) -> None:
+    for densities in two.run(train_normal, scheme):
+        assert 0.015 < sum(densities) / len(densities) < 0.025
+
+
+def test_density_of_topk_is_between_k_and_k_for_each_rank(two: Ranks) -> None:
+    for densities in two.run(train_normal, "topk"):
+        assert all(0.0199 < density <= 0.04 for density in densities)
+
+
+def test_metrics_before_the_first_step(two: Ranks) -> None:
+    for metrics in two.run(train_and_measure, Plan(steps=0)):
+        assert metrics["step"] == metrics["bytes_sent"] == metrics["density"] == 0
+
+
+# -- the end ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Left:
+    """What there is after each round of attach, train, close and forget."""
+
+    threads: list[int] = field(default_factory=list)
+    files: list[int] = field(default_factory=list)
+    alive: list[bool] = field(default_factory=list)
+    """Is the model still in memory?"""
+
+
+def attach_and_close(rank: int, times: int) -> Left:
+    left = Left()
+    for _ in range(times):
+        run = Run(rank, Plan(steps=1)).train()
+        run.sync.close()
+        model = weakref.ref(run.model)
+        del run
+        gc.collect()
+        dist.barrier()
+        left.threads.append(threading.active_count())
+        left.files.append(len(os.listdir("/proc/self/fd")))
+        left.alive.append(model() is not None)
+    return left
+
+
+def test_what_is_closed_and_forgotten_leaves_nothing(two: Ranks) -> None:
+    """No thread, no socket, no memory: jobs attach thousands of times in notebooks and sweeps."""
+    for left in two.run(attach_and_close, 10, timeout=20.0):
+        assert len(set(left.threads[2:])) == 1, left
+        assert left.files[-1] <= left.files[2] + 2, left
+        assert not any(left.alive), left

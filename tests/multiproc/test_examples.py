@@ -1,0 +1,52 @@
+"""The examples run, as a user runs them: by torchrun, in a process of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FASHION_MNIST = ROOT / "examples" / "fashion_mnist.py"
+DATA = Path("/usr/share/datasets/fashion-mnist")
+
+
+def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, timeout=240, env=environment, check=False
+    )
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason=f"{DATA} is missing: apt-get install dataset-fashion-mnist")
+@pytest.mark.parametrize("model", ["cnn", "mlp"])
+def test_fashion_mnist_trains_and_reports(model: str) -> None:
+    ended = torchrun(str(FASHION_MNIST), "--model", model, "--steps", "30")
+    assert ended.returncode == 0, ended.stderr
+    found = re.search(r"accuracy +([\d.]+) with density ([\d.]+)", ended.stdout)
+    assert found, ended.stdout
+    assert float(found[1]) > 0.3  # of ten classes, after a few steps
+    assert 0.002 < float(found[2]) < 0.03  # the threshold is still settling
+    found = re.search(r"bytes sent +([\d,]+) a step and rank; dense ([\d,]+)", ended.stdout)
+    assert found, ended.stdout
+    assert int(found[1].replace(",", "")) < int(found[2].replace(",", "")) / 10
+    assert "times dense's speed" in ended.stdout
+    assert "loopback" in ended.stdout
+
+
+def test_without_the_data_set_the_line_that_installs_it_is_printed(tmp_path: Path) -> None:
+    script = tmp_path / "example.py"
+    script.write_text(FASHION_MNIST.read_text().replace(str(DATA), str(tmp_path / "nowhere")))
+    ended = torchrun(str(script))
+    assert ended.returncode == 1
+    assert "apt-get install dataset-fashion-mnist" in ended.stderr
+
+
+def test_examples_stay_short() -> None:
+    for path in (ROOT / "examples").glob("*.py"):
+        assert len(path.read_text().splitlines()) < 100, path

@@ -1,0 +1,252 @@
+"""`GradientSync` without DDP, on models replicated by hand; and flush, with and without DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradsieve
+from gradsieve import ConfigError
+from multiproc.harness import Ranks
+from multiproc.models import Whole
+from multiproc.training import RATE, Plan, Run, Seen, Virtual, check_laws, differing, registered
+
+every_scheme = pytest.mark.parametrize("scheme", registered())
+every_lossy_scheme = pytest.mark.parametrize("scheme", registered(lossless=False))
+
+
+class ByHand(Run):
+    """One rank's training with `reduce()` between backward and the optimizer."""
+
+    def __init__(self, rank: int, plan: Plan, group: dist.ProcessGroup | None = None) -> None:
+        self.rank, self.plan, self.seen, self.scaler = rank, plan, Seen(), None
+        self.model = Whole(plan.shapes, plan.dtypes)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
+        self.sync: Any = gradsieve.GradientSync(
+            self.model.named_parameters(),
+            self.optimizer,
+            scheme=plan.scheme,
+            density=plan.density,
+            group=group,
+            bucket_cap_mb=plan.cap_mb,
+        )
+        self.reduced: list[bool] = []
+
+    def backward(self, *micro_gradients: Sequence[Tensor | None], counts: bool = True) -> None:
+        for gradients in micro_gradients:
+            self.model(gradients).backward()
+            if counts:
+                self.feed(gradients)
+        self.before_reduce()
+        self.reduced.append(self.sync.reduce())
+
+    def before_reduce(self) -> None:
+        """For subclasses."""
+
+
+def train_by_hand(rank: int, plan: Plan) -> Seen:
+    run = ByHand(rank, plan).train()
+    assert run.reduced == [True] * plan.steps
+    return run.report()
+
+
+@every_scheme
+@pytest.mark.parametrize("micro", [1, 3])
+def test_laws_hold_without_ddp(two: Ranks, scheme: str, micro: int) -> None:
+    check_laws(two.run(train_by_hand, Plan(scheme, micro=micro)))
+
+
+@every_scheme
+def test_four_ranks_give_what_lockstep_gives(four: Ranks, scheme: str) -> None:
+    plan = Plan(scheme)
+    seen, virtual = four.run(train_by_hand, plan), Virtual(plan, 4).train()
+    check_laws(seen)
+    for real, expected in zip(seen, virtual, strict=True):
+        assert differing(real.parameters, expected.parameters) == []
+        assert differing(real.residuals, expected.residuals) == []
+
+
+# -- gradients that are not plain ---------------------------------------------------------------------
+
+
+class WithGaps(Plan):
+    def gradients(self, step: int, rank: int, micro: int = 0) -> list[Tensor | None]:
+        """Some parameters have no gradient: on one rank, on all of them, in every step."""
+        gradients = super().gradients(step, rank, micro)
+        if step % 2 == rank:
+            gradients[0] = gradients[1] = None
+        if step % 3 == 0:
+            gradients[3] = None
+        gradients[5] = None
+        return gradients
+
+
+@every_scheme
+def test_parameters_without_a_gradient_lose_nothing(two: Ranks, scheme: str) -> None:
+    check_laws(two.run(train_by_hand, WithGaps(scheme, steps=10)))
+
+
+class Strange(ByHand):
+    """Gradients that lie in memory as their parameters do not: transposed, sliced, with an offset."""
+
+    def before_reduce(self) -> None:
+        for place, parameter in enumerate(self.model.parameters()):
+            gradient = parameter.grad
+            assert gradient is not None
+            wide = torch.zeros(*gradient.shape, 3)
+            if place % 2 and gradient.ndim == 2:
+                parameter.grad = gradient.t().contiguous().t()
+            else:
+                parameter.grad = wide[..., 1].copy_(gradient)
+        strange = [not p.grad.is_contiguous() for p in self.model.parameters() if p.grad is not None]
+        assert all(strange), "the test shows nothing"
+
+
+def train_strange(rank: int, plan: Plan) -> Seen:
+    return Strange(rank, plan).train().report()
+
+
+@every_scheme
+def test_gradients_that_are_not_contiguous_give_the_same(two: Ranks, scheme: str) -> None:
+    plan = Plan(scheme)
+    strange, plain = two.run(train_strange, plan), two.run(train_by_hand, plan)
+    check_laws(strange)
+    assert differing(strange[0].parameters, plain[0].parameters) == []
+
+
+def reduce_a_bad_value(rank: int, plan: Plan) -> tuple[list[bool], list[int]]:
+    run = ByHand(rank, plan).train(4)
+    bad = plan.gradients(4, rank)
+    if rank == 1:
+        bad[0][3, 3] = float("nan")  # type: ignore[index]
+    before = [parameter.detach().clone() for parameter in run.model.parameters()]
+    run.step(bad)
+    after = [*run.model.parameters()]
+    changed = [place for place, old in enumerate(before) if not torch.equal(old, after[place])]
+    run.train(2)
+    return run.reduced, changed
+
+
+@every_scheme
+def test_reduce_says_when_a_step_was_skipped(two: Ranks, scheme: str) -> None:
+    for reduced, changed in two.run(reduce_a_bad_value, Plan(scheme)):
+        assert reduced == [True] * 4 + [False] + [True] * 2
+        assert changed == []
+
+
+def refuse_sparse(rank: int) -> list[str]:
+    """What is said about sparse gradients without and with DDP."""
+    said = []
+    model = nn.Sequential(nn.Embedding(100, 32, sparse=True), nn.Linear(32, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = gradsieve.GradientSync(model.named_parameters(), optimizer)
+    model(torch.arange(5)).sum().backward()
+    with pytest.raises(ConfigError) as refusal:
+        sync.reduce()
+    said.append(str(refusal.value))
+    with pytest.raises(ConfigError) as refusal:
+        gradsieve.attach(DistributedDataParallel(model), optimizer)
+    return [*said, str(refusal.value)]
+
+
+def test_sparse_gradients_are_refused_with_advice(two: Ranks) -> None:
+    for by_hand, behind_ddp in two.run(refuse_sparse):
+        assert "'0.weight'" in by_hand
+        assert "sparse=False" in by_hand
+        assert "'0'" in behind_ddp
+        assert "sparse=False" in behind_ddp
+
+
+# -- groups -------------------------------------------------------------------------------------------
+
+
+def train_in_groups(rank: int, plan: Plan) -> tuple[Seen, int]:
+    """Ranks 0 and 2 train one model, 1 and 3 another, at the same time."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    run = ByHand(rank, plan, groups[rank % 2]).train()
+    run.rank = run.sync.engine.rank  # its name in the state
+    return run.report(), run.rank
+
+
+@every_scheme
+def test_groups_train_side_by_side(four: Ranks, scheme: str) -> None:
+    seen, inner = zip(*four.run(train_in_groups, Plan(scheme)), strict=True)
+    assert inner == (0, 0, 1, 1)
+    check_laws(seen[0::2])
+    check_laws(seen[1::2])
+    assert differing(seen[0].parameters, seen[1].parameters) != []
+
+
+# -- flush --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Flushed:
+    seen: Seen
+    """Of the whole training, the flush applied."""
+    held: dict[str, Tensor]
+    """Residuals before the flush."""
+    gradients: dict[str, Tensor]
+    """`.grad` after it."""
+
+
+def train_and_flush(rank: int, plan: Plan, kind: type[Run], skip: bool) -> Flushed:
+    """With `skip`, the last step before the flush is a bad one."""
+    run = kind(rank, plan).train()
+    if skip:
+        bad = plan.gradients(99, rank)
+        if rank == 0:
+            bad[0][3, 3] = float("inf")  # type: ignore[index]
+        run.optimizer.zero_grad()
+        run.backward(bad, counts=False)
+        run.apply()
+        assert not run.sync.pipeline.last_step_good
+    held = run.report().residuals
+    run.sync.flush()
+    gradients = {name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None}
+    run.scaler = None  # what flush leaves is not scaled
+    run.apply()
+    return Flushed(run.report(), held, gradients)
+
+
+@every_scheme
+@pytest.mark.parametrize("skip", [False, True], ids=["", "after a skipped step"])
+@pytest.mark.parametrize("kind", [Run, ByHand])
+def test_flush_applies_the_mean_of_what_was_held_back(
+    two: Ranks, scheme: str, kind: type[Run], skip: bool
+) -> None:
+    answers = two.run(train_and_flush, Plan(scheme), kind, skip)
+    check_laws([answer.seen for answer in answers])
+    for answer in answers:
+        assert not any(int(part.count_nonzero()) for part in answer.seen.residuals.values())
+        for name, gradient in answer.gradients.items():
+            held = [each.held[name] for each in answers if name in each.held]
+            mean = torch.stack(held).mean(0) if held else torch.zeros_like(gradient)
+            assert torch.equal(gradient, mean), name
+
+
+@every_lossy_scheme
+def test_flush_under_a_loss_scale_gives_unscaled_gradients(two: Ranks, scheme: str) -> None:
+    answers = two.run(train_and_flush, Plan(scheme, loss_scale=512.0), Run, False)
+    check_laws([answer.seen for answer in answers])
+    held = [int(part.count_nonzero()) for answer in answers for part in answer.seen.residuals.values()]
+    assert sum(held) == 0
+
+
+def train_flush_and_go_on(rank: int, plan: Plan) -> Seen:
+    run = Run(rank, plan).train(3)
+    run.sync.flush()
+    run.apply()
+    return run.train(5).report()
+
+
+@every_scheme
+def test_training_goes_on_after_a_flush(two: Ranks, scheme: str) -> None:
+    check_laws(two.run(train_flush_and_go_on, Plan(scheme)))

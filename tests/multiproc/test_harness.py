@@ -1,0 +1,105 @@
+"""The harness sees what it is there to see: an exception, a death, a hang, a bad exit of any rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing.util import Finalize
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from multiproc.harness import RankFailure, Ranks
+
+
+def _sum_of_ranks(rank: int) -> int:
+    total = torch.tensor([rank])
+    dist.all_reduce(total)
+    return int(total)
+
+
+def test_ranks_are_processes_in_one_group(four: Ranks) -> None:
+    assert four.run(_sum_of_ranks) == [6, 6, 6, 6]
+    assert len({os.getpid(), *four.pids()}) == 5
+
+
+def test_processes_outlive_a_call_and_groups_do_not(two: Ranks) -> None:
+    before = [two.run(_sum_of_ranks), two.pids()]
+    assert [two.run(_sum_of_ranks), two.pids()] == before
+
+
+def _fails_on(rank: int, bad: int) -> None:
+    if rank == bad:
+        raise ValueError(f"planted on {rank}")
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_an_exception_on_any_rank_fails_the_call_and_names_it(two: Ranks, bad: int) -> None:
+    with pytest.raises(RankFailure, match=rf"rank {bad} raised\n(.*\n)+ValueError: planted on {bad}"):
+        two.run(_fails_on, bad)
+    assert two.run(_sum_of_ranks) == [1, 1], "the pool starts anew after a failure"
+
+
+def _dies_on(rank: int, bad: int, number: int) -> None:
+    if rank == bad:
+        os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_death_by_signal_of_any_rank_fails_the_call(two: Ranks, bad: int) -> None:
+    with pytest.raises(RankFailure, match=f"rank {bad} ended with code -9"):
+        two.run(_dies_on, bad, signal.SIGKILL)
+
+
+def _leaves_with_code_zero(rank: int) -> None:
+    if rank == 1:
+        os._exit(0)
+
+
+def test_an_exit_in_the_middle_fails_the_call_even_with_code_zero(two: Ranks) -> None:
+    with pytest.raises(RankFailure, match="rank 1 ended with code 0"):
+        two.run(_leaves_with_code_zero)
+
+
+def _sleeps_on_one(rank: int) -> None:
+    if rank == 1:
+        time.sleep(60)
+
+
+def test_a_hang_is_cut_off_with_the_stack_of_the_rank_that_hangs(two: Ranks) -> None:
+    two.run(_sum_of_ranks)  # so that the limit is not spent on starting them
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match=r"(?s)hang in _sleeps_on_one.*rank 1 hangs at.*_sleeps_on_one"):
+        two.run(_sleeps_on_one, timeout=2.0)
+    assert time.monotonic() - start < 10.0
+    assert two.pids() == []
+
+
+def _leaves_a_child(rank: int) -> int:
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"]).pid if rank else 0
+
+
+def test_a_child_left_behind_is_seen_at_the_end() -> None:
+    ranks = Ranks(2)
+    _, child = ranks.run(_leaves_a_child)
+    try:
+        with pytest.raises(RankFailure, match=rf"left behind, by rank: {{0: \[\], 1: \[{child}\]}}"):
+            ranks.close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def _exits_badly_later(rank: int) -> None:
+    if rank == 0:
+        Finalize(None, os._exit, args=(3,), exitpriority=1)
+
+
+def test_a_bad_exit_code_is_seen_at_the_end() -> None:
+    ranks = Ranks(2)
+    ranks.run(_exits_badly_later)
+    with pytest.raises(RankFailure, match=r"\{0: 3, 1: 0\}"):
+        ranks.close()

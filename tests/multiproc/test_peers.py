@@ -1,0 +1,216 @@
+"""A peer that dies or stalls in the middle of a step: survivors say so in time and keep nothing of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from gradsieve import PeerError
+from gradsieve.comm.c10d import Engine
+from multiproc.harness import Answer, Ranks
+from multiproc.training import Plan, Run, Seen, check_laws, differing, registered, snapshot
+
+WORLD, VICTIM, STEP = 3, 1, 5
+GROUP_TIMEOUT = 3.0
+
+
+@dataclass
+class Survivor:
+    said: str | None
+    kind: str
+    """Of the exception."""
+    seconds: float
+    """From the beginning of the step that failed."""
+    step: int
+    changed: list[str]
+    """Since the beginning of that step."""
+
+
+def leave(number: int) -> None:
+    """Exit with a code, or by a signal if negative."""
+    if number < 0:
+        os.kill(os.getpid(), -number)
+        time.sleep(60)
+    os._exit(number)
+
+
+def in_a_hook(run: Run, end: Callable[[], None]) -> Any:
+    """Between the first bucket and the second."""
+    usual = run.sync.hook
+
+    def dying(bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if bucket.index() == 1 and run.sync.pipeline.step == STEP:
+            end()
+        return usual(bucket)
+
+    return mock.patch.object(run.sync, "hook", dying)
+
+
+def before_an_op(run: Run, end: Callable[[], None]) -> Any:
+    """Where the second collective of the step would be issued."""
+    usual, issued = Engine._perform, []
+
+    def dying(self: Engine, op: Any) -> torch.Tensor:
+        if run.sync.pipeline.step == STEP:
+            issued.append(op)
+            if len(issued) == 2:
+                end()
+        return usual(self, op)
+
+    return mock.patch.object(Engine, "_perform", dying)
+
+
+def before_the_optimizer(run: Run, end: Callable[[], None]) -> Any:
+    """After an exchange: the others commit that step, and fail in the next one."""
+    usual = run.apply
+
+    def dying() -> None:
+        if run.sync.pipeline.step == STEP:
+            end()
+        usual()
+
+    return mock.patch.object(run, "apply", dying)
+
+
+def train_with_an_end(rank: int, plan: Plan, where: Callable[..., Any], number: int) -> Survivor:
+    run = Run(rank, plan)
+
+    def end() -> None:
+        if rank == VICTIM:
+            leave(number)
+
+    with where(run, end):
+        return watch(run)
+
+
+def watch(run: Run) -> Survivor:
+    for step in range(STEP + 3):
+        before, start = snapshot(run), time.monotonic()
+        try:
+            run.step(run.plan.gradients(step, run.rank))
+        except Exception as error:
+            seconds = time.monotonic() - start
+            changed = differing(before, snapshot(run))
+            return Survivor(str(error), type(error).__name__, seconds, run.sync.pipeline.step, changed)
+    return Survivor(None, "", 0.0, run.sync.pipeline.step, [])
+
+
+def check_survivors(survivors: dict[int, Survivor], within: float) -> None:
+    for rank, survivor in survivors.items():
+        assert survivor.said is not None, f"rank {rank} noticed nothing"
+        assert survivor.kind in ("PeerError", "RuntimeError")
+        words = rf"rank {rank}: \w+ of \w+.* for unit \d+ of \d+ in step {survivor.step} failed"
+        assert re.search(words, survivor.said), survivor.said
+        assert "PeerError" in survivor.said or survivor.kind == "PeerError"
+        assert survivor.changed == [], f"rank {rank} changed {survivor.changed}"
+        assert survivor.seconds < within, f"rank {rank} took {survivor.seconds:.1f} s"
+
+
+def ended(answers: list[Answer]) -> tuple[dict[int, Survivor], dict[int, int | None]]:
+    """Those that live, and the exit codes of those that do not."""
+    assert not any(answer.error for answer in answers), [answer.error for answer in answers]
+    alive = {rank: answer.value for rank, answer in enumerate(answers) if answer.is_good}
+    return alive, {rank: a.exit_code for rank, a in enumerate(answers) if a.exit_code is not None}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "where", "number"),
+    [
+        *[(scheme, in_a_hook, 17) for scheme in registered()],
+        ("exdyna", before_an_op, -signal.SIGKILL),
+        ("topk", before_an_op, 0),
+        ("dense", before_an_op, -signal.SIGSEGV),
+        ("exdyna", before_the_optimizer, -signal.SIGKILL),
+    ],
+)
+def test_a_death_is_noticed_and_the_step_rolled_back(
+    scheme: str, where: Callable[..., Any], number: int
+) -> None:
+    ranks = Ranks(WORLD)
+    try:
+        answers = ranks.outcomes(
+            train_with_an_end, Plan(scheme), where, number, group_timeout=GROUP_TIMEOUT, timeout=30.0
+        )
+    finally:
+        ranks.kill()
+    survivors, codes = ended(answers)
+    assert codes == {VICTIM: number}
+    assert sorted(survivors) == [0, 2]
+    check_survivors(survivors, within=GROUP_TIMEOUT + 1.5)
+    assert all(survivor.step == STEP for survivor in survivors.values())
+
+
+# -- stalls -------------------------------------------------------------------------------------------
+
+
+def train_with_a_stall(rank: int, plan: Plan, seconds: float) -> tuple[Survivor, Seen]:
+    run = Run(rank, plan)
+
+    def end() -> None:
+        if rank == VICTIM:
+            time.sleep(seconds)
+
+    with in_a_hook(run, end):
+        survivor = watch(run)
+    return survivor, run.report()
+
+
+def test_a_stall_beyond_the_time_out_is_an_error_in_time() -> None:
+    ranks = Ranks(WORLD)
+    try:
+        answers = ranks.outcomes(train_with_a_stall, Plan(), 6.0, group_timeout=2.0, timeout=30.0)
+    finally:
+        ranks.kill()
+    outcomes, codes = ended(answers)
+    assert codes == {}
+    survivors = {rank: outcome[0] for rank, outcome in outcomes.items()}
+    assert survivors.pop(VICTIM).said is not None, "the late rank finds nobody and says so, too"
+    check_survivors(survivors, within=3.5)
+
+
+def test_a_stall_below_the_time_out_is_none() -> None:
+    with Ranks(WORLD) as ranks:
+        answers = ranks.outcomes(train_with_a_stall, Plan(), 1.5, group_timeout=4.0, meets_at_end=True)
+    outcomes, _ = ended(answers)
+    assert [outcome[0].said for outcome in outcomes.values()] == [None] * WORLD
+
+
+def test_a_stall_in_two_of_which_none_is_lost(two: Ranks) -> None:
+    """Exact laws want a power of two."""
+    check_laws([seen for _, seen in two.run(train_with_a_stall, Plan(), 0.5)])
+
+
+# -- flush --------------------------------------------------------------------------------------------
+
+
+def flush_without_a_peer(rank: int, plan: Plan) -> tuple[str, list[str]]:
+    """What flush() says, and what it changed."""
+    run = Run(rank, plan).train()
+    if rank == VICTIM:
+        leave(17)
+    before = snapshot(run)
+    with pytest.raises(PeerError) as error:
+        run.sync.flush()
+    return str(error.value), differing(before, snapshot(run))
+
+
+def test_a_flush_that_fails_keeps_the_residuals() -> None:
+    ranks = Ranks(WORLD)
+    try:
+        answers = ranks.outcomes(flush_without_a_peer, Plan(), group_timeout=GROUP_TIMEOUT)
+    finally:
+        ranks.kill()
+    survivors, codes = ended(answers)
+    assert codes == {VICTIM: 17}
+    for said, changed in survivors.values():
+        assert "for flush failed" in said
+        assert changed == []

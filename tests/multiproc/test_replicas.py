@@ -1,0 +1,142 @@
+"""Replicas that differ by one bit are found, by hand and in training, and the rank that differs is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from gradsieve import SCHEMES, DivergenceError
+from gradsieve.integrations import gradient_sync
+from multiproc.harness import Ranks
+from multiproc.training import Plan, Run, registered
+
+every_scheme = pytest.mark.parametrize("scheme", registered())
+with_threshold = pytest.mark.parametrize(
+    "scheme", [name for name in registered() if hasattr(SCHEMES[name]().begin(4096, 4), "threshold")]
+)
+ODD = 2
+
+
+@torch.no_grad()
+def a_parameter(run: Run) -> None:
+    """The smallest change there is, in the last element."""
+    weight = run.model.tensors[-1].view(-1)
+    weight[-1] = torch.nextafter(weight[-1], torch.tensor(9.0))
+
+
+@torch.no_grad()
+def two_parameters_exchanged(run: Run) -> None:
+    weight = run.model.tensors[0].view(-1)
+    here = int((weight != weight[0]).nonzero()[0])
+    weight[[0, here]] = weight[[here, 0]]
+
+
+@torch.no_grad()
+def a_sign(run: Run) -> None:
+    weight = run.model.tensors[3].view(-1)
+    weight[int(weight.nonzero()[0])] *= -1
+
+
+def a_threshold(run: Run) -> None:
+    state = run.sync.pipeline.states[-1]
+    nudged = float(torch.nextafter(torch.tensor(state.threshold, dtype=torch.float64), torch.tensor(9.0)))
+    assert nudged != state.threshold
+    run.sync.pipeline.states[-1] = replace(state, threshold=nudged)
+
+
+def the_step(run: Run) -> None:
+    run.sync.pipeline.step += 1
+
+
+def nothing(run: Run) -> None:
+    pass
+
+
+def verify_after(rank: int, plan: Plan, change: Callable[[Run], None]) -> str | None:
+    """What verify() says after one rank was changed."""
+    run = Run(rank, plan).train()
+    run.sync.verify()
+    if rank == ODD:
+        change(run)
+    try:
+        run.sync.verify()
+    except DivergenceError as error:
+        return str(error)
+    return None
+
+
+@every_scheme
+def test_equal_replicas_pass(four: Ranks, scheme: str) -> None:
+    assert four.run(verify_after, Plan(scheme), nothing) == [None] * 4
+
+
+@every_scheme
+@pytest.mark.parametrize("change", [a_parameter, two_parameters_exchanged, a_sign, the_step])
+def test_a_rank_that_differs_is_named_by_all(four: Ranks, scheme: str, change: Callable[[Run], None]) -> None:
+    for rank, said in enumerate(four.run(verify_after, Plan(scheme), change)):
+        assert said is not None, f"rank {rank} saw nothing"
+        assert said.startswith(f"rank {rank}: ")
+        assert "stand ranks [2]" in said
+        assert "after step" in said
+
+
+@with_threshold
+def test_a_threshold_that_differs_is_found(four: Ranks, scheme: str) -> None:
+    for said in four.run(verify_after, Plan(scheme), a_threshold):
+        assert said is not None
+        assert "stand ranks [2]" in said
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_a_sign_is_found_in_every_type(four: Ranks, dtype: torch.dtype) -> None:
+    plan = Plan("dense", dtypes=(dtype,) * 7)
+    assert all("stand ranks [2]" in str(said) for said in four.run(verify_after, plan, a_sign))
+
+
+def test_of_two_ranks_none_is_accused(pool: Callable[[int], Ranks]) -> None:
+    def said(answers: list[str | None]) -> str:
+        assert len({str(answer).partition(": ")[2] for answer in answers}) == 1
+        return str(answers[0])
+
+    assert "no majority" in said(pool(2).run(verify_on_two, Plan()))
+
+
+def verify_on_two(rank: int, plan: Plan) -> str | None:
+    return verify_after(rank + 1, plan, a_parameter) if rank else verify_after(0, plan, nothing)
+
+
+# -- in training --------------------------------------------------------------------------------------
+
+
+def train_after(rank: int, plan: Plan, change: Callable[[Run], None], every: int) -> tuple[str | None, int]:
+    """What training says after one rank was changed in step 3, and after how many steps."""
+    with mock.patch.object(gradient_sync, "VERIFY_EVERY", every):
+        run = Run(rank, plan).train(3)
+        if rank == ODD:
+            change(run)
+        try:
+            run.train(9)
+        except DivergenceError as error:
+            return str(error), run.sync.pipeline.step
+    return None, run.sync.pipeline.step
+
+
+@every_scheme
+def test_training_stops_at_the_next_comparison(four: Ranks, scheme: str) -> None:
+    for said, step in four.run(train_after, Plan(scheme), a_sign, 5):
+        assert said is not None
+        assert "replicas differ after step 5" in said
+        assert "stand ranks [2]" in said
+        assert step == 5
+
+
+@pytest.mark.parametrize(("change", "every"), [(nothing, 5), (a_sign, 100)])
+def test_training_goes_on_without_a_difference_or_a_comparison(
+    four: Ranks, change: Callable[[Run], None], every: int
+) -> None:
+    """Twin: it is the comparison that stops, and the difference that makes it."""
+    assert four.run(train_after, Plan(), change, every) == [(None, 12)] * 4

@@ -1,0 +1,219 @@
+"""A training resumed in new processes goes on bit for bit; a checkpoint of something else is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradsieve
+from gradsieve import Malformed
+from multiproc.harness import Ranks
+from multiproc.models import Mlp, batch
+from multiproc.training import Plan, Run, differing, registered, snapshot, without_rank
+
+every_scheme = pytest.mark.parametrize("scheme", registered())
+every_lossy_scheme = pytest.mark.parametrize("scheme", registered(lossless=False))
+HALF = 20
+
+
+class Learning:
+    """A model that learns, with momentum, in several units."""
+
+    def __init__(self, rank: int, scheme: str) -> None:
+        self.rank, self.model = rank, Mlp()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=0.01)
+        self.sync = gradsieve.attach(self.ddp, self.optimizer, scheme=scheme, density=0.02)
+        assert len(self.sync.pipeline.units) > 1
+
+    def train(self, begin: int, end: int) -> dict[str, Tensor]:
+        for step in range(begin, end):
+            inputs, labels = batch(step, self.rank)
+            self.optimizer.zero_grad()
+            nn.functional.cross_entropy(self.ddp(inputs), labels).backward()
+            self.optimizer.step()
+        return snapshot(self)
+
+    def save(self, path: Path) -> None:
+        parts = {"model": self.model, "optimizer": self.optimizer, "sync": self.sync}
+        torch.save({name: part.state_dict() for name, part in parts.items()}, path)
+
+    def load(self, path: Path, with_sync: bool) -> None:
+        stored = torch.load(path, weights_only=True)
+        self.model.load_state_dict(stored["model"])
+        self.optimizer.load_state_dict(stored["optimizer"])
+        if with_sync:
+            self.sync.load_state_dict(stored["sync"])
+
+
+def uninterrupted(rank: int, scheme: str) -> dict[str, Tensor]:
+    return Learning(rank, scheme).train(0, 2 * HALF)
+
+
+def first_half(rank: int, scheme: str, folder: Path) -> None:
+    learning = Learning(rank, scheme)
+    learning.train(0, HALF)
+    learning.save(folder / f"{rank}.pt")
+
+
+def second_half(rank: int, scheme: str, folder: Path, with_sync: bool = True) -> dict[str, Tensor]:
+    learning = Learning(rank, scheme)
+    learning.load(folder / f"{rank}.pt", with_sync)
+    return learning.train(HALF, 2 * HALF)
+
+
+@pytest.fixture(scope="module")
+def later() -> Any:
+    """Processes that did not take part in the first half."""
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@every_scheme
+def test_a_resumed_training_goes_on_bit_for_bit(
+    two: Ranks, later: Ranks, scheme: str, tmp_path: Path
+) -> None:
+    whole = two.run(uninterrupted, scheme)
+    two.run(first_half, scheme, tmp_path)
+    resumed = later.run(second_half, scheme, tmp_path)
+    assert not set(two.pids()) & set(later.pids())
+    for rank in range(2):
+        assert any(name.startswith("optimizer/") for name in whole[rank])
+        assert differing(whole[rank], resumed[rank]) == []
+
+
+@every_lossy_scheme
+def test_without_the_residuals_it_does_not(two: Ranks, later: Ranks, scheme: str, tmp_path: Path) -> None:
+    """Twin."""
+    whole = two.run(uninterrupted, scheme)
+    two.run(first_half, scheme, tmp_path)
+    resumed = later.run(second_half, scheme, tmp_path, with_sync=False)
+    assert any(name.startswith("parameter/") for name in differing(whole[0], resumed[0]))
+
+
+# -- refusals -----------------------------------------------------------------------------------------
+
+Stored = dict[str, Any]
+
+
+def of_the_other_rank(stored: Stored, other: Stored, prefix: str) -> Stored:
+    return other
+
+
+def of_another_world(stored: Stored, other: Stored, prefix: str) -> Stored:
+    return {**stored, prefix + "world": torch.tensor(3)}
+
+
+def of_another_scheme(stored: Stored, other: Stored, prefix: str) -> Stored:
+    return {**stored, prefix + "scheme": torch.tensor(list(b"Dense"), dtype=torch.uint8)}
+
+
+def of_another_format(stored: Stored, other: Stored, prefix: str) -> Stored:
+    return {**stored, prefix + "format": torch.tensor(999)}
+
+
+def without_a_residual(stored: Stored, other: Stored, prefix: str) -> Stored:
+    return {key: part for key, part in stored.items() if not key.endswith("residual/tensors.3")}
+
+
+def without_the_last_unit(stored: Stored, other: Stored, prefix: str) -> Stored:
+    return {key: part for key, part in stored.items() if "/unit/2/" not in key}
+
+
+def with_a_longer_residual(stored: Stored, other: Stored, prefix: str) -> Stored:
+    return {**stored, prefix + "residual/tensors.3": torch.zeros(41, 100)}
+
+
+def with_a_transposed_residual(stored: Stored, other: Stored, prefix: str) -> Stored:
+    return {**stored, prefix + "residual/tensors.3": torch.zeros(100, 40)}
+
+
+def with_a_residual_of_another_type(stored: Stored, other: Stored, prefix: str) -> Stored:
+    return {**stored, prefix + "residual/tensors.3": torch.zeros(40, 100, dtype=torch.float64)}
+
+
+def with_something_that_is_no_tensor(stored: Stored, other: Stored, prefix: str) -> Stored:
+    return {**stored, prefix + "residual/tensors.3": [0.0] * 4000}
+
+
+def with_other_cuts(stored: Stored, other: Stored, prefix: str) -> Stored:
+    return {**stored, prefix + "unit/2/cuts": torch.zeros(4, dtype=torch.float64)}
+
+
+REFUSALS = {
+    of_the_other_rank: "saved by another rank",
+    of_another_world: "world is 3, this run's is 2",
+    of_another_scheme: "of scheme Dense",
+    of_another_format: "format is 999",
+    without_a_residual: "has no 'rank./residual/tensors.3'",
+    without_the_last_unit: "has no 'rank./unit/2/",
+    with_a_longer_residual: r"has shape \(41, 100\), expected \(40, 100\)",
+    with_a_transposed_residual: r"has shape \(100, 40\), expected \(40, 100\)",
+    with_a_residual_of_another_type: "not a tensor of torch.float32",
+    with_something_that_is_no_tensor: "not a tensor of torch.float32",
+    with_other_cuts: r"has shape \(4,\), expected \(3,\)",
+}
+
+
+def load_spoilt(rank: int, spoil: Callable[..., Stored]) -> tuple[str | None, list[str]]:
+    """The refusal, and what the attempt changed."""
+    run = Run(rank, Plan("exdyna")).train()
+    gathered: list[Any] = [None, None]
+    torch.distributed.all_gather_object(gathered, run.sync.state_dict())
+    before, refusal = snapshot(run), None
+    try:
+        run.sync.load_state_dict(spoil(gathered[rank], gathered[1 - rank], f"rank{rank}/"))
+    except Malformed as error:
+        refusal = str(error)
+    return refusal, differing(before, snapshot(run))
+
+
+@pytest.mark.parametrize("spoil", REFUSALS, ids=lambda spoil: spoil.__name__)
+def test_what_is_not_this_ranks_checkpoint_is_refused_and_changes_nothing(
+    two: Ranks, spoil: Callable[..., Stored]
+) -> None:
+    for refusal, changed in two.run(load_spoilt, spoil):
+        assert refusal is not None, "accepted"
+        assert re.search(REFUSALS[spoil], refusal), refusal
+        assert changed == []
+
+
+# -- distributed checkpoints --------------------------------------------------------------------------
+
+
+def save_with_dcp(rank: int, scheme: str, folder: str, as_object: bool) -> dict[str, Tensor]:
+    run = Run(rank, Plan(scheme)).train()
+    dcp.save({"sync": run.sync} if as_object else run.sync.state_dict(), checkpoint_id=folder)
+    return without_rank(run.sync.state_dict(), rank)
+
+
+def load_with_dcp(rank: int, scheme: str, folder: str, as_object: bool) -> dict[str, Tensor]:
+    run = Run(rank, Plan(scheme))
+    if as_object:
+        dcp.load({"sync": run.sync}, checkpoint_id=folder)
+    else:
+        stored = run.sync.state_dict()
+        dcp.load(stored, checkpoint_id=folder)
+        run.sync.load_state_dict(stored)
+    return without_rank(run.sync.state_dict(), rank)
+
+
+@every_lossy_scheme
+@pytest.mark.parametrize("as_object", [False, True], ids=["state_dict", "stateful"])
+def test_a_distributed_checkpoint_keeps_the_residuals_of_all_ranks(
+    two: Ranks, later: Ranks, scheme: str, tmp_path: Path, as_object: bool
+) -> None:
+    saved = two.run(save_with_dcp, scheme, str(tmp_path), as_object)
+    loaded = later.run(load_with_dcp, scheme, str(tmp_path), as_object)
+    residuals = [name for name in saved[0] if name.startswith("residual/")]
+    assert set(residuals) <= set(differing(saved[0], saved[1])), "ranks with equal residuals show nothing"
+    for rank in range(2):
+        assert differing(saved[rank], loaded[rank]) == []

@@ -1,0 +1,214 @@
+"""Residuals that change only at commit, riders in another's all-reduce, and the finiteness of a vector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gradsieve.comm import lockstep
+from gradsieve.comm.meter import Meter
+from gradsieve.comm.ops import AllGather, AllReduce
+from gradsieve.feedback.residual import Residual
+from gradsieve.feedback.rider import carry
+from gradsieve.feedback.units import lay_units
+from gradsieve.kernels import is_finite
+from gradsieve.types import Program, Sparse
+
+# -- residual -----------------------------------------------------------------------------------------
+
+
+def residual(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Residual:
+    named = [(f"p{place}", torch.empty(shape, dtype=dtype)) for place, shape in enumerate(shapes)]
+    (unit,) = lay_units(named, 1 << 30, all_sparse=False)
+    return Residual(unit)
+
+
+MATRIX = (32, 40)
+SIZE = 32 * 40
+
+
+def ramp(factor: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (torch.arange(SIZE) * factor).to(dtype)
+
+
+def test_nothing_is_kept_before_commit() -> None:
+    one = residual(MATRIX)
+    acc = one.accumulate({"p0": ramp()})
+    assert torch.equal(acc, ramp())
+    assert not one.kept.count_nonzero()
+
+
+def test_commit_keeps_what_was_not_spent() -> None:
+    one = residual(MATRIX)
+    acc = one.accumulate({"p0": ramp()})
+    spent = torch.tensor([3, 5])
+    one.commit(Sparse(spent, acc[spent].clone(), SIZE))
+    left = ramp()
+    left[spent] = 0
+    assert torch.equal(one.kept, left)
+    assert torch.equal(one.accumulate({"p0": ramp()}), left + ramp())
+
+
+def test_commit_of_everything_leaves_nothing() -> None:
+    one = residual(MATRIX)
+    one.commit(Sparse.full(one.accumulate({"p0": ramp()}).clone()))
+    assert not one.kept.count_nonzero()
+
+
+def test_a_step_that_is_not_committed_leaves_no_trace() -> None:
+    one = residual(MATRIX)
+    one.accumulate({"p0": ramp()})
+    one.commit(Sparse(torch.tensor([0]), torch.zeros(1), SIZE))
+    before = one.kept.clone()
+    one.accumulate({"p0": ramp(float("nan"))})
+    one.accumulate({"p0": ramp(7.0)})
+    assert torch.equal(one.kept, before)
+    assert torch.equal(one.accumulate({"p0": ramp()}), before + ramp()), "an earlier attempt shows"
+
+
+def test_without_a_usable_gradient_the_residual_alone_takes_part() -> None:
+    one = residual(MATRIX)
+    one.accumulate({"p0": ramp()})
+    one.commit(Sparse(torch.tensor([0]), torch.zeros(1), SIZE))
+    one.accumulate({"p0": ramp(float("nan"))})
+    assert torch.equal(one.without_gradient(), ramp())
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.0, 4.0])
+def test_the_residual_is_taken_to_the_units_of_the_gradient(scale: float) -> None:
+    one = residual(MATRIX)
+    one.accumulate({"p0": ramp()})
+    one.commit(Sparse(torch.tensor([0]), torch.zeros(1), SIZE))
+    assert torch.equal(one.accumulate({"p0": ramp(2.0)}, scale), ramp(2.0 + scale))
+    assert torch.equal(one.kept, ramp())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_gradients_are_accumulated_wide(dtype: torch.dtype) -> None:
+    """One part in a thousand is below bfloat16's resolution, and must add up all the same."""
+    one = residual(MATRIX, dtype=dtype)
+    nothing = Sparse(torch.tensor([0]), torch.zeros(1), SIZE)
+    small = torch.full((SIZE,), 2.0**-11, dtype=dtype)
+    one.accumulate({"p0": torch.ones(SIZE, dtype=dtype)})
+    one.commit(nothing)
+    for _ in range(8):
+        one.accumulate({"p0": small})
+        one.commit(nothing)
+    assert torch.equal(one.kept, torch.full((SIZE,), 1 + 2.0**-8))
+
+
+def test_parts_are_found_by_name_and_dense_ones_have_none() -> None:
+    one = residual((40, 40), (50,), MATRIX)
+    one.accumulate({"p0": torch.full((1600,), 2.0), "p1": torch.ones(50), "p2": ramp()})
+    one.commit(Sparse(torch.tensor([0]), torch.zeros(1), SIZE + 1600))
+    parts = one.by_name()
+    assert [*parts] == ["p2", "p0"]
+    assert torch.equal(parts["p2"], ramp())
+    assert torch.equal(parts["p0"], torch.full((1600,), 2.0))
+
+
+# -- rider --------------------------------------------------------------------------------------------
+
+
+def two_sums(rank: int) -> Program[tuple[Tensor, Tensor]]:
+    first = yield AllReduce(torch.full((2, 3), float(rank)))
+    second = yield AllReduce(torch.full((4,), 10.0 * rank))
+    return first.clone(), second.clone()
+
+
+def no_sum(rank: int) -> Program[Tensor]:
+    return (yield AllGather(torch.tensor([rank]))).flatten()
+
+
+def whole_number_sum(rank: int) -> Program[Tensor]:
+    """An all-reduce that floats cannot ride in."""
+    return (yield AllReduce(torch.tensor([rank, rank]))).clone()
+
+
+def gather_then_sum(rank: int) -> Program[tuple[Tensor, Tensor]]:
+    gathered = yield AllGather(torch.tensor([rank]))
+    return gathered.flatten(), (yield AllReduce(torch.ones(1))).clone()
+
+
+def empty_sum(rank: int) -> Program[Tensor]:
+    return (yield AllReduce(torch.empty(0))).clone()
+
+
+def silence(rank: int) -> Program[Tensor]:
+    yield from ()
+    return torch.tensor([rank])
+
+
+COLLECTIVES: dict[Callable[[int], Program[object]], int] = {
+    two_sums: 2,
+    no_sum: 2,
+    whole_number_sum: 2,
+    gather_then_sum: 2,
+    empty_sum: 1,
+    silence: 1,
+}
+"""How many each program needs, the rider's included."""
+
+
+@pytest.mark.parametrize("program", COLLECTIVES, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_rider_is_summed_and_the_program_notices_nothing(
+    program: Callable[[int], Program[object]], world: int
+) -> None:
+    alone = lockstep.run([program(rank) for rank in range(world)])
+    meters = [Meter(rank, world) for rank in range(world)]
+    riders = [torch.tensor([1.0, float(rank)]) for rank in range(world)]
+    together = lockstep.run([carry(program(rank), riders[rank].clone()) for rank in range(world)], meters)
+    for rank in range(world):
+        result, ride = together[rank]
+        torch.testing.assert_close(result, alone[rank], rtol=0, atol=0)
+        assert torch.equal(ride, torch.tensor([float(world), float(sum(range(world)))]))
+        assert meters[rank].collectives == COLLECTIVES[program]
+
+
+def test_an_error_in_the_program_is_not_swallowed() -> None:
+    def breaks() -> Program[None]:
+        yield AllReduce(torch.ones(1))
+        raise KeyError("planted")
+
+    with pytest.raises(KeyError, match="planted"):
+        lockstep.run([carry(breaks(), torch.zeros(1))])
+
+
+# -- finiteness ---------------------------------------------------------------------------------------
+
+HUGE = {torch.float32: 3e38, torch.float64: 1.7e308, torch.float16: 65504.0, torch.bfloat16: 3e38}
+
+
+@pytest.mark.parametrize("dtype", HUGE)
+def test_a_sum_that_overflows_is_still_finite(dtype: torch.dtype) -> None:
+    x = torch.full((4096,), HUGE[dtype], dtype=dtype)
+    assert not x.float().sum().isfinite() or not x.sum().isfinite(), "the sum must overflow for this to show"
+    assert is_finite(x)
+    assert is_finite(-x)
+
+
+@pytest.mark.parametrize("dtype", HUGE)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@given(size=st.integers(1, 3000), data=st.data())
+def test_one_bad_value_is_seen_wherever_it_is(
+    dtype: torch.dtype, bad: float, size: int, data: st.DataObject
+) -> None:
+    x = torch.ones(size, dtype=dtype)
+    assert is_finite(x)
+    x[data.draw(st.integers(0, size - 1))] = bad
+    assert not is_finite(x)
+
+
+def test_infinities_that_cancel_and_bad_values_in_an_overflowing_sum_are_seen() -> None:
+    assert not is_finite(torch.tensor([float("inf"), float("-inf")]))
+    assert not is_finite(torch.tensor([3e38] * 9 + [float("nan")]))
+
+
+def test_nothing_is_finite() -> None:
+    assert is_finite(torch.empty(0))

@@ -1,0 +1,163 @@
+"""Units: which parameters travel together, in which order, and which of them travel dense."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gradsieve.errors import ConfigError
+from gradsieve.feedback.units import Slot, Unit, flat_view, lay_units, shaped_like
+
+SHAPES = st.lists(st.integers(0, 60), min_size=0, max_size=3).map(tuple)
+DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
+
+
+@st.composite
+def models(draw: st.DrawFn) -> list[tuple[str, Tensor]]:
+    kinds = draw(st.lists(st.tuples(SHAPES, DTYPES), min_size=1, max_size=12))
+    return [(f"p{place}", torch.empty(shape, dtype=dtype)) for place, (shape, dtype) in enumerate(kinds)]
+
+
+def lay(*shapes: tuple[int, ...], cap: int = 1 << 30, all_sparse: bool = False) -> list[Unit]:
+    named = [(f"p{place}", torch.empty(shape)) for place, shape in enumerate(shapes)]
+    return lay_units(named, cap, all_sparse)
+
+
+def names(units: list[Unit]) -> list[list[str]]:
+    return [[slot.name for slot in unit.slots] for unit in units]
+
+
+@pytest.mark.parametrize(
+    ("shape", "sparse"),
+    [
+        ((32, 32), True),
+        ((31, 33), False),  # 1,023 elements
+        ((1024,), False),
+        ((100_000,), False),
+        ((), False),
+        ((1, 1024), True),
+        ((4, 4, 8, 8), True),
+        ((0, 50), False),
+    ],
+)
+def test_small_tensors_and_vectors_go_dense(shape: tuple[int, ...], sparse: bool) -> None:
+    (unit,) = lay(shape)
+    assert unit.slots == (Slot("p0", prod(shape), sparse, 0),)
+    assert unit.n == (prod(shape) if sparse else 0)
+
+
+def test_a_lossless_scheme_makes_no_difference() -> None:
+    (unit,) = lay((3,), (64, 64), (2, 2), all_sparse=True)
+    assert unit.dense == ()
+    assert unit.n == 3 + 4096 + 4
+
+
+def test_parameters_come_in_the_order_of_backward() -> None:
+    assert names(lay((5,), (64, 64), (7,))) == [["p2", "p1", "p0"]]
+
+
+def test_a_unit_closes_when_it_holds_the_cap() -> None:
+    kib = (16, 16)  # 1,024 bytes
+    assert names(lay(*[kib] * 5, cap=2048)) == [["p4", "p3"], ["p2", "p1"], ["p0"]]
+    assert names(lay(*[kib] * 3, cap=2049)) == [["p2", "p1", "p0"]]
+    assert names(lay(*[kib] * 3, cap=1)) == [["p2"], ["p1"], ["p0"]]
+
+
+def test_types_do_not_share_a_unit_unless_they_are_summed_alike() -> None:
+    kinds = [torch.float32, torch.bfloat16, torch.float64, torch.float16]
+    named = [(f"p{place}", torch.empty(4, dtype=kind)) for place, kind in enumerate(kinds)]
+    units = lay_units(named, 1 << 20, all_sparse=False)
+    assert {unit.dtype: [slot.name for slot in unit.slots] for unit in units} == {
+        torch.float32: ["p3", "p1", "p0"],
+        torch.float64: ["p2"],
+    }
+
+
+@given(model=models(), cap=st.integers(1, 40_000), all_sparse=st.booleans())
+def test_every_parameter_has_one_place_and_places_do_not_overlap(
+    model: list[tuple[str, Tensor]], cap: int, all_sparse: bool
+) -> None:
+    units = lay_units(model, cap, all_sparse)
+    shapes = dict(model)
+    assert sorted(name for unit in names(units) for name in unit) == sorted(shapes)
+    for unit in units:
+        assert unit.dtype in (torch.float32, torch.float64)
+        for kind in (unit.sparse, unit.dense):
+            assert [slot.start for slot in kind] == [sum(s.numel for s in kind[:i]) for i in range(len(kind))]
+        for slot in unit.slots:
+            parameter = shapes[slot.name]
+            assert slot.stop - slot.start == slot.numel == parameter.numel()
+            assert slot.sparse == (all_sparse or (parameter.ndim > 1 and parameter.numel() >= 1024))
+            assert (unit.dtype == torch.float64) == (parameter.dtype == torch.float64)
+
+
+@given(model=models(), cap=st.integers(1, 40_000))
+def test_units_are_filled_in_reverse_order_up_to_the_cap(model: list[tuple[str, Tensor]], cap: int) -> None:
+    units = lay_units(model, cap, all_sparse=False)
+    for dtype in (torch.float32, torch.float64):
+        same = [unit for unit in units if unit.dtype == dtype]
+        expected = [
+            name for name, p in reversed(model) if (p.dtype == torch.float64) == (dtype == torch.float64)
+        ]
+        assert [name for unit in names(same) for name in unit] == expected
+        for number, unit in enumerate(same):
+            sizes = [slot.numel * dtype.itemsize for slot in unit.slots]
+            assert sum(sizes[:-1]) < cap, "was full before its last member"
+            assert sum(sizes) >= cap or number == len(same) - 1, "closed before it was full"
+
+
+@given(model=models(), cap=st.integers(1, 40_000))
+def test_the_layout_follows_from_order_and_sizes_alone(model: list[tuple[str, Tensor]], cap: int) -> None:
+    again = [(name, torch.ones_like(parameter)) for name, parameter in model]
+    assert lay_units(model, cap, False) == lay_units(iter(again), cap, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.bool])
+def test_what_is_not_a_real_number_is_refused_by_name(dtype: torch.dtype) -> None:
+    with pytest.raises(ConfigError, match=rf"'odd' is {dtype}"):
+        lay_units([("fine", torch.empty(3)), ("odd", torch.empty(3, dtype=dtype))], 1024, False)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        torch.empty(1).expand(5),
+        torch.empty(8, 6)[:, ::2],
+        torch.empty(4, 1).expand(4, 4),
+        torch.empty(9)[::3],
+    ],
+    ids=["expanded", "columns", "rows of one", "strided"],
+)
+def test_parameters_with_gaps_or_overlaps_are_refused_by_name(odd: Tensor) -> None:
+    with pytest.raises(ConfigError, match="'odd' has gaps or overlaps"):
+        lay_units([("odd", odd)], 1024, False)
+
+
+@pytest.mark.parametrize(
+    "parameter",
+    [
+        torch.randn(3, 4),
+        torch.randn(4, 3).t(),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(7),
+        torch.randn(20)[5:11].view(2, 3),
+        torch.randn(()),
+        torch.randn(0, 3),
+    ],
+    ids=["plain", "transposed", "channels last", "vector", "offset", "scalar", "empty"],
+)
+def test_memory_order_and_back(parameter: Tensor) -> None:
+    assert lay_units([("p", parameter)], 1024, False)
+    flat = flat_view(parameter)
+    assert flat.shape == (parameter.numel(),)
+    assert torch.equal(flat.sort().values, parameter.flatten().sort().values)
+    assert torch.equal(shaped_like(flat.clone(), parameter), parameter)
+    inside = torch.cat([torch.zeros(3), flat])[3:]  # a view with an offset, as in a residual
+    assert torch.equal(shaped_like(inside, parameter), parameter)
+    flat.zero_()
+    assert not parameter.count_nonzero(), "flat_view is a view"
