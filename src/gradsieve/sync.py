@@ -28,6 +28,10 @@ from gradsieve.kernels import is_finite
 from gradsieve.schemes.base import Scheme
 from gradsieve.types import Ctx, Outcome, Program, Result, Sparse
 
+UNIT_CAP_MB = 100.0
+"""Gradient in one unit of exchange. Larger than DDP's 25 MB: what travels is a small part of it, so that
+rounds cost more than bytes; small enough for a large model's first units to go while backward still runs."""
+
 
 @dataclass(slots=True)
 class Staged:
@@ -61,7 +65,7 @@ class Pipeline:
         scheme: Scheme[Any],
         rank: int,
         world: int,
-        bucket_cap_mb: float = 25.0,
+        bucket_cap_mb: float = UNIT_CAP_MB,
     ) -> None:
         named = list(parameters)
         if not named:

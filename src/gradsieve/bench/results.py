@@ -39,7 +39,10 @@ def write(path: Path, config: Mapping[str, Any], rows: Sequence[Row]) -> None:
 def writable(path: Path | None) -> None:
     """Say now, rather than after minutes of measuring, that a result cannot be written there."""
     try:
-        if path is not None:
+        if path is not None and not path.exists():
+            path.touch()
+            path.unlink()  # an interrupted run leaves no empty result behind
+        elif path is not None:
             path.open("a").close()
     except OSError as error:
         raise ConfigError(f"the result cannot be written: {error}") from error

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gradsieve.bench.results import table, write
+from gradsieve.bench.results import table, writable, write
 from gradsieve.bench.workloads import WORKLOADS
 from gradsieve.errors import ConfigError, GradsieveError
 from gradsieve.lab import Lab
@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
         "rounds": args.rounds,
     }
     check_density(args.density)
+    writable(args.json)
     rows = _in_the_lab(config)
     columns = ["sync", "step_ms", "vs_noop", "vs_dense", "bytes_sent", "density"]
     print(table(rows, columns))

@@ -23,6 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GradsieveError as error:
         print(f"gradsieve: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

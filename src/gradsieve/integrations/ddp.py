@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradsieve.errors import ConfigError
 from gradsieve.integrations.gradient_sync import GradientSync
 from gradsieve.schemes.base import Scheme
+from gradsieve.sync import UNIT_CAP_MB
 
 
 class DdpSync(GradientSync):
@@ -45,7 +46,7 @@ class DdpSync(GradientSync):
             density=density,
             scaler=scaler,
             group=ddp.process_group,
-            bucket_cap_mb=ddp.bucket_bytes_cap / 2**20,
+            bucket_cap_mb=UNIT_CAP_MB if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap / 2**20,
         )
         # Weak: DDP's reducer holds the hook's state, and the collector cannot see through its C++ part.
         self._ddp = weakref.ref(ddp)

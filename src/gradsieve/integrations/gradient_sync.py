@@ -25,7 +25,7 @@ from gradsieve.feedback.digest import digest
 from gradsieve.feedback.units import flat_view, shaped_like
 from gradsieve.schemes import make
 from gradsieve.schemes.base import Scheme
-from gradsieve.sync import Pipeline
+from gradsieve.sync import UNIT_CAP_MB, Pipeline
 from gradsieve.types import Program
 
 VERIFY_EVERY = 100
@@ -44,7 +44,7 @@ class GradientSync:
         density: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
         group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float = 25.0,
+        bucket_cap_mb: float = UNIT_CAP_MB,
     ) -> None:
         if not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialised: call init_process_group() first")
