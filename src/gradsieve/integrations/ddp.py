@@ -66,9 +66,9 @@ class DdpSync(GradientSync):
             done: torch.futures.Future[Tensor] = torch.futures.Future()
             done.set_result(buffer)
             return done
-        if not self._arrived:
+        if bucket.index() == 0:  # also after a backward that broke off
             self.begin_step()
-            self._next_unit = 0
+            self._arrived, self._next_unit = {}, 0
             self._unit_done = {index: torch.futures.Future() for index in range(len(self.pipeline.units))}
         start, units = 0, set()
         for parameter in bucket.parameters():

@@ -45,10 +45,6 @@ FAR = 0.7
 """Error of ln(count) beyond which the whole correction is applied."""
 SURPRISE = 0.25
 """Largest error that teaches the drift anything; more of it is a jump, not a trend."""
-LOST = 4.0
-"""Off target by this factor, the threshold is not corrected but found anew."""
-RELOCK = 10
-"""Fewest steps between two searches: an exact one costs as much as top-k on a partition."""
 SATURATED = 3.0
 """Mean of ln(|x| / threshold) from which on a lower threshold has nothing left to find."""
 SHARE_MEMORY = 0.5
@@ -171,7 +167,7 @@ def settle_threshold(states: Sequence[AnyPartitioned], k: int) -> list[AnyPartit
     if threshold == 0.0:
         found = min(max(tail / sent, _TINY), _HUGE) if sent else 0.0
         return [replace(state, threshold=found, drift=0.0, tracked=0) for state in states]
-    if not sent or (tracked >= RELOCK and not k / LOST <= demand <= k * LOST):
+    if not sent:
         return [replace(state, threshold=0.0, share=_share(state, demand, k)) for state in states]
     spread = min(tail / demand, 1.0)
     error = math.log(_ratio(sent, demand, k))
