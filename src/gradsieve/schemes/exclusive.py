@@ -21,7 +21,7 @@ Both sums are linear, so that they add up over ranks and over buckets to one thr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from gradsieve.comm.ops import AllGather
 from gradsieve.kernels import above, largest
+from gradsieve.schemes.base import Scheme
 from gradsieve.types import Ctx, Program
 from gradsieve.wire.check import counts_within, strictly_increasing, tails_within
 from gradsieve.wire.frame import from_bits, index_dtype, to_bits
@@ -74,6 +75,20 @@ class Partitioned:
 _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 AnyPartitioned = TypeVar("AnyPartitioned", bound=Partitioned)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exclusive(Scheme[AnyPartitioned]):
+    """A scheme of exclusive partitions: one threshold for the model, about three words an element."""
+
+    def settle(self, states: Sequence[AnyPartitioned]) -> list[AnyPartitioned]:
+        return settle_threshold(states, self.k(sum(state.n for state in states)))
+
+    def report(self, state: AnyPartitioned) -> Mapping[str, float]:
+        return {"threshold": state.threshold, "imbalance": state.imbalance}
+
+    def expected_words(self, n: int, world: int, imbalance: float = 1.0) -> float:
+        return self.k(n) * (imbalance + 2.0) * (world - 1) / world
 
 
 @dataclass(frozen=True, slots=True)

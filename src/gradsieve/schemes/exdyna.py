@@ -13,22 +13,20 @@ The published rules (neighbours compared two by two, fixed factors) are in `exdy
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from gradsieve.comm.ops import AllReduce
-from gradsieve.schemes.base import Scheme
 from gradsieve.schemes.exclusive import (
     SLACK,
+    Exclusive,
     Gathered,
     Partitioned,
     absorb,
     gather_selected,
     quota,
-    settle_threshold,
 )
 from gradsieve.types import Ctx, Outcome, Program, Sparse
 
@@ -46,7 +44,7 @@ class State(Partitioned):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExDyna(Scheme[State]):
+class ExDyna(Exclusive[State]):
     blocks_per_partition: int = 64
     """Finer blocks balance better; coarser ones keep a partition's edges in place longer."""
 
@@ -71,15 +69,6 @@ class ExDyna(Scheme[State]):
         # 5. and 6. The threshold is scaled in `settle`, when all buckets of the model are known.
         new = replace(absorb(state, gathered), cuts=_balanced(state, gathered), age=state.age + 1)
         return Outcome(Sparse(gathered.picked, total, n), Sparse(gathered.picked, mine, n), new)
-
-    def settle(self, states: Sequence[State]) -> list[State]:
-        return settle_threshold(states, self.k(sum(state.n for state in states)))
-
-    def report(self, state: State) -> Mapping[str, float]:
-        return {"threshold": state.threshold, "imbalance": state.imbalance}
-
-    def expected_words(self, n: int, world: int, imbalance: float = 1.0) -> float:
-        return self.k(n) * (imbalance + 2.0) * (world - 1) / world
 
 
 def _balanced(state: State, gathered: Gathered) -> Tensor:

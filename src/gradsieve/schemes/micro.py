@@ -12,15 +12,13 @@ Partitions are never adjusted: where gradients are skewed, one rank's row is lon
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from gradsieve.comm.ops import AllReduce
-from gradsieve.schemes.base import Scheme
-from gradsieve.schemes.exclusive import SLACK, Partitioned, absorb, gather_selected, quota, settle_threshold
+from gradsieve.schemes.exclusive import SLACK, Exclusive, Partitioned, absorb, gather_selected, quota
 from gradsieve.types import Ctx, Outcome, Program, Sparse
 
 
@@ -31,7 +29,7 @@ class State(Partitioned):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Micro(Scheme[State]):
+class Micro(Exclusive[State]):
     def begin(self, n: int, world: int, previous: State | None = None) -> State:
         threshold = previous.threshold if previous else 0.0
         load = torch.full((world,), 1.0 / world, dtype=torch.float64)
@@ -53,12 +51,3 @@ class Micro(Scheme[State]):
         if new.demand:
             new = replace(new, load=(state.load + gathered.demand.cpu() / new.demand) / 2)
         return Outcome(Sparse(gathered.picked, total, n), Sparse(gathered.picked, mine, n), new)
-
-    def settle(self, states: Sequence[State]) -> list[State]:
-        return settle_threshold(states, self.k(sum(state.n for state in states)))
-
-    def report(self, state: State) -> Mapping[str, float]:
-        return {"threshold": state.threshold, "imbalance": state.imbalance}
-
-    def expected_words(self, n: int, world: int, imbalance: float = 1.0) -> float:
-        return self.k(n) * (imbalance + 2.0) * (world - 1) / world
