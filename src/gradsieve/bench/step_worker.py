@@ -40,7 +40,7 @@ class Arena:
             model, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True, init_sync=False
         )
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.01, momentum=0.9)
-        self.hook: Callable[[Any], Any] = _noop
+        self.hook: Callable[[Any], Any]  # set by whoever's turn it is
         self.ddp.register_comm_hook(None, lambda _, bucket: self.hook(bucket))
 
     def step(self, inputs: Tensor, target: Tensor) -> None:
@@ -105,12 +105,6 @@ class Contestant:
         if self.sync is None:
             return None
         return self.sent / self.steps / sum(unit.n for unit in self.sync.pipeline.units)
-
-
-def _noop(bucket: Any) -> Any:
-    done: torch.futures.Future[Tensor] = torch.futures.Future()
-    done.set_result(bucket.buffer())
-    return done
 
 
 def _bytes_out() -> int:

@@ -45,7 +45,7 @@ what fills up linearly grows by 1/t)."""
 FAR = 0.7
 """Error of ln(count) beyond which the whole correction is applied."""
 SURPRISE = 0.25
-"""Largest error that teaches the drift anything; more of it is a jump, not a trend."""
+"""Errors teach the drift as much as one of this size at most; beyond, it is a jump and not a trend."""
 SATURATED = 3.0
 """Mean of ln(|x| / threshold) from which on a lower threshold has nothing left to find."""
 SHARE_MEMORY = 0.5
