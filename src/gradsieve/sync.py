@@ -73,7 +73,7 @@ class Pipeline:
         self.scheme, self.rank, self.world = scheme, rank, world
         self.units = lay_units(named, int(bucket_cap_mb * 2**20), all_sparse=scheme.lossless)
         self.residuals = [] if scheme.lossless else [Residual(unit) for unit in self.units]
-        self.states = [scheme.begin(unit.n, world) for unit in self.units]
+        self.states = [scheme.lay(unit.sizes, world) for unit in self.units]
         self.step = 0
         """Steps committed."""
         self.skipped = 0

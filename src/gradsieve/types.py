@@ -11,7 +11,7 @@ The law of the library: over all ranks, the sum of `spent` equals `update`, elem
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -22,6 +22,16 @@ from gradsieve.errors import ConfigError
 
 State = TypeVar("State")
 Result = TypeVar("Result")
+
+
+def private(default: Any) -> Any:
+    """A field of a State that is this rank's own; all other fields are the same bits on every rank."""
+    return field(default=default, metadata={"private": True})
+
+
+def replicated_fields(state: Any) -> list[str]:
+    return [field.name for field in fields(state) if not field.metadata.get("private")]
+
 
 Program: TypeAlias = Generator[Any, Tensor, Result]
 """A computation that yields communication ops (`gradsieve.comm.ops`) and is sent their replies."""

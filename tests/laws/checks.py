@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsieve.types import Outcome, Sparse
+from gradsieve.types import Outcome, Sparse, replicated_fields
 from laws.driver import Round
 
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
@@ -34,6 +34,13 @@ def same_bits(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
+def same_state(left: Any, right: Any) -> bool:
+    """As `same_bits`, for the fields of a State that are not the rank's own."""
+    return type(left) is type(right) and all(
+        same_bits(getattr(left, name), getattr(right, name)) for name in replicated_fields(left)
+    )
+
+
 def check_conservation(round_: Round, exact: bool) -> None:
     """Sum over ranks of spent == update, element by element."""
     spent = [outcome.spent.to_dense() for outcome in round_.outcomes]
@@ -52,7 +59,13 @@ def check_replicated(outcomes: Sequence[Outcome[Any]]) -> None:
     """Update and state are bit-identical on every rank."""
     for rank, outcome in enumerate(outcomes):
         assert same_bits(outcome.update, outcomes[0].update), f"rank {rank} has another update than rank 0"
-        assert same_bits(outcome.state, outcomes[0].state), f"rank {rank} has another state than rank 0"
+        assert same_state(outcome.state, outcomes[0].state), f"rank {rank} has another state than rank 0"
+
+
+def check_same_states(states: Sequence[Sequence[Any]]) -> None:
+    """After `settle`, every rank's states of all buckets."""
+    for rank, own in enumerate(states):
+        assert all(map(same_state, own, states[0])), f"rank {rank} has another state after settle"
 
 
 def check_indices(sparse: Sparse, n: int) -> None:

@@ -24,7 +24,7 @@ from laws.checks import (
     check_one_threshold,
     check_replicated,
     check_round,
-    same_bits,
+    check_same_states,
 )
 from laws.driver import Fleet
 from laws.gradients import EXACT, KINDS, Source
@@ -67,7 +67,7 @@ def test_update_and_state_are_bit_identical_on_all_ranks(name: str, case: Case) 
     fleet = case.fleet(name)
     for round_ in fleet.advance(case.source, case.steps):
         check_replicated(round_.outcomes)
-    assert all(same_bits(states, fleet.states[0]) for states in fleet.states), "states differ after settle"
+    check_same_states(fleet.states)
 
 
 @every_scheme
@@ -125,7 +125,7 @@ def test_laws_hold_and_thresholds_agree_over_several_buckets(name: str, case: Ca
             check_round(round_, case.source.exact)
         for states in fleet.states:
             check_one_threshold(states)
-    assert all(same_bits(states, fleet.states[0]) for states in fleet.states)
+    check_same_states(fleet.states)
 
 
 @every_scheme

@@ -40,8 +40,11 @@ class Toy(Scheme[State]):
         new = replace(state, seen=state.seen + 1)
         return Outcome(Sparse(picked, total, n), Sparse(picked, mine, n), new)
 
-    def expected_words(self, n: int, world: int, imbalance: float = 1.0) -> float:
+    def expected_words(self, n: int, world: int, state: State | None = None) -> float:
         return 2 / 3 * n
+
+    def expected_rounds(self, n: int, world: int, state: State | None = None) -> int:
+        return 2 * (world - 1).bit_length()
 
 
 @dataclass(frozen=True, kw_only=True)

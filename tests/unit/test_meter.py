@@ -22,8 +22,11 @@ BY_HAND: list[tuple[Op, int, int, float, float, int]] = [
     (AllReduce(FIVE), 1, 5, 32, 32, 6),
     (AllReduce(WIDE), 0, 2, 24, 24, 2),
     (AllReduce(FIVE), 0, 1, 0, 0, 0),
-    (Broadcast(FIVE, 2), 2, 8, 20, 0, 3),
-    (Broadcast(FIVE, 2), 0, 8, 0, 20, 3),
+    (Broadcast(FIVE, 2), 2, 8, 60, 0, 3),
+    (Broadcast(FIVE, 2), 0, 8, 20, 20, 3),  # place 6 of the tree: one child
+    (Broadcast(FIVE, 2), 6, 8, 40, 20, 3),  # place 4: two
+    (Broadcast(FIVE, 0), 4, 6, 20, 20, 3),  # place 4 of six: one
+    (Broadcast(FIVE, 0), 5, 6, 0, 20, 3),
     (Broadcast(FIVE, 0), 0, 1, 0, 0, 0),
     (AllToAll(ROWS, (1, 2, 3), (4, 5, 6)), 1, 3, 32, 80, 2),
     (AllToAll(NO_ROWS, (0, 0, 0), (4, 0, 6)), 1, 3, 0, 80, 2),
@@ -41,6 +44,7 @@ def test_figures_agree_with_those_worked_out_by_hand(
     meter.count(op)
     assert (meter.sent, meter.received, meter.rounds) == (sent, received, rounds)
     assert meter.collectives == 1
+    assert meter.moved == max(sent, received)
 
 
 def test_figures_add_up() -> None:
@@ -48,6 +52,7 @@ def test_figures_add_up() -> None:
     for op in (AllGather(FIVE), AllReduce(FIVE), Exchange(FIVE, 1, 1, 1)):
         meter.count(op)
     assert (meter.sent, meter.received, meter.rounds, meter.collectives) == (110, 94, 7, 3)
+    assert meter.moved == 110
 
 
 @pytest.mark.parametrize(

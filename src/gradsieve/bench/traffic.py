@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from gradsieve.comm import lockstep
 from gradsieve.comm.meter import Meter
 from gradsieve.errors import ConfigError
 from gradsieve.schemes import make
+from gradsieve.schemes.base import Stateless
 from gradsieve.types import Ctx, Program
 
 WORD = 4
@@ -32,20 +33,18 @@ WORD = 4
 MOST_STEPS, FEWEST_STEPS = 40, 32
 _WORK = 1.1e10
 """Elements accumulated by all ranks in all steps of one case, while that leaves enough steps."""
-LEAST, LONGEST_ROW = 0.9, 1.4
-"""Settled: from then on, at least this share of the formula's words, and at most those of index messages
-this much longer than the formula has them (slack and headers). For ExDyna this is 3.4 k (P-1)/P."""
 _SELECTING = 8
 """A stateless step against one that tracks a threshold, in time: top-k looks at all n on every rank."""
 
 COLUMNS = [
     "scheme",
     "world",
-    "words_sent",
-    "words_received",
+    "words",
     "formula_words",
+    "of_formula",
     "times_k",
     "rounds",
+    "formula_rounds",
     "collectives",
     "settled_after",
     "steps",
@@ -59,12 +58,17 @@ COLUMNS = [
 class Step:
     """One step of all ranks; words and rounds are the busiest rank's."""
 
+    words: float
+    """Sent or received, whichever is more, of one op after the other."""
     words_sent: float
     words_received: float
     rounds: int
     collectives: int
     formula_words: float
-    limit_words: float
+    least_words: float
+    most_words: float
+    """The band in which words are as the formula says: a tenth around it, Ok-Topk's 2k to 6k."""
+    formula_rounds: int
     density: float
     """Elements in the update over n."""
     imbalance: float | None
@@ -72,7 +76,7 @@ class Step:
 
     @property
     def near_formula(self) -> bool:
-        return LEAST * self.formula_words <= self.words_received <= self.limit_words
+        return self.least_words <= self.words <= self.most_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,7 @@ class Case:
 
     @property
     def stateless(self) -> bool:
-        return not fields(make(self.scheme, self.density).begin(1, 1))
+        return isinstance(make(self.scheme, self.density).begin(1, 1), Stateless)
 
     @property
     def steps(self) -> int:
@@ -150,18 +154,20 @@ class Fleet:
         programs += [self._follow(rank) if case.stateless else self._commit(rank) for rank in range(1, world)]
         counts = lockstep.run(programs, meters)
         self.taken += 1
-        imbalance = self.scheme.report(self.states[0]).get("imbalance")
-        # Only MiCRO leaves its imbalance to the gradients; the others promise to hold theirs near 1.
-        assumed = imbalance if case.scheme == "micro" and imbalance else 1.0
+        state = self.states[0]
+        least, most = self.scheme.words_band(n, world, state)
         return Step(
+            words=max(meter.moved for meter in meters) / WORD,
             words_sent=max(meter.sent for meter in meters) / WORD,
             words_received=max(meter.received for meter in meters) / WORD,
             rounds=max(meter.rounds for meter in meters),
             collectives=max(meter.collectives for meter in meters),
-            formula_words=self.scheme.expected_words(n, world, assumed),
-            limit_words=self.scheme.expected_words(n, world, LONGEST_ROW * assumed),
+            formula_words=self.scheme.expected_words(n, world, state),
+            least_words=least,
+            most_words=most,
+            formula_rounds=self.scheme.expected_rounds(n, world, state),
             density=counts[0] / n,
-            imbalance=imbalance,
+            imbalance=self.scheme.report(state).get("imbalance"),
         )
 
     def _commit(self, rank: int) -> Program[int]:
@@ -220,14 +226,15 @@ def measure(case: Case, after_step: Callable[[int], None] = lambda taken: None) 
         after_step(fleet.taken)
     settled = settled_after(steps)
     seen = steps[len(steps) // 2 if settled is None else min(settled, len(steps) // 2) :]
-    worst = max(seen, key=lambda step: step.words_received)
+    worst = max(seen, key=lambda step: step.words)
     unit = fleet.scheme.k(case.n) * (case.world - 1) / case.world
     return {
         "scheme": case.scheme,
         "world": case.world,
         **asdict(worst),
         "density": sum(step.density for step in seen) / len(seen),
-        "times_k": worst.words_received / unit,
+        "of_formula": worst.words / worst.formula_words if worst.formula_words else 1.0,
+        "times_k": worst.words / unit,
         "settled_after": settled,
         "steps": len(steps),
         "seconds": time.perf_counter() - start,
@@ -252,16 +259,16 @@ def _fits(case: Case) -> None:
 
 
 def plot(rows: Sequence[dict[str, Any]], n: int, density: float, path: Path) -> None:
-    """Words received against P, one colour a scheme, its formula dashed."""
+    """Words against P, one colour a scheme, its formula dashed."""
     from matplotlib.figure import Figure  # the `plot` extra, not needed to measure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    shown = [row for row in rows if row["words_received"] > 0]  # noop has no place on a logarithmic axis
+    shown = [row for row in rows if row["words"] > 0]  # noop has no place on a logarithmic axis
     for scheme in dict.fromkeys(row["scheme"] for row in shown):
         own = sorted((row for row in shown if row["scheme"] == scheme), key=lambda row: int(row["world"]))
         worlds = [row["world"] for row in own]
-        (line,) = axes.plot(worlds, [row["words_received"] for row in own], "o-", label=scheme)
+        (line,) = axes.plot(worlds, [row["words"] for row in own], "o-", label=scheme)
         axes.plot(worlds, [row["formula_words"] for row in own], "--", color=line.get_color(), alpha=0.6)
     worlds = sorted({row["world"] for row in shown})
     dense = [make("dense").expected_words(n, world) for world in worlds]
@@ -272,7 +279,7 @@ def plot(rows: Sequence[dict[str, Any]], n: int, density: float, path: Path) -> 
     axes.set_xticks(worlds, [f"{world:,}" for world in worlds])
     axes.minorticks_off()
     axes.set_xlabel("ranks P")
-    axes.set_ylabel("4-byte words received by the busiest rank in a step")
+    axes.set_ylabel("4-byte words moved by the busiest rank in a step")
     axes.set_title(f"Traffic on skewed gradients, {n:,} parameters, density {density:g}")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -25,13 +25,16 @@ the busiest rank in one step, beside the published formula. No network is involv
 seconds. `gradsieve bench step` measures seconds.
 
 columns:
-  words_sent, words_received   of the busiest rank, in the worst step since the scheme settled
-  formula_words                the published cost (with the imbalance as measured for micro, 1 for others)
-  times_k                      words_received over k (P-1)/P, k being the elements to send
-  rounds                       messages one after the other, by the best known algorithm for each collective
-  settled_after                steps until words_received stays near the formula: at least 0.9 of its words,
-                               at most those with 1.4 times longer index messages; - for never
-  density, imbalance           elements in the update over all; longest message over the mean
+  words                sent or received, whichever is more, of one collective after the other; of the busiest
+                       rank in the worst step since the scheme settled
+  formula_words        the published cost at the count and the imbalance seen in that step
+  of_formula           words over formula_words
+  times_k              words over k (P-1)/P, k being the elements to send
+  rounds               messages one after the other, by the best known algorithm for each collective
+  formula_rounds       the published latency
+  settled_after        steps until words stay within a tenth of the formula (Ok-Topk: between 2k and 6k);
+                       - for never
+  density, imbalance   elements in the update over all; longest message over the mean
 """
 
 _TRAFFIC_EXAMPLE = """\
@@ -89,7 +92,7 @@ def _add_traffic(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--params", type=size, default="1e6", metavar="N", help="length of the gradient (default: 1e6)")
     add("--density", type=float, default=0.01, metavar="D", help="share that is sent (default: 0.01)")
     add("--json", type=Path, metavar="FILE", help="write the rows and how they came about there")
-    add("--plot", type=Path, metavar="FILE.png", help="draw words received against ranks there")
+    add("--plot", type=Path, metavar="FILE.png", help="draw words against ranks there")
     parser.set_defaults(call=run_traffic)
 
 

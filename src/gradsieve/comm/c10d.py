@@ -28,6 +28,9 @@ from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchan
 from gradsieve.errors import GradsieveError, PeerError
 from gradsieve.types import Program, Result
 
+_IN_FLIGHT = 4
+"""Messages of an all-to-all on their way at once."""
+
 
 class Engine:
     """Runs programs on a process group, in order, on a thread of its own."""
@@ -130,26 +133,44 @@ class Engine:
                     dist.broadcast(tensor, group_src=root, group=group)
                 return tensor
             case AllToAll():
-                out = tensor.new_empty((sum(op.receive_counts), *tensor.shape[1:]))
-                dist.all_to_all_single(
-                    out, tensor, list(op.receive_counts), list(op.send_counts), group=group
-                )
-                return out
+                return self._all_to_all(tensor, op)
             case Exchange():
                 return self._exchange(tensor, op)
+
+    def _all_to_all(self, tensor: Tensor, op: AllToAll) -> Tensor:
+        """In round s to rank r + s and from rank r - s, so that no rank is everybody's target at once; a few
+        rounds are under way together."""
+        out = tensor.new_empty((sum(op.receive_counts), *tensor.shape[1:]))
+        sends = torch.split(tensor, list(op.send_counts))
+        receives = torch.split(out, list(op.receive_counts))
+        receives[self.rank].copy_(sends[self.rank])
+        for first in range(1, self.world, _IN_FLIGHT):
+            moves = []
+            for shift in range(first, min(first + _IN_FLIGHT, self.world)):
+                to, source = (self.rank + shift) % self.world, (self.rank - shift) % self.world
+                moves += self._moves(sends[to], to, receives[source], source)
+            _wait(moves)
+        return out
 
     def _exchange(self, tensor: Tensor, op: Exchange) -> Tensor:
         if op.to == self.rank:
             return tensor.clone()
         out = tensor.new_empty(op.receive)
-        moves = []
-        if tensor.numel():
-            moves.append(dist.P2POp(dist.isend, tensor, group=self._group, group_peer=op.to))
-        if op.receive:
-            moves.append(dist.P2POp(dist.irecv, out, group=self._group, group_peer=op.source))
-        for work in dist.batch_isend_irecv(moves) if moves else ():
-            work.wait()
+        _wait(self._moves(tensor, op.to, out, op.source))
         return out
+
+    def _moves(self, send: Tensor, to: int, receive: Tensor, source: int) -> list[dist.P2POp]:
+        moves = []
+        if send.numel():
+            moves.append(dist.P2POp(dist.isend, send, group=self._group, group_peer=to))
+        if receive.numel():
+            moves.append(dist.P2POp(dist.irecv, receive, group=self._group, group_peer=source))
+        return moves
+
+
+def _wait(moves: list[dist.P2POp]) -> None:
+    for work in dist.batch_isend_irecv(moves) if moves else ():
+        work.wait()
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta:

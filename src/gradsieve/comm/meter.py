@@ -3,7 +3,8 @@
     op          bytes sent = received             rounds
     AllGather   (P-1) b            b = own bytes  ceil(log2 P)      Bruck
     AllReduce   2 b (P-1)/P                       2 ceil(log2 P)    Rabenseifner
-    Broadcast   b received; the root sends b      ceil(log2 P)      scatter and pipeline
+    Broadcast   b received; the root sends        ceil(log2 P)      binomial tree
+                b ceil(log2 P), others forward
     AllToAll    bytes to and from other ranks     P - 1             direct
     Exchange    as given                          1
 
@@ -25,6 +26,8 @@ class Meter:
     world: int
     sent: float = 0.0
     received: float = 0.0
+    moved: float = 0.0
+    """Bytes sent or received, whichever is more, of one op after the other: links carry both at once."""
     rounds: int = 0
     collectives: int = 0
 
@@ -32,6 +35,7 @@ class Meter:
         sent, received, rounds = self._cost(op)
         self.sent += sent
         self.received += received
+        self.moved += max(sent, received)
         self.rounds += rounds
         self.collectives += 1
 
@@ -47,7 +51,8 @@ class Meter:
                 moved = 2.0 * own * others / self.world
                 return moved, moved, 2 * log
             case Broadcast():
-                return (own * (others > 0), 0.0, log) if op.root == self.rank else (0.0, own, log)
+                place = (self.rank - op.root) % self.world
+                return own * self._children(place), own * (place > 0), log
             case AllToAll():
                 row = math.prod(op.tensor.shape[1:]) * size
                 sent = sum(op.send_counts) - op.send_counts[self.rank]
@@ -55,3 +60,8 @@ class Meter:
                 return sent * row, received * row, others
             case Exchange():
                 return (own, op.receive * size, 1) if op.to != self.rank else (0.0, 0.0, 0)
+
+    def _children(self, place: int) -> int:
+        """Of a node of the binomial tree in which the parent of a place has its lowest set bit cleared."""
+        bits = (place & -place).bit_length() - 1 if place else self.world.bit_length()
+        return sum(place + (1 << bit) < self.world for bit in range(bits))

@@ -52,9 +52,14 @@ class Unit:
         return tuple(slot for slot in self.slots if not slot.sparse)
 
     @property
+    def sizes(self) -> list[int]:
+        """Of the tensors in the sparse vector."""
+        return [slot.numel for slot in self.sparse]
+
+    @property
     def n(self) -> int:
         """Length of the sparse vector."""
-        return sum(slot.numel for slot in self.sparse)
+        return sum(self.sizes)
 
 
 def flat_view(tensor: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from gradsieve.feedback.units import flat_view, shaped_like
 from gradsieve.schemes import make
 from gradsieve.schemes.base import Scheme
 from gradsieve.sync import UNIT_CAP_MB, Pipeline
-from gradsieve.types import Program
+from gradsieve.types import Program, replicated_fields
 
 VERIFY_EVERY = 100
 """Steps between two comparisons of the replicas' fingerprints: a few bytes and one pass over the model."""
@@ -116,7 +116,8 @@ class GradientSync:
     def _replicated(self) -> list[Tensor]:
         tensors = [torch.tensor([self.pipeline.step])]
         for state in self.pipeline.states:
-            tensors.extend(checkpoint.fields_to_tensors(state, "").values())
+            fields = checkpoint.fields_to_tensors(state, "")
+            tensors.extend(fields[name] for name in replicated_fields(state))
         return tensors
 
     # -- state ----------------------------------------------------------------------------------------
@@ -160,7 +161,9 @@ class GradientSync:
         }
         states = [
             checkpoint.fields_from_tensors(
-                self.scheme.begin(unit.n, pipeline.world), stored, f"{prefix}unit/{index}/"
+                self.scheme.lay([slot.numel for slot in unit.sparse], pipeline.world),
+                stored,
+                f"{prefix}unit/{index}/",
             )
             for index, unit in enumerate(pipeline.units)
         ]

@@ -17,6 +17,32 @@ from gradsieve.comm.ops import AllReduce
 from gradsieve.types import Ctx, Outcome, Program, Sparse, State, check_density, target_count
 
 
+@dataclass(frozen=True)
+class Stateless:
+    """The state of a scheme that remembers nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen(Stateless):
+    """Figures of the last step, for reports only: no step depends on them."""
+
+    longest: int = 0
+    """Most elements that one rank selected."""
+    mean: float = 0.0
+    """Elements that a rank selected, on average."""
+    union: int = 0
+    """Elements in the update."""
+
+    @property
+    def imbalance(self) -> float:
+        return self.longest / self.mean if self.mean else 1.0
+
+
+def log2_ceil(world: int) -> int:
+    """Rounds of the best broadcast or gather among `world` ranks."""
+    return (world - 1).bit_length()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scheme(ABC, Generic[State]):
     """A frozen dataclass: its fields are its settings, its State travels through `step`."""
@@ -41,6 +67,10 @@ class Scheme(ABC, Generic[State]):
         holds for the whole model, such as a threshold, is taken over from it.
         """
 
+    def lay(self, sizes: Sequence[int], world: int) -> State:
+        """`begin` for a unit made of tensors of these sizes; most schemes see one vector."""
+        return self.begin(sum(sizes), world)
+
     @abstractmethod
     def step(self, acc: Tensor, state: State, ctx: Ctx) -> Program[Outcome[State]]:
         """One exchange. Reads `acc`, mutates nothing."""
@@ -54,8 +84,20 @@ class Scheme(ABC, Generic[State]):
         return {}
 
     @abstractmethod
-    def expected_words(self, n: int, world: int, imbalance: float = 1.0) -> float:
-        """Four-byte words that a rank receives in one step, by the published formula."""
+    def expected_words(self, n: int, world: int, state: State | None = None) -> float:
+        """Four-byte words that the busiest rank moves in one step, by the published formula.
+
+        With the state after a step, at the count and the imbalance seen in it; without, at k and balanced.
+        """
+
+    @abstractmethod
+    def expected_rounds(self, n: int, world: int, state: State | None = None) -> int:
+        """Messages one after the other in that step, by the published formula."""
+
+    def words_band(self, n: int, world: int, state: State | None = None) -> tuple[float, float]:
+        """Within which the words counted are as the formula says."""
+        words = self.expected_words(n, world, state)
+        return 0.9 * words, 1.1 * words
 
     def k(self, n: int) -> int:
         return target_count(self.density, n)

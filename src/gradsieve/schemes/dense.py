@@ -11,28 +11,26 @@ from typing import ClassVar
 from torch import Tensor
 
 from gradsieve.comm.ops import AllReduce
-from gradsieve.schemes.base import Scheme
+from gradsieve.schemes.base import Scheme, Stateless, log2_ceil
 from gradsieve.types import Ctx, Outcome, Program, Sparse
 
 
-@dataclass(frozen=True)
-class State:
-    """Nothing to remember."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class Dense(Scheme[State]):
+class Dense(Scheme[Stateless]):
     density: float = 1.0
 
     lossless: ClassVar[bool] = True
 
-    def begin(self, n: int, world: int, previous: State | None = None) -> State:
-        return State()
+    def begin(self, n: int, world: int, previous: Stateless | None = None) -> Stateless:
+        return Stateless()
 
-    def step(self, acc: Tensor, state: State, ctx: Ctx) -> Program[Outcome[State]]:
+    def step(self, acc: Tensor, state: Stateless, ctx: Ctx) -> Program[Outcome[Stateless]]:
         # 1.
         total = yield AllReduce(acc.clone())
         return Outcome(Sparse.full(total), Sparse.full(acc), state)
 
-    def expected_words(self, n: int, world: int, imbalance: float = 1.0) -> float:
+    def expected_words(self, n: int, world: int, state: Stateless | None = None) -> float:
         return 2.0 * n * (world - 1) / world
+
+    def expected_rounds(self, n: int, world: int, state: Stateless | None = None) -> int:
+        return 2 * log2_ceil(world)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from gradsieve.comm.ops import AllGather
 from gradsieve.kernels import above, largest
-from gradsieve.schemes.base import Scheme
+from gradsieve.schemes.base import Scheme, log2_ceil
 from gradsieve.types import Ctx, Program
 from gradsieve.wire.check import counts_within, strictly_increasing, tails_within
 from gradsieve.wire.frame import from_bits, index_dtype, to_bits
@@ -87,8 +87,12 @@ class Exclusive(Scheme[AnyPartitioned]):
     def report(self, state: AnyPartitioned) -> Mapping[str, float]:
         return {"threshold": state.threshold, "imbalance": state.imbalance}
 
-    def expected_words(self, n: int, world: int, imbalance: float = 1.0) -> float:
-        return self.k(n) * (imbalance + 2.0) * (world - 1) / world
+    def expected_words(self, n: int, world: int, state: AnyPartitioned | None = None) -> float:
+        imbalance, sent = (state.imbalance, state.sent) if state else (1.0, self.k(n))
+        return sent * (imbalance + 2.0) * (world - 1) / world
+
+    def expected_rounds(self, n: int, world: int, state: AnyPartitioned | None = None) -> int:
+        return 3 * log2_ceil(world)
 
 
 @dataclass(frozen=True, slots=True)

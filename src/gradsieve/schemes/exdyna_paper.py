@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gradsieve.comm.ops import AllGather, AllReduce
 from gradsieve.kernels import above
-from gradsieve.schemes.base import Scheme
+from gradsieve.schemes.base import Scheme, log2_ceil
 from gradsieve.types import Ctx, Outcome, Program, Sparse
 from gradsieve.wire.check import counts_within, strictly_increasing
 from gradsieve.wire.frame import index_dtype
@@ -94,8 +94,12 @@ class ExDynaPaper(Scheme[State]):
         mean = max(state.sent, 1) / state.load.numel()
         return {"threshold": state.threshold, "imbalance": float(state.load.max()) / mean}
 
-    def expected_words(self, n: int, world: int, imbalance: float = 1.0) -> float:
-        return self.k(n) * (imbalance + 2.0) * (world - 1) / world
+    def expected_words(self, n: int, world: int, state: State | None = None) -> float:
+        imbalance, sent = (self.report(state)["imbalance"], state.sent) if state else (1.0, self.k(n))
+        return sent * (imbalance + 2.0) * (world - 1) / world
+
+    def expected_rounds(self, n: int, world: int, state: State | None = None) -> int:
+        return 4 * log2_ceil(world)
 
 
 def _block_length(n: int, blocks: int) -> int:

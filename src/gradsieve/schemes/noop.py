@@ -10,28 +10,26 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gradsieve.schemes.base import Scheme
+from gradsieve.schemes.base import Scheme, Stateless
 from gradsieve.types import Ctx, Outcome, Program, Sparse
 
 
-@dataclass(frozen=True)
-class State:
-    """Nothing to remember."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class Noop(Scheme[State]):
+class Noop(Scheme[Stateless]):
     density: float = 1.0
 
     lossless: ClassVar[bool] = True
     silent: ClassVar[bool] = True
 
-    def begin(self, n: int, world: int, previous: State | None = None) -> State:
-        return State()
+    def begin(self, n: int, world: int, previous: Stateless | None = None) -> Stateless:
+        return Stateless()
 
-    def step(self, acc: Tensor, state: State, ctx: Ctx) -> Program[Outcome[State]]:
+    def step(self, acc: Tensor, state: Stateless, ctx: Ctx) -> Program[Outcome[Stateless]]:
         yield from ()  # a generator that asks for nothing
         return Outcome(Sparse.full(acc), Sparse.full(acc), state)
 
-    def expected_words(self, n: int, world: int, imbalance: float = 1.0) -> float:
+    def expected_words(self, n: int, world: int, state: Stateless | None = None) -> float:
         return 0.0
+
+    def expected_rounds(self, n: int, world: int, state: Stateless | None = None) -> int:
+        return 0

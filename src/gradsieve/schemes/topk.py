@@ -16,23 +16,18 @@ from torch import Tensor
 
 from gradsieve.comm.ops import AllGather
 from gradsieve.kernels import largest, sum_by_index
-from gradsieve.schemes.base import Scheme
+from gradsieve.schemes.base import Scheme, Stateless, log2_ceil
 from gradsieve.types import Ctx, Outcome, Program, Sparse
 from gradsieve.wire.check import rows_increasing
 from gradsieve.wire.frame import from_bits, index_dtype, to_bits
 
 
-@dataclass(frozen=True)
-class State:
-    """Nothing to remember."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class TopK(Scheme[State]):
-    def begin(self, n: int, world: int, previous: State | None = None) -> State:
-        return State()
+class TopK(Scheme[Stateless]):
+    def begin(self, n: int, world: int, previous: Stateless | None = None) -> Stateless:
+        return Stateless()
 
-    def step(self, acc: Tensor, state: State, ctx: Ctx) -> Program[Outcome[State]]:
+    def step(self, acc: Tensor, state: Stateless, ctx: Ctx) -> Program[Outcome[Stateless]]:
         n = acc.numel()
         # 1.
         mine = largest(acc, self.k(n))
@@ -50,5 +45,8 @@ class TopK(Scheme[State]):
         picked, total = sum_by_index(indices, sent, n)
         return Outcome(Sparse(picked, total, n), Sparse(mine, values, n), state)
 
-    def expected_words(self, n: int, world: int, imbalance: float = 1.0) -> float:
+    def expected_words(self, n: int, world: int, state: Stateless | None = None) -> float:
         return 2.0 * self.k(n) * (world - 1)
+
+    def expected_rounds(self, n: int, world: int, state: Stateless | None = None) -> int:
+        return log2_ceil(world)
