@@ -19,7 +19,7 @@ from gradsieve.schemes import SCHEMES
 N, DENSITY = 20_000, 0.1
 K = 2_000
 BOUND = 3.5
-"""Words over k (P-1)/P that ExDyna may need once settled; two of them are headers, which weigh at k/P = 60."""
+"""Words over k (P-1)/P that ExDyna may need once settled; headers weigh at k/P = 60."""
 
 
 def row(scheme: str, world: int) -> dict[str, Any]:

@@ -161,7 +161,7 @@ class GradientSync:
         }
         states = [
             checkpoint.fields_from_tensors(
-                self.scheme.lay([slot.numel for slot in unit.sparse], pipeline.world),
+                self.scheme.lay(unit.sizes, pipeline.world),
                 stored,
                 f"{prefix}unit/{index}/",
             )
