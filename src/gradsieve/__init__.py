@@ -17,32 +17,54 @@ from gradsieve.integrations.ddp import attach
 from gradsieve.integrations.gradient_sync import GradientSync
 from gradsieve.schemes import SCHEMES
 from gradsieve.schemes.base import Scheme
+from gradsieve.schemes.cltk import CltK
+from gradsieve.schemes.deft import Deft
 from gradsieve.schemes.dense import Dense
+from gradsieve.schemes.dgc import Dgc
 from gradsieve.schemes.exdyna import ExDyna
 from gradsieve.schemes.exdyna_paper import ExDynaPaper
+from gradsieve.schemes.gaussiank import GaussianK
+from gradsieve.schemes.gtopk import GTopK
+from gradsieve.schemes.hard_threshold import HardThreshold
 from gradsieve.schemes.micro import Micro
 from gradsieve.schemes.noop import Noop
+from gradsieve.schemes.oktopk import OkTopk
+from gradsieve.schemes.randomk import RandomK
+from gradsieve.schemes.sidco import Sidco
+from gradsieve.schemes.spardl import SparDL
 from gradsieve.schemes.topk import TopK
+from gradsieve.schemes.topk_union import TopKUnion
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
     "SCHEMES",
+    "CltK",
     "ConfigError",
+    "Deft",
     "Dense",
+    "Dgc",
     "DivergenceError",
     "ExDyna",
     "ExDynaPaper",
+    "GTopK",
+    "GaussianK",
     "GradientSync",
     "GradsieveError",
+    "HardThreshold",
     "LabError",
     "Malformed",
     "Micro",
     "MismatchError",
     "Noop",
+    "OkTopk",
     "PeerError",
     "ProtocolError",
+    "RandomK",
     "Scheme",
+    "Sidco",
+    "SparDL",
     "TopK",
+    "TopKUnion",
     "attach",
 ]

@@ -1,4 +1,4 @@
-"""One rank lies: its program is the honest one, what it gathers is altered on the way out.
+"""One rank lies: its program is the honest one, what it sends is altered on the way out.
 
 It sees its own lie in the reply, as its peers do. Where it chokes on it, it falls silent and leaves the word
 to the honest ranks, so that an error that comes out of `attack` was raised by one of them.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradsieve.comm import lockstep
-from gradsieve.comm.ops import AllGather
+from gradsieve.comm.ops import AllReduce, AllToAll
 from gradsieve.schemes import make
 from gradsieve.schemes.base import Scheme
 from gradsieve.types import Ctx, Outcome, Program
@@ -24,9 +24,11 @@ from laws.driver import Fleet
 from laws.gradients import Source
 
 N, WORLD, EVIL, DENSITY = 240, 3, 1, 0.2
+COUNTS_FIRST = ["hard-threshold", "gaussiank", "sidco", "dgc", "exdyna-paper"]
+"""Schemes whose first message says how long a rank's second one would be."""
 
 Forgery = Callable[[int, Tensor], Tensor]
-"""From the number of the gather in this step and the honest message, the message to send instead."""
+"""From the number of the message in this step and the honest message, the message to send instead."""
 
 
 @dataclass(frozen=True)
@@ -37,23 +39,24 @@ class Target:
     accs: list[Tensor]
     states: list[Any]
     step: int
+    evil: int = EVIL
 
     def attack(self, forge: Forgery) -> list[Outcome[Any]]:
-        """One step with rank EVIL lying; the honest ranks' outcomes, or what they raised."""
+        """One step with rank `evil` lying; the honest ranks' outcomes, or what they raised."""
         before = deepcopy((self.accs, self.states))
         programs = [
             self.scheme.exchange(acc, state, Ctx(rank, WORLD, self.step))
             for rank, (acc, state) in enumerate(zip(self.accs, self.states, strict=True))
         ]
-        programs[EVIL] = lying(programs[EVIL], forge)
+        programs[self.evil] = lying(programs[self.evil], forge, self.evil)
         try:
             outcomes = lockstep.run(programs)
         finally:
             assert same_bits((self.accs, self.states), before), "something was applied before the check"
-        return [outcome for rank, outcome in enumerate(outcomes) if rank != EVIL]
+        return [outcome for rank, outcome in enumerate(outcomes) if rank != self.evil]
 
 
-def lying(program: Program[Any], forge: Forgery) -> Program[Any]:
+def lying(program: Program[Any], forge: Forgery, rank: int = EVIL) -> Program[Any]:
     reply: Any = None
     turn = 0
     while True:
@@ -63,8 +66,12 @@ def lying(program: Program[Any], forge: Forgery) -> Program[Any]:
             return end.value
         except Exception:  # the liar's own trouble
             return None
-        if isinstance(op, AllGather):
-            op = AllGather(forge(turn, op.tensor.clone()))
+        if not isinstance(op, AllReduce):  # which holds values only
+            honest, op = op, replace(op, tensor=forge(turn, op.tensor.clone()))
+            if isinstance(op, AllToAll):  # what it keeps for itself reaches nobody: no use lying there
+                start = sum(op.send_counts[:rank])
+                own = slice(start, start + op.send_counts[rank])
+                op.tensor[own] = honest.tensor[own]
             turn += 1
         reply = yield op
 
@@ -76,7 +83,8 @@ def target(name: str, steps: int) -> Target:
     for _ in fleet.advance(source, steps):
         pass
     accs = [fleet.residuals[rank][0] + source(steps, rank, 0) for rank in range(WORLD)]
-    return Target(fleet.scheme, accs, [states[0] for states in fleet.states], steps)
+    evil = steps % WORLD if name == "cltk" else EVIL  # only its leader is listened to
+    return Target(fleet.scheme, accs, [states[0] for states in fleet.states], steps, evil)
 
 
 def same_message(turn: int, message: Tensor) -> Tensor:

@@ -14,11 +14,22 @@ from gradsieve.comm import lockstep
 from gradsieve.comm.ops import AllGather, AllReduce
 from gradsieve.errors import Malformed
 from gradsieve.types import Ctx, Outcome, Program
-from hostile.evil import EVIL, WORLD, Forgery, N, Target, bits_of, same_message, target
+from hostile.evil import COUNTS_FIRST, EVIL, WORLD, Forgery, N, Target, bits_of, same_message, target
 from laws.cases import registered
 from laws.checks import check_indices, check_replicated
 
-GATHERING = ["topk", "micro", "exdyna", "exdyna-paper"]
+GATHERING = [
+    "topk",
+    "topk-union",
+    "gtopk",
+    "cltk",
+    "micro",
+    "deft",
+    "exdyna",
+    "oktopk",
+    "spardl",
+    *COUNTS_FIRST,
+]
 INTERESTING = [
     0,
     1,
@@ -76,7 +87,7 @@ def goes_on(victim: Target, outcome: Outcome[object]) -> None:
 def test_a_message_with_some_words_changed_is_refused_or_harmless(
     name: str, edits: list[tuple[int, int]], steps: int
 ) -> None:
-    last = 1 if name == "exdyna-paper" else 0  # its counts come first; they are forged below
+    last = 1 if name in COUNTS_FIRST or name == "oktopk" else 0  # counts are forged below
 
     def forge(turn: int, message: Tensor) -> Tensor:
         words = message.view(-1)
@@ -94,7 +105,7 @@ def test_a_message_of_noise_is_refused_or_harmless(name: str, seed: int, steps: 
     source = torch.Generator().manual_seed(seed)
 
     def forge(turn: int, message: Tensor) -> Tensor:
-        if name == "exdyna-paper" and turn == 0:
+        if (name in COUNTS_FIRST and turn == 0) or (name == "oktopk" and turn in (0, 2)):
             return message
         noise = torch.randint(low, N + 3 if low > -9 else 2**31 - 1, message.shape, generator=source)
         return noise.to(message.dtype).sort().values if seed % 2 else noise.to(message.dtype)
@@ -116,11 +127,35 @@ def test_published_exdyna_survives_a_peer_that_lies_about_its_count(
         yield AllGather(torch.tensor(words[: int(counts.max())], dtype=torch.int32))
         yield AllReduce(torch.zeros(int(counts.sum())))
 
+    survives_beside(liar(), goal)
+
+
+@pytest.mark.parametrize("name", ["hard-threshold", "gaussiank", "sidco", "dgc"])
+@twice_as_many
+@given(count=st.integers(-2, N + 2) | numbers, row=st.lists(numbers, max_size=N), ordered=st.booleans())
+def test_schemes_of_unequal_rows_survive_a_peer_that_lies_about_its_count(
+    name: str, count: int, row: list[int], ordered: bool
+) -> None:
+    """As above, with rows that are filled up with N."""
+
+    def liar() -> Program[None]:
+        counts = yield AllGather(torch.tensor([count], dtype=torch.int32))
+        words = torch.tensor((sorted(set(row)) if ordered else row) + [N] * N, dtype=torch.int32)
+        indices = words[: int(counts.max())]
+        rows = yield AllGather(indices if name == "hard-threshold" else torch.stack([indices, indices]))
+        if name == "hard-threshold":
+            yield AllReduce(torch.zeros(torch.unique(rows[rows < N]).numel()))
+
+    survives_beside(liar(), victim(name, 3))
+
+
+def survives_beside(liar: Program[None], goal: Target) -> None:
+    """The honest ranks refuse, or end with lawful updates."""
     programs = [
         goal.scheme.exchange(acc, state, Ctx(rank, WORLD, goal.step))
         for rank, (acc, state) in enumerate(zip(goal.accs, goal.states, strict=True))
     ]
-    programs[EVIL] = quiet(liar())
+    programs[EVIL] = quiet(liar)
     try:
         outcomes = lockstep.run(programs)
     except Malformed:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from gradsieve.errors import Malformed
-from gradsieve.schemes import exclusive, exdyna_paper, topk
+from gradsieve.schemes import cltk, exclusive, exdyna_paper, gathering, gtopk
 from gradsieve.schemes.exclusive import HEADER
-from hostile.evil import EVIL, Forgery, N, bits_of, same_message, target
+from hostile.evil import COUNTS_FIRST, EVIL, Forgery, N, bits_of, same_message, target
 from laws.checks import check_indices, check_replicated
 
 STEPS = [0, 3, 4, 5]
 """Looking for a threshold; then tracking it, with each rank at another partition."""
-GATHERING = ["topk", "micro", "exdyna", "exdyna-paper"]
+GATHERING = ["topk", "topk-union", "gtopk", "cltk", "deft", "micro", "exdyna", *COUNTS_FIRST]
 every_scheme = pytest.mark.parametrize("name", GATHERING)
 every_step = pytest.mark.parametrize("steps", STEPS)
 
@@ -27,13 +28,18 @@ def forged_indices(name: str, change: Callable[[Tensor], None]) -> Forgery:
 
     def forge(turn: int, message: Tensor) -> Tensor:
         nonlocal count
-        if name == "exdyna-paper" and turn == 0:
+        if name in COUNTS_FIRST and turn == 0:
             count = int(message)
             return message
-        if name == "topk":
+        if turn and name == "gtopk":
+            return message  # it has handed over its entries
+        if name in ("gtopk", "cltk", "topk-union", "deft"):
+            row = message.chunk(2)[0] if name == "gtopk" else message
+            live, start = row[row < N], 0
+        elif name in ("topk", "gaussiank", "sidco", "dgc"):
             live = message[0][message[0] < N]
             start, row = 0, message[0]
-        elif name == "exdyna-paper":
+        elif name in ("exdyna-paper", "hard-threshold"):
             live, start, row = message[:count], 0, message
         else:
             live, start, row = message[HEADER:][: int(message[0])], HEADER, message
@@ -104,7 +110,7 @@ def forged_count(name: str, count: int) -> Forgery:
     return forge
 
 
-@pytest.mark.parametrize("name", ["micro", "exdyna", "exdyna-paper"])
+@pytest.mark.parametrize("name", ["micro", "exdyna", *COUNTS_FIRST])
 @every_step
 @pytest.mark.parametrize("count", [-1, -(2**31), N + 1, 2**31 - 1])
 def test_impossible_counts_are_refused_and_the_liar_named(name: str, steps: int, count: int) -> None:
@@ -149,8 +155,42 @@ def test_a_topk_row_that_is_refused_names_its_sender(steps: int) -> None:
         target("topk", steps).attack(forged_indices("topk", duplicate))
 
 
+@every_step
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_a_root_of_gtopk_that_broadcasts_forged_indices_is_refused(steps: int, forgery: str) -> None:
+    def forge(turn: int, message: Tensor) -> Tensor:
+        return forged_indices("gtopk", FORGERIES[forgery])(0, message) if turn == 2 else message
+
+    with pytest.raises(Malformed, match=rf"indices in step {steps} of the root, rank 0 are not sorted"):
+        replace(target("gtopk", steps), evil=0).attack(forge)
+
+
+@every_step
+@pytest.mark.parametrize(
+    ("name", "sender"),
+    [
+        ("gtopk", "rank {}"),
+        ("cltk", "the leader, rank {}"),
+        ("topk-union", "rank {}"),
+        ("hard-threshold", "rank {}"),
+        ("gaussiank", "rank {}"),
+    ],
+)
+def test_a_row_that_is_refused_names_its_sender(name: str, sender: str, steps: int) -> None:
+    goal = target(name, steps)
+    with pytest.raises(Malformed, match=rf"indices in step {steps} of {sender.format(goal.evil)} are not"):
+        goal.attack(forged_indices(name, duplicate))
+
+
 DOORS = {
-    "topk": (topk, "rows_increasing"),
+    "topk": (gathering, "rows_increasing"),
+    "topk-union": (gathering, "rows_increasing"),
+    "gtopk": (gtopk, "row_increasing"),
+    "cltk": (cltk, "row_increasing"),
+    "hard-threshold": (gathering, "rows_increasing"),
+    "gaussiank": (gathering, "rows_increasing"),
+    "sidco": (gathering, "rows_increasing"),
+    "dgc": (gathering, "rows_increasing"),
     "micro": (exclusive, "strictly_increasing"),
     "exdyna": (exclusive, "strictly_increasing"),
     "exdyna-paper": (exdyna_paper, "strictly_increasing"),
@@ -159,8 +199,10 @@ LET_IN = [
     (name, forgery)
     for name in DOORS
     for forgery in ("negative", "one beyond the end", "unsorted", "duplicate")
-    # Top-k sums by index, which sorts again: these two would do no visible harm there.
-    if (name, forgery) not in {("topk", "unsorted"), ("topk", "duplicate")}
+    # These sum or unite by index, which sorts again: there the two would do no visible harm.
+    if name not in ("topk", "topk-union", "gtopk", "hard-threshold", "gaussiank", "sidco", "dgc")
+    or forgery not in ("unsorted", "duplicate")
+    if forgery != "negative" or name not in ("hard-threshold", "topk-union")  # -1 marks the filler
 ]
 
 

@@ -67,12 +67,58 @@ def test_nan_is_never_above_and_infinity_always(n: int) -> None:
 
 
 @given(x=vectors(), k=st.integers(0, 100) | st.just(CHUNK))
-def test_largest_takes_the_magnitudes_that_the_reference_takes(x: Tensor, k: int) -> None:
-    """Between equal magnitudes either may choose; everything else is the same."""
-    mine, theirs = fast.largest(x, k), reference.largest(x, k)
-    assert bool((mine[1:] > mine[:-1]).all()), "not sorted and unique"
-    assert mine.numel() == theirs.numel() <= k
-    assert same_bits(x[mine].abs().sort().values, x[theirs].abs().sort().values)
+def test_largest_takes_what_the_reference_takes(x: Tensor, k: int) -> None:
+    assert same_bits(fast.largest(x, k), reference.largest(x, k))
+
+
+SHAPES = {
+    "normal": lambda x: x,
+    "skewed": lambda x: x * torch.exp(-12 * torch.linspace(0, 1, len(x))),
+    "heavy": lambda x: x**7,
+    "rare": lambda x: x * (torch.arange(len(x)) % 997 == 0),
+    "all in the first elements": lambda x: x * (torch.arange(len(x)) < 5000),
+    "in step with the sample": lambda x: x * (1 + 99 * (torch.arange(len(x)) % 41 == 0)),
+    "constant": lambda x: x * 0 + 3,
+    "zeros": lambda x: x * 0,
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("k", [1, 49, 51, 2000, 30_000, 200_000])
+def test_largest_is_exact_whatever_the_sample_says(shape: str, k: int) -> None:
+    x = SHAPES[shape](torch.randn(3 * CHUNK + 5, generator=torch.Generator().manual_seed(k)))
+    assert same_bits(fast.largest(x, k), reference.largest(x, k))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("length", "count"),
+    [(512, 1), (257, 3), (1000, 10), (1000, 999), (50_000, 5000), (CHUNK, 300), (10**7, 900)],
+)
+def test_candidates_hold_the_largest_of_every_block_and_not_much_else(
+    shape: str, length: int, count: int
+) -> None:
+    x = SHAPES[shape](torch.randn(2 * CHUNK + 77, generator=torch.Generator().manual_seed(length)))
+    found, least = fast.candidates(x, length, count), reference.candidates(x, length, count)
+    assert bool((found[1:] > found[:-1]).all())
+    assert bool(torch.isin(least, found).all())
+    if shape == "normal":
+        assert found.numel() <= 2.5 * least.numel()
+
+
+@given(
+    sizes=st.lists(st.integers(0, 8), min_size=1, max_size=6),
+    counts=st.lists(st.integers(0, 5), min_size=6, max_size=6),
+    values=st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.0]), min_size=48, max_size=48),
+)
+def test_largest_of_each_block_are_those_of_the_reference(
+    sizes: list[int], counts: list[int], values: list[float]
+) -> None:
+    block = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    magnitude = torch.tensor(values[: block.numel()])
+    wanted = torch.tensor(counts[: len(sizes)])
+    mine = fast.largest_of_each(magnitude, block, wanted)
+    assert same_bits(mine, reference.largest_of_each(magnitude, block, wanted))
 
 
 @given(x=vectors(finite=True), k=st.integers(1, 100))

@@ -10,7 +10,6 @@ the residuals, P n floats. A scheme without state has nothing to settle: one ste
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -21,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradsieve.bench.memory import check_fits
 from gradsieve.comm import lockstep
 from gradsieve.comm.meter import Meter
-from gradsieve.errors import ConfigError
 from gradsieve.schemes import make
-from gradsieve.schemes.base import Stateless
+from gradsieve.schemes.spec import parse
 from gradsieve.types import Ctx, Program
 
 WORD = 4
@@ -90,7 +89,7 @@ class Case:
 
     @property
     def stateless(self) -> bool:
-        return isinstance(make(self.scheme, self.density).begin(1, 1), Stateless)
+        return not parse(self.scheme, self.density).remembers
 
     @property
     def steps(self) -> int:
@@ -137,7 +136,7 @@ class Fleet:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.scheme = make(case.scheme, case.density)
+        self.scheme = parse(case.scheme, case.density)
         n, world = case.n, case.world
         self.gradients = Gradients(n, scale=0.1 / self.scheme.k(n) ** 0.5)
         self.states = [self.scheme.begin(n, world) for _ in range(world)]
@@ -250,12 +249,7 @@ def settled_after(steps: Sequence[Step]) -> int | None:
 
 def _fits(case: Case) -> None:
     needed = case.world * case.n * WORD
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > there / 2:
-        raise ConfigError(
-            f"{case} with {case.n:,} parameters need {needed / 2**30:.0f} GiB for residuals; there are "
-            f"{there / 2**30:.0f} GiB here: lower --params or --world"
-        )
+    check_fits(needed, f"residuals of {case} with {case.n:,} parameters", "lower --params or --world")
 
 
 def plot(rows: Sequence[dict[str, Any]], n: int, density: float, path: Path) -> None:

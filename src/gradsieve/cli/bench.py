@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
+from gradsieve.cli import bench_schemes
+from gradsieve.cli.arguments import drawable, schemes, size, worlds
 from gradsieve.cli.progress import progress
-from gradsieve.errors import ConfigError
 
 _STEP = """\
 How long a training step takes with each way of exchanging gradients.
@@ -42,15 +41,13 @@ example:
   gradsieve bench traffic --schemes topk,exdyna --world 2,16,128 --params 1e6 --plot traffic.png
 """
 
-MOST = 10**12
-MOST_RANKS = 65_536
-
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     bench = subparsers.add_parser("bench", help="measure schemes against dense and against the limit")
     commands = bench.add_subparsers(metavar="COMMAND", required=True)
     _add_step(commands)
     _add_traffic(commands)
+    bench_schemes.add_parser(commands)
 
 
 def _add_step(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -80,7 +77,7 @@ def _add_traffic(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=schemes,
         default="topk,micro,exdyna",
         metavar="LIST",
-        help="names with commas between them, or all (default: %(default)s)",
+        help="names with commas between them, or all; settings as in gtopk:paper=true (default: %(default)s)",
     )
     add(
         "--world",
@@ -101,8 +98,7 @@ def run_traffic(args: argparse.Namespace) -> int:
     from gradsieve.types import check_density
 
     check_density(args.density)
-    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install 'gradsieve[plot]'")
+    drawable(args.plot)
     results.writable(args.json)
     results.writable(args.plot)
     cases = [
@@ -122,33 +118,3 @@ def run_traffic(args: argparse.Namespace) -> int:
     if args.plot is not None:
         traffic.plot(rows, args.params, args.density, args.plot)
     return 0
-
-
-def size(text: str) -> int:
-    """A whole number as people write it: 1000, 25e6, 1.5e3; exactly, never by way of a float."""
-    try:
-        number = Decimal(text)
-    except InvalidOperation:
-        number = Decimal("NaN")
-    if not (number.is_finite() and 1 <= number <= MOST and number == number.to_integral_value()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 up, such as 25e6")
-    return int(number)
-
-
-def worlds(text: str) -> list[int]:
-    numbers = [size(part) for part in text.split(",")]
-    if not all(2 <= number <= MOST_RANKS for number in numbers):
-        raise argparse.ArgumentTypeError(f"{text!r}: there are 2 to {MOST_RANKS:,} ranks")
-    return sorted(set(numbers))
-
-
-def schemes(text: str) -> list[str]:
-    from gradsieve.schemes import SCHEMES
-
-    names = list(SCHEMES) if text == "all" else list(dict.fromkeys(text.split(",")))
-    unknown = [name for name in names if name not in SCHEMES]
-    if unknown:
-        raise argparse.ArgumentTypeError(
-            f"no scheme is called {', '.join(map(repr, unknown))}; there are: {', '.join(SCHEMES)}"
-        )
-    return names

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,11 @@ _CHUNK = 1 << 17
 
 _WORD = 8
 """Marks looked at together: eight one-byte marks are one int64, and at low density most are zero."""
+
+_SAMPLED = 50
+"""Elements among the largest that a sample should contain."""
+_FEWEST = 16
+"""Of so many elements of a long block, at most one is sampled."""
 
 
 def is_finite(x: Tensor) -> bool:
@@ -42,9 +49,90 @@ def above(x: Tensor, threshold: float) -> Tensor:
 
 
 def largest(x: Tensor, k: int) -> Tensor:
-    """Sorted indices of the k largest |x|, fewer where x has fewer non-zero elements."""
-    magnitude, index = torch.topk(x.abs(), min(k, x.numel()), sorted=False)
-    return index[magnitude != 0].sort().values
+    """Sorted indices of the k largest |x|, fewer where x has fewer elements that are neither zero nor NaN.
+
+    Between equal magnitudes the lower index is taken. Exact, at about the price of a comparison: only what
+    can be among the k largest is sorted.
+    """
+    k = min(k, x.numel())
+    if k < 1:
+        return torch.zeros(0, dtype=torch.long, device=x.device)
+    there = candidates(x, x.numel(), k)
+    if there.numel() <= k:
+        return there
+    order = x[there].abs().sort(descending=True, stable=True).indices
+    return there[order[:k]].sort().values
+
+
+def candidates(x: Tensor, length: int, count: int) -> Tensor:
+    """Sorted indices of what can be among the `count` largest |x| of each block of `length` elements.
+
+    A superset, of about twice as many: all elements above a threshold that a sample of the block suggests.
+    """
+    whole = x.numel() - x.numel() % length if length else 0
+    found = []
+    if whole:
+        blocks = x[:whole].view(-1, length) if x.is_contiguous() else x[:whole].reshape(-1, length)
+        found.append(_candidates(blocks, min(count, length)))
+    if whole < x.numel():
+        rest = x[whole:].reshape(1, -1)
+        found.append(_candidates(rest, min(count, rest.numel())).add_(whole))
+    return torch.cat(found) if found else torch.zeros(0, dtype=torch.long, device=x.device)
+
+
+def _candidates(blocks: Tensor, count: int) -> Tensor:
+    length = blocks.shape[1]
+    sparse = _FEWEST if length > _FEWEST * _CHUNK // 8 else 1
+    stride = max(sparse, count // _SAMPLED) | 1  # odd, so as not to fall into step with a matrix's rows
+    wanted = count / stride
+    rank = min(count, math.ceil(1.25 * wanted + 3 * math.sqrt(wanted)))
+    sample = blocks[:, ::stride].abs().nan_to_num_(nan=0.0, posinf=torch.inf)
+    smallest = torch.finfo(blocks.dtype).tiny * torch.finfo(blocks.dtype).eps  # the smallest denormal
+    if rank >= sample.shape[1] and stride > 1:
+        threshold = sample.new_zeros(len(blocks))
+    else:
+        threshold = sample.topk(rank, dim=1, sorted=False).values.amin(1)
+    threshold.clamp_(min=smallest)
+    found = _above_each(blocks, threshold)
+    if stride == 1:
+        return found
+    enough = torch.bincount(found // length, minlength=len(blocks)) >= count
+    missed = (~enough & (threshold > smallest)).nonzero().flatten().tolist()
+    if not missed:
+        return found
+    for block in missed:  # the sample misled
+        threshold[block] = blocks[block].abs().nan_to_num_(0.0, torch.inf).topk(count).values[-1]
+    return _above_each(blocks, threshold.clamp_(min=smallest))
+
+
+def _above_each(blocks: Tensor, threshold: Tensor) -> Tensor:
+    """`above` for every row with its own threshold, as indices into the rows laid end to end."""
+    count, length = blocks.shape
+    if length >= _CHUNK:
+        rows = [
+            above(row, limit).add_(place * length)
+            for place, (row, limit) in enumerate(zip(blocks, threshold.tolist(), strict=True))
+        ]
+        return torch.cat(rows)
+    together = max(1, _CHUNK // length)
+    found = []
+    for first in range(0, count, together):
+        group = slice(first, first + together)
+        marks = blocks[group].abs() >= threshold[group, None]
+        found.append(marks.flatten().nonzero().flatten().add_(first * length))
+    return torch.cat(found)
+
+
+def largest_of_each(magnitude: Tensor, block: Tensor, counts: Tensor) -> Tensor:
+    """Places of the counts[b] largest magnitudes of every block b, sorted; `block` does not decrease.
+
+    Between equal magnitudes the earlier place is taken.
+    """
+    order = magnitude.sort(descending=True, stable=True).indices
+    order = order[block[order].sort(stable=True).indices]
+    lengths = torch.bincount(block, minlength=counts.numel())
+    rank = torch.arange(block.numel(), device=block.device) - (lengths.cumsum(0) - lengths)[block]
+    return order[rank < counts[block]].sort().values
 
 
 def sum_by_index(indices: Tensor, values: Tensor, n: int) -> tuple[Tensor, Tensor]:

@@ -6,17 +6,39 @@ from typing import Any
 
 from gradsieve.errors import ConfigError
 from gradsieve.schemes.base import Scheme
+from gradsieve.schemes.cltk import CltK
+from gradsieve.schemes.deft import Deft
 from gradsieve.schemes.dense import Dense
+from gradsieve.schemes.dgc import Dgc
 from gradsieve.schemes.exdyna import ExDyna
 from gradsieve.schemes.exdyna_paper import ExDynaPaper
+from gradsieve.schemes.gaussiank import GaussianK
+from gradsieve.schemes.gtopk import GTopK
+from gradsieve.schemes.hard_threshold import HardThreshold
 from gradsieve.schemes.micro import Micro
 from gradsieve.schemes.noop import Noop
+from gradsieve.schemes.oktopk import OkTopk
+from gradsieve.schemes.randomk import RandomK
+from gradsieve.schemes.sidco import Sidco
+from gradsieve.schemes.spardl import SparDL
 from gradsieve.schemes.topk import TopK
+from gradsieve.schemes.topk_union import TopKUnion
 
 SCHEMES: dict[str, type[Scheme[Any]]] = {
     "noop": Noop,
     "dense": Dense,
     "topk": TopK,
+    "topk-union": TopKUnion,
+    "gtopk": GTopK,
+    "cltk": CltK,
+    "randomk": RandomK,
+    "deft": Deft,
+    "hard-threshold": HardThreshold,
+    "gaussiank": GaussianK,
+    "sidco": Sidco,
+    "dgc": Dgc,
+    "oktopk": OkTopk,
+    "spardl": SparDL,
     "micro": Micro,
     "exdyna": ExDyna,
     "exdyna-paper": ExDynaPaper,

@@ -59,6 +59,11 @@ class Scheme(ABC, Generic[State]):
     def __post_init__(self) -> None:
         check_density(self.density)
 
+    @property
+    def remembers(self) -> bool:
+        """Whether what a step sends depends on the state that the step before left."""
+        return not isinstance(self.begin(1, 1), Stateless)
+
     @abstractmethod
     def begin(self, n: int, world: int, previous: State | None = None) -> State:
         """The state of a bucket of n elements before its first step.

@@ -81,8 +81,11 @@ AnyPartitioned = TypeVar("AnyPartitioned", bound=Partitioned)
 class Exclusive(Scheme[AnyPartitioned]):
     """A scheme of exclusive partitions: one threshold for the model, about three words an element."""
 
+    control: bool = True
+    """False, for ablation: the threshold stays as it was found, and is found anew when it selects nothing."""
+
     def settle(self, states: Sequence[AnyPartitioned]) -> list[AnyPartitioned]:
-        return settle_threshold(states, self.k(sum(state.n for state in states)))
+        return settle_threshold(states, self.k(sum(state.n for state in states)), self.control)
 
     def report(self, state: AnyPartitioned) -> Mapping[str, float]:
         return {"threshold": state.threshold, "imbalance": state.imbalance}
@@ -92,7 +95,8 @@ class Exclusive(Scheme[AnyPartitioned]):
         return sent * (imbalance + 2.0) * (world - 1) / world
 
     def expected_rounds(self, n: int, world: int, state: AnyPartitioned | None = None) -> int:
-        return 3 * log2_ceil(world)
+        """As published; ours are 3 log P, since counts travel with the indices."""
+        return 4 * log2_ceil(world)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +181,7 @@ def absorb(state: AnyPartitioned, gathered: Gathered) -> AnyPartitioned:
     )
 
 
-def settle_threshold(states: Sequence[AnyPartitioned], k: int) -> list[AnyPartitioned]:
+def settle_threshold(states: Sequence[AnyPartitioned], k: int, control: bool = True) -> list[AnyPartitioned]:
     """One threshold for all buckets, and each bucket's share of k, from what all of them saw."""
     demand = sum(state.demand for state in states)
     sent = sum(state.sent for state in states)
@@ -188,6 +192,8 @@ def settle_threshold(states: Sequence[AnyPartitioned], k: int) -> list[AnyPartit
         return [replace(state, threshold=found, drift=0.0, tracked=0) for state in states]
     if not sent:
         return [replace(state, threshold=0.0, share=_share(state, demand, k)) for state in states]
+    if not control:
+        return [replace(state, share=_share(state, demand, k)) for state in states]
     spread = min(tail / demand, 1.0)
     error = math.log(_ratio(sent, demand, k))
     gain = 1.0 if abs(error) > FAR else PROPORTIONAL

@@ -13,12 +13,14 @@ The published rules (neighbours compared two by two, fixed factors) are in `exdy
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from gradsieve.comm.ops import AllReduce
+from gradsieve.errors import ConfigError
 from gradsieve.schemes.exclusive import (
     SLACK,
     Exclusive,
@@ -28,6 +30,7 @@ from gradsieve.schemes.exclusive import (
     gather_selected,
     quota,
 )
+from gradsieve.schemes.speeds import check_speeds, shares_of_work
 from gradsieve.types import Ctx, Outcome, Program, Sparse
 
 _MOVE = 0.2
@@ -47,6 +50,17 @@ class State(Partitioned):
 class ExDyna(Exclusive[State]):
     blocks_per_partition: int = 64
     """Finer blocks balance better; coarser ones keep a partition's edges in place longer."""
+    balance: bool = True
+    """False, for ablation: equal partitions for ever; what does not fit into a rank's row waits."""
+    speeds: tuple[float, ...] | None = None
+    """How fast each rank selects, if not all alike: partitions are sized in proportion, and rows are as long
+    as the fastest rank needs."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_speeds(self.speeds)
+        if self.blocks_per_partition < 1:
+            raise ConfigError(f"blocks_per_partition must be at least 1, not {self.blocks_per_partition}")
 
     def begin(self, n: int, world: int, previous: State | None = None) -> State:
         threshold = previous.threshold if previous else 0.0
@@ -55,20 +69,31 @@ class ExDyna(Exclusive[State]):
 
     def step(self, acc: Tensor, state: State, ctx: Ctx) -> Program[Outcome[State]]:
         n, world = state.n, ctx.world
+        parts = shares_of_work(self.speeds, world).roll(ctx.step % world)  # in partition order
         # 1.
         block = max(1, n // (world * self.blocks_per_partition))
-        cuts = ((state.cuts / block).round() * block).long()
+        cuts = ((_in_proportion(state.cuts, parts) / block).round() * block).long()
         cuts[-1] = n
         # 2. and 3.
-        quotas = quota(torch.ones(world), state.share, ctx.step)
-        capacity = min(n, max(1, -int(-SLACK * state.share // world)))
+        quotas = quota(parts, state.share, ctx.step)
+        capacity = min(n, max(1, math.ceil(SLACK * state.share * float(parts.max()))))
         gathered = yield from gather_selected(acc, cuts, quotas, capacity, state.threshold, ctx)
         # 4.
         mine = acc[gathered.picked]
         total = yield AllReduce(mine.clone())
         # 5. and 6. The threshold is scaled in `settle`, when all buckets of the model are known.
-        new = replace(absorb(state, gathered), cuts=_balanced(state, gathered), age=state.age + 1)
+        cuts = _balanced(state, gathered) if self.balance else state.cuts
+        new = replace(absorb(state, gathered), cuts=cuts, age=state.age + 1)
         return Outcome(Sparse(gathered.picked, total, n), Sparse(gathered.picked, mine, n), new)
+
+
+def _in_proportion(cuts: Tensor, parts: Tensor) -> Tensor:
+    """From cuts that divide the load evenly, those that divide it in proportion to `parts`."""
+    world = parts.numel()
+    place = torch.cat([parts.new_zeros(1), parts.cumsum(0)]) * world
+    lower = place.floor().clamp(max=world - 1)
+    left = lower.long()
+    return cuts[left] + (place - lower) * (cuts[left + 1] - cuts[left])
 
 
 def _balanced(state: State, gathered: Gathered) -> Tensor:

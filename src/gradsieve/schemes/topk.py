@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from gradsieve.comm.ops import AllGather
-from gradsieve.kernels import largest, sum_by_index
+from gradsieve.kernels import largest
 from gradsieve.schemes.base import Scheme, Stateless, log2_ceil
+from gradsieve.schemes.gathering import pack_entries, sum_entries
 from gradsieve.types import Ctx, Outcome, Program, Sparse
-from gradsieve.wire.check import rows_increasing
-from gradsieve.wire.frame import from_bits, index_dtype, to_bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,18 +30,11 @@ class TopK(Scheme[Stateless]):
         # 1.
         mine = largest(acc, self.k(n))
         values = acc[mine]
-        # 2. A rank with fewer than k non-zero elements fills up with index n, which is nowhere.
-        message = torch.full((2, self.k(n)), n, dtype=index_dtype(n, acc.dtype), device=acc.device)
-        message[0, : mine.numel()] = mine
-        message[1, : mine.numel()] = to_bits(values)
-        gathered = yield AllGather(message)
+        # 2. A rank may have fewer than k non-zero elements.
+        messages = yield AllGather(pack_entries(mine, values, self.k(n), n))
         # 3.
-        rows_increasing(gathered[:, 0], n, f"indices in step {ctx.step}")
-        present = gathered[:, 0].flatten() != n
-        indices = gathered[:, 0].flatten()[present].long()
-        sent = from_bits(gathered[:, 1].flatten()[present], acc.dtype)
-        picked, total = sum_by_index(indices, sent, n)
-        return Outcome(Sparse(picked, total, n), Sparse(mine, values, n), state)
+        update = sum_entries(messages, n, acc.dtype, ctx)
+        return Outcome(update, Sparse(mine, values, n), state)
 
     def expected_words(self, n: int, world: int, state: Stateless | None = None) -> float:
         return 2.0 * self.k(n) * (world - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from gradsieve.errors import Malformed
@@ -27,11 +28,16 @@ def tails_within(tails: Tensor, what: str) -> None:
 
 def rows_increasing(rows: Tensor, n: int, what: str) -> None:
     """Each rank's row of indices is sorted, unique and inside 0..n-1, then filled up with n."""
-    before, after = rows[:, :-1], rows[:, 1:]
-    fine = ((after > before) | ((after == n) & (before == n))).all(1) & ((rows >= 0) & (rows <= n)).all(1)
+    fine = _in_order(rows, n)
     if not bool(fine.all()):
         rank = int(fine.int().argmin())
         raise Malformed(f"{what} of rank {rank} are not sorted, unique and inside 0..{n - 1}")
+
+
+def row_increasing(row: Tensor, n: int, what: str) -> None:
+    """One row of indices is sorted, unique and inside 0..n-1, then filled up with n."""
+    if not bool(_in_order(row[None], n)):
+        raise Malformed(f"{what} are not sorted, unique and inside 0..{n - 1}")
 
 
 def strictly_increasing(indices: Tensor, n: int, what: str) -> None:
@@ -41,3 +47,20 @@ def strictly_increasing(indices: Tensor, n: int, what: str) -> None:
     first, last = int(indices[0]), int(indices[-1])
     if first < 0 or last >= n or not bool((indices[1:] > indices[:-1]).all()):
         raise Malformed(f"{what} are not sorted, unique and inside 0..{n - 1} (first {first}, last {last})")
+
+
+def lists_increasing(indices: Tensor, counts: Tensor, start: int, stop: int, what: str) -> None:
+    """Of lists one behind the other, `counts` long, each is sorted, unique and inside start..stop-1."""
+    sender = torch.arange(counts.numel(), device=counts.device).repeat_interleave(counts)
+    fine = (indices >= start) & (indices < stop)
+    fine[1:] &= (indices[1:] > indices[:-1]) | (sender[1:] > sender[:-1])
+    if not bool(fine.all()):
+        rank = int(sender[fine.int().argmin()])
+        raise Malformed(f"{what} of rank {rank} are not sorted, unique and inside {start}..{stop - 1}")
+
+
+def _in_order(rows: Tensor, n: int) -> Tensor:
+    """For each row, whether it increases inside 0..n-1 and is then filled up with n."""
+    before, after = rows[:, :-1], rows[:, 1:]
+    rising = (after > before) | ((after == n) & (before == n))
+    return rising.all(1) & ((rows >= 0) & (rows <= n)).all(1)

@@ -1,0 +1,57 @@
+"""What the values of options look like, and what is said of those that do not."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+
+from gradsieve.errors import ConfigError
+
+MOST = 10**12
+MOST_RANKS = 65_536
+
+
+def size(text: str) -> int:
+    """A whole number as people write it: 1000, 25e6, 1.5e3; exactly, never by way of a float."""
+    try:
+        number = Decimal(text)
+    except InvalidOperation:
+        number = Decimal("NaN")
+    if not (number.is_finite() and 1 <= number <= MOST and number == number.to_integral_value()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 up, such as 25e6")
+    return int(number)
+
+
+def worlds(text: str) -> list[int]:
+    numbers = [size(part) for part in text.split(",")]
+    if not all(2 <= number <= MOST_RANKS for number in numbers):
+        raise argparse.ArgumentTypeError(f"{text!r}: there are 2 to {MOST_RANKS:,} ranks")
+    return sorted(set(numbers))
+
+
+def densities(text: str) -> list[float]:
+    try:
+        return list(dict.fromkeys(float(part) for part in text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} are not numbers with commas between them") from None
+
+
+def schemes(text: str) -> list[str]:
+    """Names of schemes, with settings or without: `topk,gtopk:paper=true`."""
+    from gradsieve.schemes import SCHEMES
+    from gradsieve.schemes.spec import parse
+
+    texts = list(SCHEMES) if text == "all" else list(dict.fromkeys(text.split(",")))
+    try:
+        for each in texts:
+            parse(each)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return texts
+
+
+def drawable(path: Path | None) -> None:
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install 'gradsieve[plot]'")

@@ -1,0 +1,120 @@
+"""What schemes share in which every rank selects by itself: its entries go to everybody, counts first.
+
+    counts    one integer a rank: how many elements it selected
+    rows      all of the longest rank's length, filled up with index n, which is nowhere
+
+Ranks pick the same index or not, as it happens. Either everybody's values are added up where they were sent
+(`gather_entries`), or only indices are gathered and the values at their union are all-reduced
+(`reduce_union`): then every rank also gives, and spends, what it has where others picked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from gradsieve.comm.ops import AllGather, AllReduce
+from gradsieve.kernels import above, largest, sum_by_index
+from gradsieve.schemes.base import Scheme, Seen, log2_ceil
+from gradsieve.types import Ctx, Program, Sparse
+from gradsieve.wire.check import counts_within, rows_increasing
+from gradsieve.wire.frame import from_bits, index_dtype, to_bits
+
+
+class Figures(Protocol):
+    """What a State tells of the last step."""
+
+    @property
+    def longest(self) -> int: ...
+    @property
+    def imbalance(self) -> float: ...
+
+
+AnyFigures = TypeVar("AnyFigures", bound=Figures)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gathering(Scheme[AnyFigures]):
+    """A scheme that moves its entries by `gather_entries`."""
+
+    def report(self, state: AnyFigures) -> Mapping[str, float]:
+        return {"imbalance": state.imbalance}
+
+    def expected_words(self, n: int, world: int, state: AnyFigures | None = None) -> float:
+        return 2.0 * (state.longest if state else self.k(n)) * (world - 1)
+
+    def expected_rounds(self, n: int, world: int, state: AnyFigures | None = None) -> int:
+        return 2 * log2_ceil(world)
+
+
+def reaching(acc: Tensor, threshold: float) -> Tensor:
+    """`above` for an estimate, which may be zero or less: that means all elements but zeros and denormals."""
+    return above(acc, max(threshold, torch.finfo(acc.dtype).tiny))
+
+
+def at_least_one(acc: Tensor, mine: Tensor) -> Tensor:
+    """The largest element where an estimate found none: whatever it says, residuals drain."""
+    return mine if mine.numel() else largest(acc, 1)
+
+
+def pack_entries(mine: Tensor, values: Tensor, length: int, n: int) -> Tensor:
+    """Indices and values in one message of shape (2, length), filled up with index n."""
+    message = torch.full((2, length), n, dtype=index_dtype(n, values.dtype), device=values.device)
+    message[0, : mine.numel()] = mine
+    message[1, : mine.numel()] = to_bits(values)
+    return message
+
+
+def sum_entries(messages: Tensor, n: int, dtype: torch.dtype, ctx: Ctx) -> Sparse:
+    """All ranks' packed entries, added up for each index in rank order."""
+    rows = messages[:, 0]
+    rows_increasing(rows, n, f"indices in step {ctx.step}")
+    present = rows != n
+    picked, total = sum_by_index(rows[present].long(), from_bits(messages[:, 1][present], dtype), n)
+    return Sparse(picked, total, n)
+
+
+def gather_entries(acc: Tensor, mine: Tensor, ctx: Ctx) -> Program[tuple[Sparse, Sparse, Seen]]:
+    """Update, spent and figures when every rank sends its `mine` to everybody."""
+    n, values = acc.numel(), acc[mine]
+    counts = yield from _gather_counts(mine, n, ctx)
+    messages = yield AllGather(pack_entries(mine, values, int(counts.max()), n))
+    update = sum_entries(messages, n, acc.dtype, ctx)
+    return update, Sparse(mine, values, n), _seen(counts, update.count)
+
+
+def reduce_union(
+    acc: Tensor, mine: Tensor, ctx: Ctx, length: int | None = None
+) -> Program[tuple[Sparse, Sparse, Seen]]:
+    """Update, spent and figures when every rank gives what it has where any rank picked.
+
+    `length` is that of the rows, where everybody knows it; else counts are gathered first.
+    """
+    n = acc.numel()
+    if length is None:
+        length = int((yield from _gather_counts(mine, n, ctx)).max())
+    row = torch.full((length,), n, dtype=index_dtype(n), device=acc.device)
+    row[: mine.numel()] = mine
+    rows = yield AllGather(row)
+    rows_increasing(rows, n, f"indices in step {ctx.step}")
+    marks = torch.zeros(n + 1, dtype=torch.bool, device=acc.device)
+    marks[rows.long()] = True  # no sorting: rows together can be many times n
+    union = marks[:n].nonzero().flatten()
+    given = acc[union]
+    total = yield AllReduce(given.clone())
+    return Sparse(union, total, n), Sparse(union, given, n), _seen((rows != n).sum(1), union.numel())
+
+
+def _gather_counts(mine: Tensor, n: int, ctx: Ctx) -> Program[Tensor]:
+    counts = yield AllGather(torch.tensor([mine.numel()], dtype=index_dtype(n), device=mine.device))
+    counts = counts.flatten()
+    counts_within(counts, n, f"elements in step {ctx.step}")
+    return counts
+
+
+def _seen(counts: Tensor, union: int) -> Seen:
+    return Seen(longest=int(counts.max()), mean=int(counts.sum()) / counts.numel(), union=union)

@@ -1,0 +1,61 @@
+"""Hard threshold: every rank picks what is above one constant, and nothing controls how much that is.
+
+1. The threshold is 1 / (2 sqrt k), whatever the gradients are.
+2. Each rank picks its |acc| at or above it.
+3. Gather counts, then indices padded to the largest count; their union is what travels.
+4. All-reduce the values at the union; every rank spends its own there.
+
+Density follows the scale of the gradients, from nothing to everything: what threshold control is about.
+What stays below the constant for good, on every rank, is never sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gradsieve.kernels import above
+from gradsieve.schemes.base import Scheme, log2_ceil
+from gradsieve.schemes.gathering import reduce_union
+from gradsieve.types import Ctx, Outcome, Program
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """Figures of the last step, but not `Seen`: counts grow as residuals fill up, so that one step does not
+    tell the traffic of the next."""
+
+    longest: int = 0
+    imbalance: float = 1.0
+    union: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardThreshold(Scheme[State]):
+    def begin(self, n: int, world: int, previous: State | None = None) -> State:
+        return State()
+
+    def step(self, acc: Tensor, state: State, ctx: Ctx) -> Program[Outcome[State]]:
+        # 1. and 2.
+        mine = above(acc, self.threshold(acc.numel()))
+        # 3. and 4.
+        update, spent, seen = yield from reduce_union(acc, mine, ctx)
+        new = State(longest=seen.longest, imbalance=seen.imbalance, union=seen.union)
+        return Outcome(update, spent, new)
+
+    def threshold(self, n: int) -> float:
+        return 0.5 / math.sqrt(max(self.k(n), 1))
+
+    def report(self, state: State) -> Mapping[str, float]:
+        return {"imbalance": state.imbalance}
+
+    def expected_words(self, n: int, world: int, state: State | None = None) -> float:
+        """Without a state, as if every rank picked k elements that no other picked."""
+        longest, union = (state.longest, state.union) if state else (self.k(n), min(n, self.k(n) * world))
+        return (longest + 2.0 * union / world) * (world - 1)
+
+    def expected_rounds(self, n: int, world: int, state: State | None = None) -> int:
+        return 4 * log2_ceil(world)

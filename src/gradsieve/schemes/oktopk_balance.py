@@ -1,0 +1,67 @@
+"""Lists of index and value, of known but different lengths, gathered in rank order the cheaper of two ways.
+
+    padded      all-gather of every list, filled up to the longest           longest (P-1) rows
+    balanced    all-to-all of contiguous slices, so that every rank holds    moved + mean (P-1) rows
+                the same number; then all-gather without gaps
+
+All ranks know all lengths, so that all come to the same choice. Rows are counted at the busiest rank.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradsieve.comm.ops import AllGather, AllToAll
+from gradsieve.types import Program
+from gradsieve.wire.frame import from_bits, index_dtype, to_bits
+
+
+def packed(indices: Tensor, values: Tensor, n: int) -> Tensor:
+    """One row of index and value bits for each element."""
+    return torch.stack([indices.to(index_dtype(n, values.dtype)), to_bits(values)], 1)
+
+
+def unpacked(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    indices, bits = rows.t().contiguous()
+    return indices.long(), from_bits(bits, dtype)
+
+
+def gather_lists(rows: Tensor, counts: Tensor, rank: int) -> Program[Tensor]:
+    """`counts[r]` rows of rank r, one list behind the other."""
+    counts = counts.cpu()
+    if balancing_pays(counts):
+        held, shall = _edges(counts), _edges(_even(counts))
+        sends = _overlaps(held[rank], held[rank + 1], shall)
+        receives = _overlaps(shall[rank], shall[rank + 1], held)
+        rows = yield AllToAll(rows, tuple(sends.tolist()), tuple(receives.tolist()))
+        counts = _even(counts)
+    longest = int(counts.max())
+    message = rows.new_zeros((longest, *rows.shape[1:]))
+    message[: rows.shape[0]] = rows
+    gathered = yield AllGather(message)
+    filled = torch.arange(longest) < counts[:, None]
+    return gathered[filled.to(gathered.device)]
+
+
+def balancing_pays(counts: Tensor) -> bool:
+    held, shall, even = _edges(counts), _edges(_even(counts)), _even(counts)
+    stays = (torch.minimum(held[1:], shall[1:]) - torch.maximum(held[:-1], shall[:-1])).clamp(min=0)
+    moved = int((torch.maximum(counts, even) - stays).max())
+    return moved + int(even.max()) * (counts.numel() - 1) < int(counts.max()) * (counts.numel() - 1)
+
+
+def _even(counts: Tensor) -> Tensor:
+    """The same total in lists of one length, but for the last."""
+    total, world = int(counts.sum()), counts.numel()
+    return (torch.arange(world + 1) * -(-total // world)).clamp(max=total).diff()
+
+
+def _edges(counts: Tensor) -> Tensor:
+    """Where each list begins and ends when they stand one behind the other."""
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+def _overlaps(start: Tensor, stop: Tensor, edges: Tensor) -> Tensor:
+    """How much of start..stop lies between each edge and the next."""
+    return edges.clamp(start, stop).diff()

@@ -1,0 +1,63 @@
+"""The laws for settings that change the messages."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+
+from laws.cases import WORLDS, Case, cases, lengths
+from laws.checks import check_drained, check_nothing_lost, check_round, check_same_states
+from laws.driver import Fleet
+from laws.gradients import KINDS, Source
+from laws.variants import VARIANTS
+
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+@every_variant
+@given(case=cases())
+def test_every_round_is_lawful(variant: str, case: Case) -> None:
+    scheme = VARIANTS[variant](case.density, case.world)
+    fleet = Fleet(scheme, case.sizes, case.world, case.dtype)
+    for round_ in fleet.advance(case.source, min(case.steps, 6)):
+        check_round(round_, case.source.exact)
+    check_same_states(fleet.states)
+
+
+@every_variant
+def test_every_number_of_ranks_and_kind_of_gradient_is_lawful(variant: str) -> None:
+    """Nothing is left to chance, in one table that turns through the lengths."""
+    for row, world in enumerate(WORLDS):
+        for column, kind in enumerate(KINDS):
+            sizes = lengths(world)
+            n = sizes[(row + column) % len(sizes)]
+            fleet = Fleet(VARIANTS[variant](0.1, world), [n], world)
+            source = Source(kind, (n,), seed=row)
+            for round_ in fleet.advance(source, 3):
+                check_round(round_, source.exact)
+
+
+@every_variant
+@pytest.mark.parametrize("world", [1, 3, 4, 6, 8])
+def test_nothing_is_lost_and_all_is_sent_in_the_end(variant: str, world: int) -> None:
+    n = 60
+    fleet = Fleet(VARIANTS[variant](0.1, world), [n], world)
+    source = Source("integers", (n,), seed=world)
+    gradients, updates = torch.zeros(n), torch.zeros(n)
+
+    def then_silence(step: int, rank: int, bucket: int) -> Tensor:
+        return source(step, rank, bucket) * (step < 8)
+
+    while fleet.step < 400:
+        for round_ in fleet.advance(then_silence, 8):
+            updates += round_.outcomes[0].update.to_dense()
+            gradients += sum(then_silence(round_.step, rank, 0) for rank in range(world))
+        residuals = torch.stack([buckets[0] for buckets in fleet.residuals]).sum(0)
+        check_nothing_lost(gradients, updates, residuals, torch.zeros(n))
+        if not any(bool(residual.any()) for residual in chain(*fleet.residuals)):
+            break
+    check_drained(list(chain(*fleet.residuals)))
