@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import gradsieve
 from gradsieve.comm import lockstep
 from gradsieve.schemes import SCHEMES, make
 from gradsieve.sync import Pipeline
+from gradsieve.types import replicated_fields
 from multiproc.models import SHAPES, Whole, whole_numbers
 
 RATE = 2.0**-6
@@ -23,6 +24,12 @@ RATE = 2.0**-6
 def registered(*, lossless: bool = True) -> list[str]:
     """Every scheme that communicates; without the lossless ones, every one that has residuals."""
     return [name for name, kind in SCHEMES.items() if not kind.silent and (lossless or not kind.lossless)]
+
+
+def private_fields() -> list[str]:
+    """Fields of any scheme's State that are the rank's own."""
+    states = [kind().begin(1, 1) for kind in SCHEMES.values()]
+    return [f.name for state in states for f in fields(state) if f.name not in replicated_fields(state)]
 
 
 @dataclass(frozen=True)
@@ -71,8 +78,9 @@ class Seen:
 
     @property
     def replicated(self) -> dict[str, Tensor]:
-        state = {key: part for key, part in self.state.items() if not key.startswith("residual/")}
-        return {**self.parameters, **state}
+        own = tuple(f"/{name}" for name in private_fields())
+        shared = [key for key in self.state if not key.startswith("residual/") and not key.endswith(own)]
+        return {**self.parameters, **{key: self.state[key] for key in shared}}
 
     def note(self, sums: dict[str, Tensor], name: str, amount: Tensor | None, shape: torch.Size) -> None:
         total = sums.setdefault(name, torch.zeros(shape, dtype=torch.float64))

@@ -35,7 +35,8 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     FigureCanvasAgg(figure)
     figure.suptitle(
         f"{world} ranks, density {density:g}: energy captured against words moved\n"
-        "filled markers: about as many elements as asked for; hollow: more or fewer"
+        "filled markers: about as many elements as asked for; hollow: more or fewer",
+        size=10,  # so that it fits over one panel
     )
     panels = figure.subplots(1, len(models), squeeze=False)[0]
     panels[0].set_ylabel("energy captured / best of as many elements")

@@ -82,15 +82,19 @@ def _all_to_all(ops: list[AllToAll]) -> list[Tensor | None]:
                 f"rank {rank} announces {sum(op.send_counts)} rows for {len(op.send_counts)} ranks "
                 f"but hands over {op.tensor.shape[0]} rows to {len(ops)} ranks"
             )
-    parts = [torch.split(op.tensor, list(op.send_counts)) for op in ops]
-    for sender, op in enumerate(ops):
-        for receiver, count in enumerate(op.send_counts):
-            expected = ops[receiver].receive_counts[sender]
-            if count != expected:
-                raise MismatchError(
-                    f"rank {sender} sends {count} rows to rank {receiver}, which expects {expected}"
-                )
-    return [torch.cat([part[receiver] for part in parts]) for receiver in range(len(ops))]
+    sent = torch.tensor([op.send_counts for op in ops])
+    expected = torch.tensor([op.receive_counts for op in ops]).T
+    wrong = (sent != expected).nonzero()
+    if wrong.numel():
+        sender, receiver = wrong[0].tolist()
+        raise MismatchError(
+            f"rank {sender} sends {int(sent[sender, receiver])} rows to rank {receiver}, "
+            f"which expects {int(expected[sender, receiver])}"
+        )
+    # All rows in one tensor, sorted by receiver: a slice for each pair of ranks would be a million at 1,024.
+    receivers = torch.arange(len(ops)).repeat(len(ops)).repeat_interleave(sent.flatten())
+    rows = torch.cat([op.tensor for op in ops])[receivers.sort(stable=True).indices]
+    return list(torch.split(rows, sent.sum(0).tolist()))
 
 
 def _exchange(ops: list[Exchange]) -> list[Tensor | None]:
