@@ -121,6 +121,7 @@ STEP = Step(
     least_words=90.0,
     most_words=110.0,
     formula_rounds=1,
+    exact=False,
     density=0.1,
     imbalance=None,
 )

@@ -44,7 +44,7 @@ COLUMNS = [
     "times_k",
     "rounds",
     "formula_rounds",
-    "collectives",
+    "exact_words",
     "settled_after",
     "steps",
     "density",
@@ -68,6 +68,8 @@ class Step:
     most_words: float
     """The band in which words are as the formula says: a tenth around it, Ok-Topk's 2k to 6k."""
     formula_rounds: int
+    exact: bool
+    """A step in which a scheme evaluates its threshold anew, at a cost of its own (Ok-Topk)."""
     density: float
     """Elements in the update over n."""
     imbalance: float | None
@@ -165,6 +167,7 @@ class Fleet:
             least_words=least,
             most_words=most,
             formula_rounds=self.scheme.expected_rounds(n, world, state),
+            exact=bool(self.scheme.report(state).get("exact")),
             density=counts[0] / n,
             imbalance=self.scheme.report(state).get("imbalance"),
         )
@@ -225,7 +228,8 @@ def measure(case: Case, after_step: Callable[[int], None] = lambda taken: None) 
         after_step(fleet.taken)
     settled = settled_after(steps)
     seen = steps[len(steps) // 2 if settled is None else min(settled, len(steps) // 2) :]
-    worst = max(seen, key=lambda step: step.words)
+    worst = max([step for step in seen if not step.exact] or seen, key=lambda step: step.words)
+    exact = [step.words for step in steps if step.exact]
     unit = fleet.scheme.k(case.n) * (case.world - 1) / case.world
     return {
         "scheme": case.scheme,
@@ -234,6 +238,7 @@ def measure(case: Case, after_step: Callable[[int], None] = lambda taken: None) 
         "density": sum(step.density for step in seen) / len(seen),
         "of_formula": worst.words / worst.formula_words if worst.formula_words else 1.0,
         "times_k": worst.words / unit,
+        "exact_words": max(exact) if exact else None,
         "settled_after": settled,
         "steps": len(steps),
         "seconds": time.perf_counter() - start,

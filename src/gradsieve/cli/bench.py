@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gradsieve.cli import bench_schemes
+from gradsieve.cli import bench_memory, bench_schemes
 from gradsieve.cli.arguments import drawable, schemes, size, worlds
 from gradsieve.cli.progress import progress
 
@@ -29,6 +29,7 @@ columns:
   formula_words        the published cost at the count and the imbalance seen in that step
   of_formula           words over formula_words
   times_k              words over k (P-1)/P, k being the elements to send
+  exact_words          the most in a step that evaluates thresholds anew, left out of words (Ok-Topk)
   rounds               messages one after the other, by the best known algorithm for each collective
   formula_rounds       the published latency
   settled_after        steps until words stay within a tenth of the formula (Ok-Topk: between 2k and 6k);
@@ -48,6 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_step(commands)
     _add_traffic(commands)
     bench_schemes.add_parser(commands)
+    bench_memory.add_parser(commands)
 
 
 def _add_step(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

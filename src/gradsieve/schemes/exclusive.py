@@ -209,9 +209,9 @@ def settle_threshold(states: Sequence[AnyPartitioned], k: int, control: bool = T
 
 
 def _ratio(sent: int, demand: float, k: int) -> float:
-    """Count over target. Near the target the count is what was sent; rows cut off what goes far beyond, so
-    there it is what was demanded."""
-    weight = min(max((demand / k - 1.25) / 0.5, 0.0), 1.0)
+    """Count over target. The count is what was sent, also where rows cut a good deal off: other partitions
+    must then send more. Rows hide what goes far beyond, so there it is what was demanded."""
+    weight = min(max((demand / k - 4.0) / 4.0, 0.0), 1.0)
     return float(sent / k * (demand / sent) ** weight)
 
 

@@ -123,7 +123,8 @@ class OkTopk(Scheme[State]):
         return Outcome(update, Sparse(mine, acc[mine], n), new)
 
     def report(self, state: State) -> Mapping[str, float]:
-        return {"threshold": state.global_threshold, "imbalance": state.imbalance}
+        exact = float(state.gathered > self.k(state.n))
+        return {"threshold": state.global_threshold, "imbalance": state.imbalance, "exact": exact}
 
     def expected_words(self, n: int, world: int, state: State | None = None) -> float:
         """4k, within the published 2k to 6k: k elements to the owners, then k sums to everybody; on an exact
