@@ -29,10 +29,10 @@ from multiproc.training import (
     check_applied,
     check_nothing_lost,
     check_replicas,
-    registered,
+    typical,
 )
 
-every_scheme = pytest.mark.parametrize("scheme", registered())
+every_scheme = pytest.mark.parametrize("scheme", typical())
 
 
 # -- refusals -----------------------------------------------------------------------------------------

@@ -29,10 +29,12 @@ from multiproc.training import (
     check_replicas,
     differing,
     registered,
+    typical,
 )
 
 every_scheme = pytest.mark.parametrize("scheme", registered())
-every_lossy_scheme = pytest.mark.parametrize("scheme", registered(lossless=False))
+every_way = pytest.mark.parametrize("scheme", typical())
+every_lossy_way = pytest.mark.parametrize("scheme", typical(lossless=False))
 
 
 def train(rank: int, plan: Plan) -> Seen:
@@ -59,7 +61,7 @@ def test_real_processes_give_what_lockstep_gives(four: Ranks, scheme: str) -> No
         assert differing(real.residuals, expected.residuals) == []
 
 
-@every_lossy_scheme
+@every_lossy_way
 def test_a_sparse_scheme_keeps_something_back(two: Ranks, scheme: str) -> None:
     """Or the tests above would say nothing about residuals."""
     seen = two.run(train, Plan(scheme))
@@ -125,7 +127,7 @@ def train_and_watch_buckets(rank: int, plan: Plan) -> tuple[Seen, list[list[list
     return run.train().report(), steps
 
 
-@every_scheme
+@every_way
 @pytest.mark.parametrize("cap_mb", [0.01, 0.05, 1, 25])
 def test_residuals_survive_the_rebuilding_of_buckets(two: Ranks, scheme: str, cap_mb: float) -> None:
     plan = Plan(scheme, cap_mb=cap_mb)
@@ -137,7 +139,7 @@ def test_residuals_survive_the_rebuilding_of_buckets(two: Ranks, scheme: str, ca
     assert differing(seen[0].parameters, virtual[0].parameters) == []
 
 
-@every_scheme
+@every_way
 def test_views_into_buckets_change_nothing(two: Ranks, scheme: str) -> None:
     plans = [Plan(scheme, ddp={"gradient_as_bucket_view": flag}) for flag in (False, True)]
     copied, viewed = (two.run(train, plan) for plan in plans)
@@ -164,7 +166,7 @@ def train_on_the_sum(rank: int, plan: Plan) -> Seen:
     return run.report()
 
 
-@every_scheme
+@every_way
 @pytest.mark.parametrize("micro", [1, 2, 5])
 @pytest.mark.parametrize("ddp", [{}, {"gradient_as_bucket_view": True}], ids=["copied", "viewed"])
 def test_accumulated_gradients_are_exchanged_once(
@@ -187,7 +189,7 @@ def train_on_a_static_graph(rank: int, plan: Plan) -> tuple[Seen, int]:
     return run.report(), run.sync.pipeline.step
 
 
-@every_scheme
+@every_way
 def test_accumulation_on_a_static_graph(two: Ranks, scheme: str) -> None:
     plan = Plan(scheme, micro=3, ddp={"static_graph": True})
     seen, steps = zip(*two.run(train_on_a_static_graph, plan), strict=True)
@@ -229,7 +231,7 @@ def test_many_units_keep_their_order_on_an_uneven_machine(two: Ranks, scheme: st
     assert differing(seen[0].parameters, Virtual(plan, 2).train()[0].parameters) == []
 
 
-@every_scheme
+@every_way
 def test_units_of_one_tensor_each_some_without_anything_sparse(two: Ranks, scheme: str) -> None:
     plan = Plan(scheme, cap_mb=1e-6)
     seen = two.run(train, plan)

@@ -20,10 +20,10 @@ from multiproc.training import (
     check_nothing_lost,
     check_replicas,
     differing,
-    registered,
+    typical,
 )
 
-every_scheme = pytest.mark.parametrize("scheme", registered())
+every_scheme = pytest.mark.parametrize("scheme", typical())
 
 
 # -- frozen -------------------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ import gradsieve
 from gradsieve import ConfigError
 from multiproc.harness import Ranks
 from multiproc.models import Whole
-from multiproc.training import RATE, Plan, Run, Seen, Virtual, check_laws, differing, registered
+from multiproc.training import RATE, Plan, Run, Seen, Virtual, check_laws, differing, typical
 
-every_scheme = pytest.mark.parametrize("scheme", registered())
-every_lossy_scheme = pytest.mark.parametrize("scheme", registered(lossless=False))
+every_scheme = pytest.mark.parametrize("scheme", typical())
+every_lossy_scheme = pytest.mark.parametrize("scheme", typical(lossless=False))
 
 
 class ByHand(Run):

@@ -17,7 +17,7 @@ import torch
 from gradsieve import PeerError
 from gradsieve.comm.c10d import Engine
 from multiproc.harness import Answer, Ranks
-from multiproc.training import Plan, Run, Seen, check_laws, differing, registered, snapshot
+from multiproc.training import Plan, Run, Seen, check_laws, differing, snapshot, typical
 
 WORLD, VICTIM, STEP = 3, 1, 5
 GROUP_TIMEOUT = 3.0
@@ -125,7 +125,7 @@ def ended(answers: list[Answer]) -> tuple[dict[int, Survivor], dict[int, int | N
 @pytest.mark.parametrize(
     ("scheme", "where", "number"),
     [
-        *[(scheme, in_a_hook, 17) for scheme in registered()],
+        *[(scheme, in_a_hook, 17) for scheme in typical()],
         ("exdyna", before_an_op, -signal.SIGKILL),
         ("topk", before_an_op, 0),
         ("dense", before_an_op, -signal.SIGSEGV),

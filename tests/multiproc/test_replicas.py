@@ -12,9 +12,9 @@ import torch
 from gradsieve import SCHEMES, DivergenceError
 from gradsieve.integrations import gradient_sync
 from multiproc.harness import Ranks
-from multiproc.training import Plan, Run, registered
+from multiproc.training import Plan, Run, registered, typical
 
-every_scheme = pytest.mark.parametrize("scheme", registered())
+every_scheme = pytest.mark.parametrize("scheme", typical())
 with_threshold = pytest.mark.parametrize(
     "scheme", [name for name in registered() if hasattr(SCHEMES[name]().begin(4096, 4), "threshold")]
 )

@@ -18,12 +18,12 @@ from multiproc.training import (
     check_nothing_lost,
     check_replicas,
     differing,
-    registered,
     snapshot,
+    typical,
 )
 
-every_scheme = pytest.mark.parametrize("scheme", registered())
-every_lossy_scheme = pytest.mark.parametrize("scheme", registered(lossless=False))
+every_scheme = pytest.mark.parametrize("scheme", typical())
+every_lossy_scheme = pytest.mark.parametrize("scheme", typical(lossless=False))
 BAD_STEP, BAD_RANK, STEPS = 10, 1, 15
 SPARSE, DENSE = 3, 1
 """Places in `Whole` of a tensor that goes sparse and of one that goes dense."""

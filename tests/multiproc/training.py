@@ -26,6 +26,14 @@ def registered(*, lossless: bool = True) -> list[str]:
     return [name for name, kind in SCHEMES.items() if not kind.silent and (lossless or not kind.lossless)]
 
 
+TYPICAL = ["dense", "topk", "gtopk", "cltk", "oktopk", "spardl", "exdyna"]
+"""One scheme for each way of talking (a test sees to it): for what lies around the schemes, these tell."""
+
+
+def typical(*, lossless: bool = True) -> list[str]:
+    return [name for name in TYPICAL if lossless or not SCHEMES[name].lossless]
+
+
 def private_fields() -> list[str]:
     """Fields of any scheme's State that are the rank's own."""
     states = [kind().begin(1, 1) for kind in SCHEMES.values()]

@@ -1,0 +1,44 @@
+"""Multi-process tests around the schemes use a few of them: these must talk in every way that any does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gradsieve.comm import lockstep
+from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange
+from gradsieve.schemes import SCHEMES, make
+from gradsieve.types import Ctx, Program
+from laws.gradients import Source
+from multiproc.training import TYPICAL
+
+N, WORLD = 500, 4
+
+
+def ways(name: str) -> set[type]:
+    """Kinds of ops that a scheme issues in its first step."""
+    used: set[type] = set()
+
+    def noted(program: Program[object]) -> Iterator[object]:
+        reply = None
+        while True:
+            try:
+                op = program.send(reply)  # type: ignore[arg-type]
+            except StopIteration:
+                return
+            used.add(type(op))
+            reply = yield op
+
+    scheme, source = make(name, 0.1), Source("normal", (N,))
+    programs = [
+        scheme.exchange(source(0, rank, 0), scheme.begin(N, WORLD), Ctx(rank, WORLD, 0))
+        for rank in range(WORLD)
+    ]
+    lockstep.run([noted(program) for program in programs])  # type: ignore[misc]
+    return used
+
+
+def test_typical_schemes_talk_in_every_way_that_any_scheme_does() -> None:
+    by_all = {frozenset(ways(name)) for name, kind in SCHEMES.items() if not kind.silent}
+    typical = {frozenset(ways(name)) for name in TYPICAL}
+    assert by_all == typical
+    assert set().union(*typical) == {AllGather, AllReduce, AllToAll, Broadcast, Exchange}
