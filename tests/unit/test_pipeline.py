@@ -26,6 +26,7 @@ from multiproc.training import (
     check_nothing_lost,
     check_replicas,
     differing,
+    private_fields,
     registered,
 )
 
@@ -78,7 +79,11 @@ def test_no_gradient_is_lost_and_replicas_are_the_same_bits(
     check_replicas([replace_state(each) for each in seen])
     check_nothing_lost(seen)
     check_applied(seen)
-    replicated = [{k: v for k, v in state.items() if "residual" not in k} for state in states_of(virtual)]
+    own = ("residual", *private_fields())
+    replicated = [
+        {key: part for key, part in state.items() if not any(name in key for name in own)}
+        for state in states_of(virtual)
+    ]
     assert all(differing(replicated[0], other) == [] for other in replicated)
 
 
@@ -259,7 +264,8 @@ def test_what_no_rank_used_gets_nothing_where_that_would_be_dropped(scheme: str,
         means = virtual.step(gradients)
         got += int(means[0]["tensors.3"].count_nonzero())
         assert int(means[0]["tensors.0"].count_nonzero())
-    assert (got == 0) == masked
+    below_the_constant = scheme == "hard-threshold"  # and there for good
+    assert (got == 0) == (masked or below_the_constant)
     check_nothing_lost(virtual.seen_now())
 
 

@@ -52,6 +52,18 @@ def schemes(text: str) -> list[str]:
     return texts
 
 
+def models(text: str) -> list[str]:
+    from gradsieve.bench.models import MODELS
+
+    names = list(dict.fromkeys(text.split(",")))
+    unknown = [name for name in names if name not in MODELS]
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            f"no model is called {', '.join(map(repr, unknown))}; there are: {', '.join(MODELS)}"
+        )
+    return names
+
+
 def drawable(path: Path | None) -> None:
     if path is not None and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: pip install 'gradsieve[plot]'")

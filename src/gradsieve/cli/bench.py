@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gradsieve.cli import bench_memory, bench_schemes
+from gradsieve.cli import bench_lost, bench_memory, bench_schemes
 from gradsieve.cli.arguments import drawable, schemes, size, worlds
 from gradsieve.cli.progress import progress
 
@@ -50,6 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_traffic(commands)
     bench_schemes.add_parser(commands)
     bench_memory.add_parser(commands)
+    bench_lost.add_parser(commands)
 
 
 def _add_step(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

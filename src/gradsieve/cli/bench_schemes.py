@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from gradsieve.cli.arguments import densities, drawable, schemes, size, worlds
+from gradsieve.cli.arguments import densities, drawable, models, schemes, size, worlds
 from gradsieve.cli.progress import progress
 
 _DESCRIPTION = """\
@@ -45,7 +45,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add = parser.add_argument
     add(
         "--models",
-        type=_models,
+        type=models,
         default="cnn,transformer,recommender",
         metavar="LIST",
         help="what is trained (default: %(default)s)",
@@ -93,18 +93,6 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         plot(rows, args.plot)
     return 0
-
-
-def _models(text: str) -> list[str]:
-    from gradsieve.bench.models import MODELS
-
-    names = list(dict.fromkeys(text.split(",")))
-    unknown = [name for name in names if name not in MODELS]
-    if unknown:
-        raise argparse.ArgumentTypeError(
-            f"no model is called {', '.join(map(repr, unknown))}; there are: {', '.join(MODELS)}"
-        )
-    return names
 
 
 def _talking(text: str) -> list[str]:

@@ -127,8 +127,7 @@ class OkTopk(Scheme[State]):
         return {"threshold": state.global_threshold, "imbalance": state.imbalance, "exact": exact}
 
     def expected_words(self, n: int, world: int, state: State | None = None) -> float:
-        """4k, within the published 2k to 6k: k elements to the owners, then k sums to everybody; on an exact
-        step all sums there are."""
+        """4k of the published 2k to 6k: k elements to owners, k sums (all on exact steps) to everybody."""
         imbalance, gathered = (state.imbalance, state.gathered) if state else (1.0, self.k(n))
         return 2.0 * (self.k(n) * imbalance + gathered) * (world - 1) / world
 
