@@ -14,10 +14,14 @@ from torch import Tensor
 from gradsieve.comm import lockstep
 from gradsieve.comm.meter import Meter
 from gradsieve.comm.ops import AllGather
-from gradsieve.schemes import make
+from gradsieve.errors import ConfigError
+from gradsieve.schemes import exdyna, make
 from gradsieve.schemes.exclusive import HEADER, quota
+from gradsieve.schemes.exdyna import ExDyna
+from gradsieve.schemes.speeds import shares_of_work
 from gradsieve.types import Ctx, Program
 from laws.driver import Fleet, Gradients
+from laws.gradients import Source
 
 N, WORLD, DENSITY = 65_537, 8, 0.05
 BALANCED = 1.15
@@ -193,3 +197,48 @@ def test_a_threshold_stays_a_normal_float32_whatever_the_count_asks_for(
         state = scheme.settle([seen])[0]
         threshold = state.threshold
         assert limits.tiny <= threshold <= limits.max
+
+
+@pytest.mark.parametrize(("speeds", "share"), [((3.0, 1.0), 0.75), (None, 0.5), ((1.0, 9.0), 0.1)])
+def test_a_rank_selects_in_proportion_to_its_speed(speeds: tuple[float, ...] | None, share: float) -> None:
+    """Of elements to look at and of elements found, whichever partition it has."""
+    scheme = ExDyna(density=0.05, speeds=speeds)
+    fleet, found = Fleet(scheme, [20_000], 2), torch.zeros(2)
+    for round_ in fleet.advance(Source("skewed", (20_000,)), 30):
+        if round_.step < 10:
+            continue
+        cuts = exdyna._in_proportion(round_.states[0].cuts, shares_of_work(speeds, 2).roll(round_.step % 2))
+        picked = round_.outcomes[0].update.indices
+        counts = torch.histc(torch.searchsorted(cuts[1:-1], picked, right=True).float(), 2, 0, 1)
+        found += counts.roll(-round_.step % 2)  # partition p is with rank (p - step) mod P
+    assert float(found[0] / found.sum()) == pytest.approx(share, abs=0.05)
+
+
+def test_cuts_in_proportion_are_the_cuts_themselves_for_equal_parts() -> None:
+    cuts = torch.tensor([0.0, 10.0, 11.0, 50.0, 100.0], dtype=torch.float64)
+    assert torch.allclose(exdyna._in_proportion(cuts, torch.full((4,), 0.25, dtype=torch.float64)), cuts)
+    half = exdyna._in_proportion(cuts, torch.tensor([0.5, 0.125, 0.125, 0.25], dtype=torch.float64))
+    assert torch.allclose(half, torch.tensor([0.0, 11.0, 30.5, 50.0, 100.0], dtype=torch.float64))
+
+
+def test_without_balancing_cuts_stay_and_without_control_the_threshold_does() -> None:
+    gradients = Source("skewed", (4000,))
+    for scheme, fixed in (
+        (ExDyna(density=0.05, balance=False), "cuts"),
+        (ExDyna(density=0.05, control=False), "threshold"),
+        (ExDyna(density=0.05), None),
+    ):
+        fleet, seen = Fleet(scheme, [4000], 4), []
+        for _ in range(6):
+            for _ in fleet.advance(gradients, 1):
+                pass
+            state = fleet.states[0][0]
+            seen.append((state.cuts.tolist(), state.threshold))
+        assert (len({str(cuts) for cuts, _ in seen}) == 1) == (fixed == "cuts")
+        assert (len({threshold for _, threshold in seen}) == 1) == (fixed == "threshold")
+
+
+@pytest.mark.parametrize("settings", [{"speeds": (1.0, 0.0)}, {"blocks_per_partition": 0}])
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        ExDyna(**settings)

@@ -145,15 +145,11 @@ class Fleet:
         # A lossless scheme keeps nothing back, so that the ranks can write their gradients to one place.
         self.residuals = torch.zeros(1 if self.scheme.lossless else world, n)
         self.taken = 0
-        self._first_ended = False
 
     def step(self) -> Step:
-        case, n, world = self.case, self.case.n, self.case.world
+        n, world = self.case.n, self.case.world
         meters = [Meter(rank, world) for rank in range(world)]
-        self._first_ended = False
-        programs = [self._commit(0)]
-        programs += [self._follow(rank) if case.stateless else self._commit(rank) for rank in range(1, world)]
-        counts = lockstep.run(programs, meters)
+        counts = lockstep.run([self._commit(rank) for rank in range(world)], meters)
         self.taken += 1
         state = self.states[0]
         least, most = self.scheme.words_band(n, world, state)
@@ -183,24 +179,7 @@ class Fleet:
         if not self.scheme.lossless:
             outcome.spent.subtract_from(acc)
         self.states[rank] = self.scheme.settle([outcome.state])[0]
-        self._first_ended = True
         return outcome.update.count
-
-    def _follow(self, rank: int) -> Program[int]:
-        """A rank whose work after the last reply is left out.
-
-        Top-k at 1,024 ranks adds up ten million entries on every rank, the same ones everywhere. Once rank 0,
-        which is resumed first, has ended, all words are counted and no next step needs the sum.
-        """
-        program = self._commit(rank)
-        reply: Tensor | None = None
-        while not self._first_ended:
-            try:
-                op = program.send(reply)  # type: ignore[arg-type]  # None starts a generator
-            except StopIteration as end:
-                return int(end.value)
-            reply = yield op
-        return 0
 
 
 def measure_all(cases: Sequence[Case], advance: Callable[[float, str], None]) -> list[dict[str, Any]]:

@@ -36,12 +36,15 @@ from gradsieve.types import Ctx, Outcome, Program, Sparse
 _MOVE = 0.2
 """How far the cuts move toward this step's quantiles. These are noisy where a rank sends few elements."""
 
+_FINER = 16
+"""Pieces a rank in which the load is known where partitions are of unequal size."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class State(Partitioned):
     cuts: Tensor
-    """P + 1 partition edges as element positions, not yet rounded to blocks: rounding them for good would
-    swallow moves of less than half a block, and the adjustment could stall."""
+    """Positions that divide the load evenly, P + 1 of them (more with unequal speeds, whose partitions lie
+    between). Not rounded to blocks: that would swallow moves of less than half a block, and could stall."""
     age: int = 0
     """Steps since the cuts were laid. The first moves are the largest: the mean of all quantiles so far."""
 
@@ -64,7 +67,8 @@ class ExDyna(Exclusive[State]):
 
     def begin(self, n: int, world: int, previous: State | None = None) -> State:
         threshold = previous.threshold if previous else 0.0
-        cuts = torch.arange(world + 1, dtype=torch.float64) * n / world
+        pieces = world if self.speeds is None else world * _FINER
+        cuts = torch.arange(pieces + 1, dtype=torch.float64) * n / pieces
         return State(n=n, threshold=threshold, share=float(self.k(n)), cuts=cuts)
 
     def step(self, acc: Tensor, state: State, ctx: Ctx) -> Program[Outcome[State]]:
@@ -89,22 +93,22 @@ class ExDyna(Exclusive[State]):
 
 def _in_proportion(cuts: Tensor, parts: Tensor) -> Tensor:
     """From cuts that divide the load evenly, those that divide it in proportion to `parts`."""
-    world = parts.numel()
-    place = torch.cat([parts.new_zeros(1), parts.cumsum(0)]) * world
-    lower = place.floor().clamp(max=world - 1)
+    pieces = cuts.numel() - 1
+    place = torch.cat([parts.new_zeros(1), parts.cumsum(0)]) * pieces
+    lower = place.floor().clamp(max=pieces - 1)
     left = lower.long()
     return cuts[left] + (place - lower) * (cuts[left + 1] - cuts[left])
 
 
 def _balanced(state: State, gathered: Gathered) -> Tensor:
     """Cuts moved toward the quantiles of the selected indices."""
-    world = gathered.sent.numel()
+    pieces = state.cuts.numel() - 1
     if not gathered.picked.numel():
         return state.cuts
     # An index stands for the demand of its partition that did not fit into the row as well.
     weight = (gathered.demand / gathered.sent.clamp(min=1)).double()
     load = weight.repeat_interleave(gathered.sent).cumsum(0)
-    goals = torch.arange(1, world, device=load.device) / world * load[-1]
+    goals = torch.arange(1, pieces, device=load.device) / pieces * load[-1]
     quantiles = gathered.picked[torch.searchsorted(load, goals)].cpu()
     cuts = state.cuts.clone()
     move = max(_MOVE, 1 / (state.age + 1))

@@ -70,12 +70,21 @@ def pack_entries(mine: Tensor, values: Tensor, length: int, n: int) -> Tensor:
 
 
 def sum_entries(messages: Tensor, n: int, dtype: torch.dtype, ctx: Ctx) -> Sparse:
-    """All ranks' packed entries, added up for each index in rank order."""
+    """All ranks' packed entries, added up for each index in rank order.
+
+    Virtual ranks are handed one and the same reply; the sum is kept with it, so that it is formed once for
+    all of them and not P times (a thousand ranks would add up a thousand times ten million entries).
+    """
+    known: Sparse | None = getattr(messages, "_gradsieve_sum", None)
+    if known is not None:
+        return known
     rows = messages[:, 0]
     rows_increasing(rows, n, f"indices in step {ctx.step}")
     present = rows != n
     picked, total = sum_by_index(rows[present].long(), from_bits(messages[:, 1][present], dtype), n)
-    return Sparse(picked, total, n)
+    update = Sparse(picked, total, n)
+    messages._gradsieve_sum = update  # type: ignore[attr-defined]
+    return update
 
 
 def gather_entries(acc: Tensor, mine: Tensor, ctx: Ctx) -> Program[tuple[Sparse, Sparse, Seen]]:
