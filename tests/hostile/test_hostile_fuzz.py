@@ -87,7 +87,7 @@ def goes_on(victim: Target, outcome: Outcome[object]) -> None:
 def test_a_message_with_some_words_changed_is_refused_or_harmless(
     name: str, edits: list[tuple[int, int]], steps: int
 ) -> None:
-    last = 1 if name in COUNTS_FIRST or name == "oktopk" else 0  # counts are forged below
+    last = 2 if name == "oktopk" else 1 if name in COUNTS_FIRST else 0  # counts are forged below
 
     def forge(turn: int, message: Tensor) -> Tensor:
         words = message.view(-1)
@@ -105,7 +105,7 @@ def test_a_message_of_noise_is_refused_or_harmless(name: str, seed: int, steps: 
     source = torch.Generator().manual_seed(seed)
 
     def forge(turn: int, message: Tensor) -> Tensor:
-        if (name in COUNTS_FIRST and turn == 0) or (name == "oktopk" and turn in (0, 2)):
+        if (name in COUNTS_FIRST and turn == 0) or (name == "oktopk" and turn in (0, 1, 3)):
             return message
         noise = torch.randint(low, N + 3 if low > -9 else 2**31 - 1, message.shape, generator=source)
         return noise.to(message.dtype).sort().values if seed % 2 else noise.to(message.dtype)

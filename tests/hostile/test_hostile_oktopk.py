@@ -1,7 +1,8 @@
 """Ok-Topk under fire: sizes and rows to the owners of regions, sizes and rows to everybody.
 
-Its messages in a step: 0 sizes and 1 rows to the owners, 2 how many sums this rank offers and how many
-elements it received, then the sums, in one message or, balanced, in two. (A lie about the cuts of regions
+Its messages in a step of three ranks: 0 the size for the next rank, 1 for the one after it, 2 rows to the
+owners, 3 how many sums this rank offers and how many elements it received, then the sums, in one message or,
+balanced, in two. (A lie about the cuts of regions
 only moves them: `test_a_lie_about_cuts_leaves_regions_in_order`.)
 """
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradsieve.comm import lockstep
-from gradsieve.comm.ops import AllToAll
+from gradsieve.comm.ops import AllToAll, Exchange
 from gradsieve.errors import Malformed
 from gradsieve.schemes import oktopk
 from gradsieve.types import Ctx, Program
@@ -36,9 +37,9 @@ def to_owners(forgery: str) -> Forgery:
 
     def forge(turn: int, message: Tensor) -> Tensor:
         nonlocal count
-        if turn == 0:
-            count = int(message[0])
         if turn == 1:
+            count = int(message)
+        if turn == 2:
             assert count >= 3, "there must be something to forge"
             FORGERIES[forgery](message[:count, 0])
         return message
@@ -50,7 +51,7 @@ def to_everybody(forgery: str) -> Forgery:
     """Alters the first indices of what this rank gathers."""
 
     def forge(turn: int, message: Tensor) -> Tensor:
-        if turn > 2:
+        if turn > 3:
             FORGERIES[forgery](message[:3, 0])
         return message
 
@@ -81,7 +82,7 @@ def test_the_same_messages_unforged_are_accepted(steps: int) -> None:
 @every_step
 @pytest.mark.parametrize("count", [-1, -(2**31), N + 1, 2**31 - 1])
 @pytest.mark.parametrize(
-    ("message", "place", "what"), [(0, 0, "elements"), (2, 0, "sums"), (2, 1, "elements received")]
+    ("message", "place", "what"), [(0, 0, "elements"), (3, 0, "sums"), (3, 1, "elements received")]
 )
 def test_impossible_sizes_are_refused_and_the_liar_named(
     steps: int, count: int, message: int, place: int, what: str
@@ -98,23 +99,21 @@ def test_impossible_sizes_are_refused_and_the_liar_named(
 def padding(program: Program[Any], counts: list[int], row: tuple[int, int]) -> Program[Any]:
     """The same program, but as many rows to the honest owners as `counts` says, announced as such."""
     reply: Any = None
-    turn = 0
+    announced = False
     while True:
         try:
             op = program.send(reply)
         except StopIteration as end:
             return end.value
-        if isinstance(op, AllToAll) and turn < 2:
-            if turn == 0:
-                sizes = [counts[rank] if rank != EVIL else int(own) for rank, own in enumerate(op.tensor)]
-                op = replace(op, tensor=torch.tensor(sizes, dtype=op.tensor.dtype))
-            else:
-                parts = list(op.tensor.split(list(op.send_counts)))
-                for rank in {*range(WORLD)} - {EVIL}:
-                    filler = torch.tensor([row] * counts[rank], dtype=op.tensor.dtype).view(-1, 2)
-                    parts[rank] = torch.cat([parts[rank], filler])[: counts[rank]]
-                op = replace(op, tensor=torch.cat(parts), send_counts=tuple(map(len, parts)))
-            turn += 1
+        if isinstance(op, Exchange):  # among three ranks, a size goes straight to its owner
+            op = replace(op, tensor=torch.full_like(op.tensor, counts[op.to]))
+        elif isinstance(op, AllToAll) and not announced:
+            parts = list(op.tensor.split(list(op.send_counts)))
+            for rank in {*range(WORLD)} - {EVIL}:
+                filler = torch.tensor([row] * counts[rank], dtype=op.tensor.dtype).view(-1, 2)
+                parts[rank] = torch.cat([parts[rank], filler])[: counts[rank]]
+            op = replace(op, tensor=torch.cat(parts), send_counts=tuple(map(len, parts)))
+            announced = True
         reply = yield op
 
 

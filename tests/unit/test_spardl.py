@@ -203,6 +203,15 @@ def test_bruck_gathers_messages_of_any_length_in_logarithmic_rounds(members: int
         assert torch.equal(reply, torch.cat(messages))
 
 
+@pytest.mark.parametrize("members", [1, 2, 3, 5, 6, 8, 13])
+def test_transpose_hands_one_number_to_everybody_in_logarithmic_rounds(members: int) -> None:
+    table = torch.arange(members * members).view(members, members)
+    meters = [Meter(rank, members) for rank in range(members)]
+    columns = lockstep.run([bruck.transpose(table[rank], rank) for rank in range(members)], meters)
+    assert torch.equal(torch.stack(columns), table.T)
+    assert {meter.rounds for meter in meters} == {log2_ceil(members)}
+
+
 def test_a_bag_that_passes_the_end_of_the_vector_is_packed_block_by_block() -> None:
     acc = torch.arange(1.0, 11.0)
     bags = Bags(acc, places=5, quotas=torch.ones(5, dtype=torch.long))

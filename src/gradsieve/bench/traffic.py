@@ -237,17 +237,21 @@ def _fits(case: Case) -> None:
 
 
 def plot(rows: Sequence[dict[str, Any]], n: int, density: float, path: Path) -> None:
-    """Words against P, one colour a scheme, its formula dashed."""
+    """Words against P, one colour and marker a scheme, its formula dashed; the legend in the lines' order."""
     from matplotlib.figure import Figure  # the `plot` extra, not needed to measure
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(10, 6), layout="constrained")
     axes = figure.add_subplot()
     shown = [row for row in rows if row["words"] > 0]  # noop has no place on a logarithmic axis
-    for scheme in dict.fromkeys(row["scheme"] for row in shown):
-        own = sorted((row for row in shown if row["scheme"] == scheme), key=lambda row: int(row["world"]))
+    by_scheme: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(shown, key=lambda row: int(row["world"])):
+        by_scheme.setdefault(row["scheme"], []).append(row)
+    highest_first = sorted(by_scheme.items(), key=lambda item: -float(item[1][-1]["words"]))
+    for number, (scheme, own) in enumerate(highest_first):
         worlds = [row["world"] for row in own]
-        (line,) = axes.plot(worlds, [row["words"] for row in own], "o-", label=scheme)
-        axes.plot(worlds, [row["formula_words"] for row in own], "--", color=line.get_color(), alpha=0.6)
+        color, marker = f"C{number % 10}", "os^Dv"[(number + number // 10) % 5]
+        axes.plot(worlds, [row["words"] for row in own], label=scheme, color=color, marker=marker)
+        axes.plot(worlds, [row["formula_words"] for row in own], "--", color=color, alpha=0.6)
     worlds = sorted({row["world"] for row in shown})
     dense = [make("dense").expected_words(n, world) for world in worlds]
     axes.plot(worlds, dense, ":", color="gray", label="dense, by its formula")
@@ -260,5 +264,5 @@ def plot(rows: Sequence[dict[str, Any]], n: int, density: float, path: Path) -> 
     axes.set_ylabel("4-byte words moved by the busiest rank in a step")
     axes.set_title(f"Traffic on skewed gradients, {n:,} parameters, density {density:g}")
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path, dpi=150)

@@ -1,8 +1,11 @@
-"""An all-gather in ceil(log2 m) rounds among some of the ranks (Bruck et al., 1997).
+"""Collectives in ceil(log2 m) rounds, for any number of members m (Bruck et al., 1997).
 
-In round i every member holds the messages of 2^i members from itself on; it gets the next ones from the
-member 2^i places further and gives its own to the one 2^i places before. Any number of members; messages
-may differ in length as long as everybody knows the lengths.
+`gather`: in round i every member holds the messages of 2^i members from itself on; it gets the next ones
+from the member 2^i places further and gives its own to the one 2^i places before. Messages may differ in
+length as long as everybody knows the lengths.
+
+`transpose`: one number from everybody to everybody. What has d places to go travels in the rounds i in which
+d has bit i, by 2^i places each. Half the numbers move in a round: for few of them, where rounds cost more.
 """
 
 from __future__ import annotations
@@ -30,3 +33,17 @@ def gather(own: Tensor, place: int, ranks: Sequence[int], lengths: Sequence[int]
         count += more
     first = edges[(members - place) % members]  # where the message of member 0 starts
     return torch.cat([held[first:], held[:first]])
+
+
+def transpose(numbers: Tensor, rank: int) -> Program[Tensor]:
+    """From `numbers[j]` for rank j, on every rank, to the numbers that all ranks have for this one."""
+    world = numbers.numel()
+    far = torch.arange(world, device=numbers.device)
+    held = numbers[(rank + far) % world]  # by the places still to go
+    for power in range((world - 1).bit_length()):
+        hop = 1 << power
+        moving = (far & hop).bool()
+        reply = yield Exchange(held[moving], (rank + hop) % world, (rank - hop) % world, int(moving.sum()))
+        held = held.clone()
+        held[moving] = reply
+    return held[(rank - far) % world]

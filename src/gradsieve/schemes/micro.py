@@ -18,8 +18,12 @@ import torch
 from torch import Tensor
 
 from gradsieve.comm.ops import AllReduce
-from gradsieve.schemes.exclusive import SLACK, Exclusive, Partitioned, absorb, gather_selected, quota
+from gradsieve.schemes.exclusive import Exclusive, Partitioned, absorb, gather_selected, quota
 from gradsieve.types import Ctx, Outcome, Program, Sparse
+
+_SLACK = 1.03
+"""Room in a row over what the heaviest partition had lately. Every rank's row is as long, so that room costs
+much here; what does not fit waits one step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +45,7 @@ class Micro(Exclusive[State]):
         cuts = torch.arange(world + 1) * n // world
         # 2. and 3.
         quotas = quota(state.load + 0.1 / world, state.share, ctx.step)
-        capacity = min(n, 1 + int(SLACK * state.share * float(state.load.max())))
+        capacity = min(n, 1 + int(_SLACK * state.share * float(state.load.max())))
         gathered = yield from gather_selected(acc, cuts, quotas, capacity, state.threshold, ctx)
         # 4.
         mine = acc[gathered.picked]

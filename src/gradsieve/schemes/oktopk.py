@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradsieve.comm import bruck
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll
 from gradsieve.errors import ConfigError
 from gradsieve.kernels import above, largest, sum_by_index
@@ -139,8 +140,7 @@ class OkTopk(Scheme[State]):
         return 2.0 * self.k(n) * unit, (2.0 * self.k(n) + 4.0 * gathered) * unit
 
     def expected_rounds(self, n: int, world: int, state: State | None = None) -> int:
-        """As published, balancing included and the exchange of sizes left out. Ours are 2 (P-1) +
-        2 ceil(log2 P), and P-1 more where lists are balanced."""
+        """As published, with balancing. Ours are P-1 + 3 ceil(log2 P), and P-1 more with balancing."""
         return 2 * world + 2 * log2_ceil(world)
 
 
@@ -181,8 +181,7 @@ def _split_and_reduce(acc: Tensor, selected: Tensor, cuts: Tensor, k: int, ctx: 
     n, start, stop = acc.numel(), int(cuts[ctx.rank]), int(cuts[ctx.rank + 1])
     what = f"in step {ctx.step}"
     counts = torch.searchsorted(selected, cuts.to(acc.device)).diff()
-    one_each = (1,) * ctx.world
-    sizes = yield AllToAll(counts.to(index_dtype(n)), one_each, one_each)
+    sizes = yield from bruck.transpose(counts.to(index_dtype(n)), ctx.rank)
     counts_within(sizes, min(k, stop - start), f"elements {what}")
     rows = packed(selected, acc[selected], n)
     rows = yield AllToAll(rows, tuple(counts.tolist()), tuple(sizes.tolist()))
