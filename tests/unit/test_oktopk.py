@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from gradsieve.comm import lockstep
 from gradsieve.comm.meter import Meter
 from gradsieve.comm.ops import AllReduce
 from gradsieve.errors import ConfigError, Malformed
-from gradsieve.schemes import oktopk
+from gradsieve.schemes import oktopk, oktopk_balance
 from gradsieve.schemes.oktopk import OkTopk
 from gradsieve.schemes.oktopk_balance import balancing_pays, gather_lists
 from gradsieve.types import Ctx, Outcome
@@ -54,10 +53,13 @@ def one_step(scheme: OkTopk, accs: list[Tensor], states: list[Any] | None = None
 
 
 def test_a_step_worked_by_hand() -> None:
-    """k = 2. Selected are 0, 1 and 1, 7; the one cut is the mean of 1 and 7; the sums are 4, 6 and -8."""
+    """k = 2. Selected are 0, 1 and 1, 7; the one cut is the mean of 1 and 7; the sums are 4, 6 and -8.
+
+    Three elements came to the first owner and one to the second: 2 of 4 would be at two thirds of 0..4.
+    """
     accs = [torch.tensor([4.0, -3, 2, 1, 0, 0, 0, 0]), torch.tensor([0.0, 9, 0, 0, 0, 0, 0, -8])]
     first, second = one_step(OkTopk(density=0.25), accs)
-    assert first.state.cuts.tolist() == [0, 4, 8]
+    assert first.state.cuts.tolist() == [0, 3, 8]
     assert first.update.indices.tolist() == [1, 7]
     assert first.update.values.tolist() == [6.0, -8.0]
     assert (first.spent.indices.tolist(), first.spent.values.tolist()) == ([1], [-3.0])
@@ -97,6 +99,7 @@ def test_with_regions_that_wait_for_their_period_skew_breaks_the_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(oktopk, "_LOPSIDED", math.inf)
+    monkeypatch.setattr(oktopk, "thinned", lambda acc, selected, cuts, k: selected)
     assert most_words(8, "even", 20) < 6
     assert most_words(8, "skewed", 20) > 6
 
@@ -160,7 +163,10 @@ def integers(n: int, world: int, seed: int = 0) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 5, 16])
-def test_an_exact_step_takes_the_k_largest_sums_of_what_was_sent(world: int) -> None:
+def test_an_exact_step_takes_the_k_largest_sums_of_what_was_sent(
+    world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(oktopk, "thinned", lambda acc, selected, cuts, k: selected)
     accs, k = integers(1000, world), 50
     sent = torch.zeros(world, 1000)
     for row, acc in zip(sent, accs, strict=True):
@@ -170,6 +176,20 @@ def test_an_exact_step_takes_the_k_largest_sums_of_what_was_sent(world: int) -> 
     update = one_step(OkTopk(density=0.05), accs)[0].update
     assert update.indices.tolist() == total.abs().topk(k).indices.sort().values.tolist()
     assert torch.equal(update.values, total[update.indices])
+
+
+def test_no_region_is_sent_much_more_than_its_part_and_the_largest_go_first() -> None:
+    acc = torch.arange(100.0)
+    selected, cuts = torch.arange(50, 100), torch.tensor([0, 10, 60, 70, 100])
+    kept = oktopk_balance.thinned(acc, selected, cuts, k=40)  # 14 a region at most: 1.4 of 40 / 4
+    assert kept.tolist() == [*range(50, 60), *range(60, 70), *range(86, 100)]
+
+
+def test_regions_follow_the_loads_and_stay_where_these_are_even() -> None:
+    cuts = torch.tensor([0, 10, 20, 100])
+    assert oktopk_balance.evened(cuts, torch.tensor([5, 5, 5])).tolist() == cuts.tolist()
+    assert oktopk_balance.evened(cuts, torch.tensor([6, 0, 0])).tolist() == [0, 3, 7, 100]
+    assert oktopk_balance.evened(cuts, torch.tensor([0, 0, 0])).tolist()[-1] == 100
 
 
 def test_what_was_sent_on_an_exact_step_does_not_stay_in_the_residual() -> None:

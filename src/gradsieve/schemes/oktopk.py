@@ -2,8 +2,8 @@
 
 1. Local threshold: the exact k-th largest |acc| in every `local_period`-th step, followed in between.
 2. Select what reaches it, at most the k largest. What is left out is not spent.
-3. In every `region_period`-th step, and when they have become lopsided, lay the regions anew: the mean over
-   ranks of the quantiles of the selected indices.
+3. In every `region_period`-th step lay the regions anew: the mean over ranks of the quantiles of the
+   selected indices. In between they follow the loads of their owners, which everybody knows.
 4. Split and reduce: each rank sends to each region's owner what it selected there; the owner adds up.
 5. Global selection: in every `global_period`-th step all sums are gathered and the k largest of them taken;
    in between each owner offers what reaches the global threshold, and if these are more than k, its share
@@ -29,7 +29,7 @@ from gradsieve.errors import ConfigError
 from gradsieve.kernels import above, largest, sum_by_index
 from gradsieve.schemes.base import Scheme, log2_ceil
 from gradsieve.schemes.exclusive import quota
-from gradsieve.schemes.oktopk_balance import gather_lists, packed, unpacked
+from gradsieve.schemes.oktopk_balance import evened, gather_lists, packed, thinned, unpacked
 from gradsieve.types import Ctx, Outcome, Program, Sparse, private
 from gradsieve.wire.check import counts_within, lists_increasing, strictly_increasing
 from gradsieve.wire.frame import index_dtype
@@ -40,8 +40,8 @@ nothing, and too few would leave room unused."""
 _GAIN = 0.5
 """Share of the way to the aim that is gone at once. What a step leaves behind is there in the next, so that
 a threshold that goes all the way swings to and fro."""
-_LOPSIDED = 1.33
-"""Imbalance from which on regions are laid anew in the next step, whatever the period says."""
+_LOPSIDED = 1.1
+"""Imbalance from which on regions follow the loads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,8 @@ class Chosen(NamedTuple):
     gathered: int
     threshold: float
     """For the next step."""
-    imbalance: float
+    loads: Tensor
+    """Elements that came to each owner."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,23 +103,24 @@ class OkTopk(Scheme[State]):
         selected, local = _select(acc, state.local_threshold if ctx.step % self.local_period else 0.0, k)
         # 3.
         cuts = state.cuts
-        stale = state.imbalance > _LOPSIDED or int(cuts[-1]) != n
-        if stale or ctx.step % self.region_period == 0:
+        if int(cuts[-1]) != n or ctx.step % self.region_period == 0:
             cuts = yield from _lay_regions(selected, n, ctx.world)
         # 4.
+        selected = thinned(acc, selected, cuts, k)
         sums = yield from _split_and_reduce(acc, selected, cuts, k, ctx)
         # 5.
         known = state.global_threshold if ctx.step % self.global_period else 0.0
         chosen = yield from _select_globally(sums, known, k, n, ctx)
         # 6.
         mine = selected[_among(selected, chosen.indices)]
+        imbalance = int(chosen.loads.max()) * ctx.world / max(int(chosen.loads.sum()), 1)
         new = replace(
             state,
-            cuts=cuts,
+            cuts=evened(cuts, chosen.loads) if imbalance > _LOPSIDED else cuts,
             global_threshold=chosen.threshold,
             local_threshold=local,
             gathered=chosen.gathered,
-            imbalance=chosen.imbalance,
+            imbalance=imbalance,
         )
         update = Sparse(chosen.indices, chosen.values, n)
         return Outcome(update, Sparse(mine, acc[mine], n), new)
@@ -214,11 +216,10 @@ def _select_globally(sums: Sums, threshold: float, k: int, n: int, ctx: Ctx) -> 
     rows = yield from gather_lists(rows, counts, ctx.rank)
     indices, values = unpacked(rows, values.dtype)
     strictly_increasing(indices, n, f"indices gathered in step {ctx.step}")
-    imbalance = int(loads.max()) * ctx.world / max(int(loads.sum()), 1)
     if threshold:
-        return Chosen(indices, values, len(rows), _follow(threshold, reached, values.abs(), k), imbalance)
+        return Chosen(indices, values, len(rows), _follow(threshold, reached, values.abs(), k), loads)
     best = torch.topk(values.abs(), min(k, reached), sorted=False).indices.sort().values
-    return Chosen(indices[best], values[best], len(rows), _exact(values[best].abs(), k), imbalance)
+    return Chosen(indices[best], values[best], len(rows), _exact(values[best].abs(), k), loads)
 
 
 def _exact(kept: Tensor, k: int) -> float:

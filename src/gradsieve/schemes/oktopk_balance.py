@@ -1,4 +1,6 @@
-"""Lists of index and value, of known but different lengths, gathered in rank order the cheaper of two ways.
+"""Ok-Topk's two kinds of balance: regions of equal load, and lists of equal length before they are gathered.
+
+Lists of index and value, of known but different lengths, are gathered in rank order the cheaper of two ways:
 
     padded      all-gather of every list, filled up to the longest           longest (P-1) rows
     balanced    all-to-all of contiguous slices, so that every rank holds    moved + mean (P-1) rows
@@ -9,12 +11,18 @@ All ranks know all lengths, so that all come to the same choice. Rows are counte
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from gradsieve.comm.ops import AllGather, AllToAll
+from gradsieve.kernels import largest_of_each
 from gradsieve.types import Program
 from gradsieve.wire.frame import from_bits, index_dtype, to_bits
+
+_MOST = 1.4
+"""Elements for one region over k / P. Bounds what an owner receives, wherever ranks select."""
 
 
 def packed(indices: Tensor, values: Tensor, n: int) -> Tensor:
@@ -49,6 +57,31 @@ def balancing_pays(counts: Tensor) -> bool:
     stays = (torch.minimum(held[1:], shall[1:]) - torch.maximum(held[:-1], shall[:-1])).clamp(min=0)
     moved = int((torch.maximum(counts, even) - stays).max())
     return moved + int(even.max()) * (counts.numel() - 1) < int(counts.max()) * (counts.numel() - 1)
+
+
+def evened(cuts: Tensor, loads: Tensor) -> Tensor:
+    """Regions that would have had equal loads, if every load lay evenly in its region.
+
+    It does not, but a region that is cut is known better in the next step. (The mean of the ranks' quantiles
+    is not: it falls beside the clusters that all of them select.)
+    """
+    world = loads.numel()
+    before = torch.cat([loads.new_zeros(1), loads.cumsum(0)]).double()
+    goals = torch.arange(1, world).double() * before[-1] / world
+    region = (torch.searchsorted(before, goals, right=True) - 1).clamp(0, world - 1)
+    inside = (goals - before[region]) / loads[region].clamp(min=1)
+    moved = cuts.clone()
+    moved[1:-1] = (cuts[region] + inside * (cuts[region + 1] - cuts[region])).round().long()
+    return moved
+
+
+def thinned(acc: Tensor, selected: Tensor, cuts: Tensor, k: int) -> Tensor:
+    """Of the selected indices, no more for one region than its owner can be sent by all: a little over k / P,
+    the largest of them. The others wait until regions have followed."""
+    world = cuts.numel() - 1
+    region = torch.searchsorted(cuts[1:-1].to(selected.device), selected, right=True)
+    most = torch.full((world,), math.ceil(_MOST * k / world), device=selected.device)
+    return selected[largest_of_each(acc[selected].abs(), region, most)]
 
 
 def _even(counts: Tensor) -> Tensor:
