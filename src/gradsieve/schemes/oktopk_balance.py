@@ -21,7 +21,7 @@ from gradsieve.kernels import largest_of_each
 from gradsieve.types import Program
 from gradsieve.wire.frame import from_bits, index_dtype, to_bits
 
-_MOST = 1.4
+_MOST = 1.1
 """Elements for one region over k / P. Bounds what an owner receives, wherever ranks select."""
 
 
