@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 
-from gradsieve.bench.memory import check_fits
+from gradsieve.bench.machine import check_fits
 from gradsieve.errors import GradsieveError
 from gradsieve.integrations.gradient_sync import GradientSync
 from gradsieve.schemes.spec import parse

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from gradsieve.bench.memory import check_fits
+from gradsieve.bench.machine import check_fits, one_thread
 from gradsieve.bench.models import build
-from gradsieve.bench.recordings import WARM_STEPS, Recording, record
-from gradsieve.comm import lockstep
+from gradsieve.bench.recordings import Recording, record
+from gradsieve.bench.schemes import Fleet
 from gradsieve.schemes.base import Scheme
 from gradsieve.schemes.spec import parse
-from gradsieve.types import Ctx
 
 COLUMNS = ["model", "world", "density", "scheme", "lost", "sent", "of_target"]
 _BITS = 40
@@ -37,49 +35,35 @@ def measure_all(
     steps: int,
     advance: Callable[[float, str], None],
 ) -> list[dict[str, Any]]:
+    for text in schemes:
+        parse(text, density).lay([1], world)  # refused now rather than after the recording
     rows = []
     for model in models:
         task = build(model)
-        for text in schemes:
-            parse(text, density).lay([1], world)  # refused now rather than after the recording
         check_fits(world * steps * task.n * _BYTES, f"{model}'s gradients", "lower --world or --steps")
-        recording = record(task, world, steps)
-        advance(WARM_STEPS + steps, f"{model}: recorded")
-        gradients = on_a_grid(recording.gradients)
-        for text in schemes:
-            figures = measure(parse(text, density), gradients, recording)
-            rows.append({"model": model, "world": world, "density": density, "scheme": text, **figures})
-            advance(steps, f"{model}: {text}")
+        with one_thread():
+            recording = on_a_grid(record(task, world, steps, after_step=partial(_tell, model, advance)))
+            for text in schemes:
+                figures = measure(parse(text, density), recording)
+                rows.append({"model": model, "world": world, "density": density, "scheme": text, **figures})
+                advance(steps, f"{model}: {text}")
     return rows
 
 
-def on_a_grid(gradients: Tensor) -> Tensor:
-    unit = 2.0 ** (math.ceil(math.log2(float(gradients.abs().max()))) - _BITS)
-    return gradients.double().div_(unit).round_().mul_(unit)
+def _tell(model: str, advance: Callable[[float, str], None], taken: int) -> None:
+    advance(1, f"{model}: recording, step {taken}")
 
 
-def measure(scheme: Scheme[Any], gradients: Tensor, recording: Recording) -> dict[str, float]:
-    """One scheme over all steps."""
-    steps, world, n = gradients.shape
-    states = [scheme.lay(recording.sizes, world) for _ in range(world)]
-    residuals = torch.zeros(world, n, dtype=torch.float64)
-    applied = torch.zeros(n, dtype=torch.float64)
-    sent, elements = 0.0, 0
-    for step in range(steps):
-        residuals += gradients[step]
-        outcomes = lockstep.run(
-            [scheme.exchange(residuals[rank], states[rank], Ctx(rank, world, step)) for rank in range(world)]
-        )
-        for rank, outcome in enumerate(outcomes):
-            outcome.spent.subtract_from(residuals[rank])
-            states[rank] = scheme.settle([outcome.state])[0]
-        update = outcomes[0].update
-        applied += update.to_dense()
-        sent += float(update.values.abs().sum())
-        elements += update.count
-    missing = gradients.sum((0, 1)) - applied - residuals.sum(0)
-    return {
-        "lost": float(missing.abs().sum()) / sent if sent else 0.0,
-        "sent": sent,
-        "of_target": elements / steps / scheme.k(n),
-    }
+def on_a_grid(recording: Recording) -> Recording:
+    largest = float(recording.gradients.abs().max())
+    unit = 2.0 ** (math.ceil(math.log2(largest)) - _BITS)
+    return replace(recording, gradients=recording.gradients.double().div_(unit).round_().mul_(unit))
+
+
+def measure(scheme: Scheme[Any], recording: Recording) -> dict[str, float]:
+    """One scheme over all steps, every rank recorded."""
+    steps, world, _ = recording.gradients.shape
+    fleet = Fleet(scheme, recording, world, scheme.density)
+    of_target = sum(fleet.step().of_target for _ in range(steps)) / steps
+    missing = float(fleet.missing().abs().sum())
+    return {"lost": missing / fleet.sent if fleet.sent else 0.0, "sent": fleet.sent, "of_target": of_target}

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gradsieve.bench import fidelity
-from gradsieve.bench.memory import check_fits
+from gradsieve.bench.machine import check_fits, one_thread
 from gradsieve.bench.models import Task, build
 from gradsieve.bench.recordings import WARM_STEPS, Recording, record
 from gradsieve.bench.results import table
@@ -99,9 +99,11 @@ class Fleet:
         self.scheme, self.recording, self.world = scheme, recording, world
         self.k = target_count(density, recording.n)
         self.states = [scheme.lay(recording.sizes, world) for _ in range(world)]
-        self.residuals = torch.zeros(world, recording.n)
+        self.residuals = torch.zeros(world, recording.n, dtype=recording.gradients.dtype)
         self.given = torch.zeros(recording.n, dtype=torch.float64)
         self.applied = torch.zeros(recording.n, dtype=torch.float64)
+        self.sent = 0.0
+        """Magnitudes in all updates."""
         self.taken = 0
 
     def step(self) -> Step:
@@ -119,6 +121,7 @@ class Fleet:
         update = outcomes[0].update
         self.given += gradient
         self.applied += update.to_dense()
+        self.sent += float(update.values.abs().sum())
         self.taken += 1
         words = max(meter.moved for meter in meters) / WORD
         return Step(
@@ -138,10 +141,13 @@ class Fleet:
         ctx = Ctx(rank, self.world, self.taken)
         return self.scheme.exchange(self.residuals[rank], self.states[rank], ctx)
 
+    def missing(self) -> Tensor:
+        """What is neither applied nor in a residual."""
+        return self.given - self.applied - _over_ranks(self.residuals)
+
     def lost(self) -> float:
-        """What is neither applied nor in a residual: the largest element, over that of all gradients' sum."""
-        missing = self.given - self.applied - _over_ranks(self.residuals)
-        return float(missing.abs().max() / self.given.abs().max())
+        """The largest missing element, over that of all gradients' sum."""
+        return float(self.missing().abs().max() / self.given.abs().max())
 
 
 def _over_ranks(vectors: Tensor) -> Tensor:
@@ -176,12 +182,8 @@ def measure_all(plan: Plan, advance: Callable[[float, str], None]) -> list[dict[
     for model, task in tasks.items():
         needed = most * (plan.steps + 2) * task.n * WORD
         check_fits(needed, f"{model}'s gradients of {most} ranks", "lower --world or --steps")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the time of a scheme is that of one core, and recordings repeat bit by bit
-    try:
+    with one_thread():
         return [row for model in tasks for row in _measure_model(model, tasks[model], plan, advance)]
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _check_schemes(plan: Plan) -> None:

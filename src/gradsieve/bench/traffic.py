@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsieve.bench.memory import check_fits
+from gradsieve.bench.machine import check_fits, one_thread
 from gradsieve.comm import lockstep
 from gradsieve.comm.meter import Meter
 from gradsieve.schemes import make
@@ -186,12 +186,8 @@ def measure_all(cases: Sequence[Case], advance: Callable[[float, str], None]) ->
     """The rows of all cases; `advance` is told the work done and what it was."""
     for case in cases:
         _fits(case)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a rank's vectors are short: threads would wait for each other more than work
-    try:
+    with one_thread():
         return [measure(case, partial(_tell, case, advance)) for case in cases]
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _tell(case: Case, advance: Callable[[float, str], None], taken: int) -> None:

@@ -72,8 +72,7 @@ def candidates(x: Tensor, length: int, count: int) -> Tensor:
     whole = x.numel() - x.numel() % length if length else 0
     found = []
     if whole:
-        blocks = x[:whole].view(-1, length) if x.is_contiguous() else x[:whole].reshape(-1, length)
-        found.append(_candidates(blocks, min(count, length)))
+        found.append(_candidates(x[:whole].reshape(-1, length), min(count, length)))
     if whole < x.numel():
         rest = x[whole:].reshape(1, -1)
         found.append(_candidates(rest, min(count, rest.numel())).add_(whole))

@@ -61,7 +61,7 @@ class Scheme(ABC, Generic[State]):
 
     @property
     def remembers(self) -> bool:
-        """Whether what a step sends depends on the state that the step before left."""
+        """Whether what a step sends depends on the steps before it."""
         return not isinstance(self.begin(1, 1), Stateless)
 
     @abstractmethod

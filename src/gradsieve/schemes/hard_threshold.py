@@ -18,44 +18,38 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gradsieve.kernels import above
-from gradsieve.schemes.base import Scheme, log2_ceil
+from gradsieve.schemes.base import Scheme, Seen, log2_ceil
 from gradsieve.schemes.gathering import reduce_union
 from gradsieve.types import Ctx, Outcome, Program
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
-    """Figures of the last step, but not `Seen`: counts grow as residuals fill up, so that one step does not
-    tell the traffic of the next."""
+class HardThreshold(Scheme[Seen]):
+    @property
+    def remembers(self) -> bool:
+        """Counts grow as residuals fill up, so that one step does not tell the traffic of the next."""
+        return True
 
-    longest: int = 0
-    imbalance: float = 1.0
-    union: int = 0
+    def begin(self, n: int, world: int, previous: Seen | None = None) -> Seen:
+        return Seen()
 
-
-@dataclass(frozen=True, kw_only=True)
-class HardThreshold(Scheme[State]):
-    def begin(self, n: int, world: int, previous: State | None = None) -> State:
-        return State()
-
-    def step(self, acc: Tensor, state: State, ctx: Ctx) -> Program[Outcome[State]]:
+    def step(self, acc: Tensor, state: Seen, ctx: Ctx) -> Program[Outcome[Seen]]:
         # 1. and 2.
         mine = above(acc, self.threshold(acc.numel()))
         # 3. and 4.
         update, spent, seen = yield from reduce_union(acc, mine, ctx)
-        new = State(longest=seen.longest, imbalance=seen.imbalance, union=seen.union)
-        return Outcome(update, spent, new)
+        return Outcome(update, spent, seen)
 
     def threshold(self, n: int) -> float:
         return 0.5 / math.sqrt(max(self.k(n), 1))
 
-    def report(self, state: State) -> Mapping[str, float]:
+    def report(self, state: Seen) -> Mapping[str, float]:
         return {"imbalance": state.imbalance}
 
-    def expected_words(self, n: int, world: int, state: State | None = None) -> float:
+    def expected_words(self, n: int, world: int, state: Seen | None = None) -> float:
         """Without a state, as if every rank picked k elements that no other picked."""
         longest, union = (state.longest, state.union) if state else (self.k(n), min(n, self.k(n) * world))
         return (longest + 2.0 * union / world) * (world - 1)
 
-    def expected_rounds(self, n: int, world: int, state: State | None = None) -> int:
+    def expected_rounds(self, n: int, world: int, state: Seen | None = None) -> int:
         return 4 * log2_ceil(world)
