@@ -11,7 +11,7 @@ from gradsieve.comm import bruck, lockstep
 from gradsieve.comm.meter import Meter
 from gradsieve.comm.ops import Exchange
 from gradsieve.errors import ConfigError
-from gradsieve.schemes.bags import Bags, Entries, pack, unpack
+from gradsieve.schemes.bags import Bags, Entries
 from gradsieve.schemes.base import log2_ceil
 from gradsieve.schemes.spardl import SparDL
 from gradsieve.schemes.teams import Links, best_teams
@@ -217,8 +217,7 @@ def test_a_bag_that_passes_the_end_of_the_vector_is_packed_block_by_block() -> N
     bags = Bags(acc, places=5, quotas=torch.ones(5, dtype=torch.long))
     entries = bags.cut(first=4, size=2)
     assert entries.indices.tolist() == [9, 1]
-    message = pack(entries, bags.slots(entries, 4), bags.room(4, 2), 10)
-    back = unpack(message, acc, bags, 4, "here")
+    back = bags.unpack(bags.pack(entries, 4, bags.room(4, 2)), 4, "here")
     assert (back.indices.tolist(), back.values.tolist()) == ([9, 1], [10.0, 2.0])
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from gradsieve.kernels import candidates, largest_of_each, sum_by_index
 from gradsieve.types import Sparse
 from gradsieve.wire.check import strictly_increasing
-from gradsieve.wire.frame import from_bits, index_dtype, to_bits
+from gradsieve.wire.frame import from_pairs, to_pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,25 @@ class Bags:
         """How many blocks after `first` the block of each index comes, cyclically."""
         return (indices // self.length - first) % self.places
 
-    def slots(self, entries: Entries, first: int) -> Tensor:
+    def pack(self, entries: Entries, first: int, room: int) -> Tensor:
+        """A message of the blocks from `first` on, with room for so many elements: pairs of index and value
+        bits. Places without an element hold index n, which is nowhere."""
+        pairs = to_pairs(entries.indices, entries.values, self.n)
+        message = pairs.new_full((room, 2), self.n)
+        message[self._slots(entries, first)] = pairs
+        return message.flatten()
+
+    def unpack(self, message: Tensor, first: int, what: str) -> Entries:
+        """The entries of blocks from `first` on, in cyclic order, checked."""
+        pairs = message.view(-1, 2)
+        indices, values = from_pairs(pairs[pairs[:, 0] != self.n], self.acc.dtype)
+        span = self.length * self.places
+        ahead = (indices - first * self.length) % span
+        ahead[(indices < 0) | (indices > self.n)] = span
+        strictly_increasing(ahead, span, f"indices {what}")
+        return Entries(indices, values)
+
+    def _slots(self, entries: Entries, first: int) -> Tensor:
         """Where each entry stands in a message of the blocks from `first` on."""
         ahead = self._ahead(entries.indices, first)
         room = self.quotas.roll(-first)
@@ -87,8 +105,7 @@ class Bags:
     def merged(self, messages: Tensor, place: int) -> Entries:
         """The sum of several messages about one block, in the order of the rows."""
         parts = [
-            unpack(row, self.acc, self, place, f"of block {place} from team {team}")
-            for team, row in enumerate(messages)
+            self.unpack(row, place, f"of block {place} from team {team}") for team, row in enumerate(messages)
         ]
         indices, values = (
             torch.cat([getattr(part, name) for part in parts]) for name in ("indices", "values")
@@ -117,23 +134,3 @@ class Bags:
             there = torch.isin(indices, final)
             values.index_add_(0, torch.searchsorted(final, indices[there]), amounts[there], alpha=-1)
         return Sparse(final, values, self.n)
-
-
-def pack(entries: Entries, slots: Tensor, room: int, n: int) -> Tensor:
-    """Index and value bits by turns; places without an element hold index n, which is nowhere."""
-    message = torch.full((room, 2), n, dtype=index_dtype(n, entries.values.dtype), device=slots.device)
-    message[slots, 0] = entries.indices.to(message.dtype)
-    message[slots, 1] = to_bits(entries.values).to(message.dtype)
-    return message.flatten()
-
-
-def unpack(message: Tensor, acc: Tensor, bags: Bags, first: int, what: str) -> Entries:
-    """The entries of blocks from `first` on, in cyclic order, checked."""
-    pairs = message.view(-1, 2)
-    pairs = pairs[pairs[:, 0] != bags.n]
-    indices = pairs[:, 0].long().contiguous()
-    span = bags.length * bags.places
-    ahead = (indices - first * bags.length) % span
-    ahead[(indices < 0) | (indices > bags.n)] = span
-    strictly_increasing(ahead, span, f"indices {what}")
-    return Entries(indices, from_bits(pairs[:, 1], acc.dtype))

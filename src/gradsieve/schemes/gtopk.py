@@ -22,9 +22,10 @@ from torch import Tensor
 from gradsieve.comm.ops import Broadcast, Exchange
 from gradsieve.kernels import largest, sum_by_index
 from gradsieve.schemes.base import Scheme, Stateless, log2_ceil
+from gradsieve.schemes.gathering import pack_entries
 from gradsieve.types import Ctx, Outcome, Program, Sparse
 from gradsieve.wire.check import row_increasing
-from gradsieve.wire.frame import from_bits, index_dtype, to_bits
+from gradsieve.wire.frame import from_bits, index_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +112,7 @@ def _published(mine: Tensor, acc: Tensor, final: Tensor) -> Sparse:
 
 def _packed(held: Partial, k: int, n: int) -> Tensor:
     """k indices, then the bits of k sums; filled up with index n, which is nowhere."""
-    sums = held.own + held.others
-    message = torch.full((2, k), n, dtype=index_dtype(n, sums.dtype), device=sums.device)
-    message[0, : sums.numel()] = held.indices
-    message[1, : sums.numel()] = to_bits(sums)
-    return message.flatten()
+    return pack_entries(held.indices, held.own + held.others, k, n).flatten()
 
 
 def _unpacked(message: Tensor, dtype: torch.dtype, n: int, what: str) -> tuple[Tensor, Tensor]:

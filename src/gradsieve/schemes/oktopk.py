@@ -29,10 +29,10 @@ from gradsieve.errors import ConfigError
 from gradsieve.kernels import above, largest, sum_by_index
 from gradsieve.schemes.base import Scheme, log2_ceil
 from gradsieve.schemes.exclusive import quota
-from gradsieve.schemes.oktopk_balance import evened, gather_lists, packed, thinned, unpacked
+from gradsieve.schemes.oktopk_balance import evened, gather_lists, thinned
 from gradsieve.types import Ctx, Outcome, Program, Sparse, private
 from gradsieve.wire.check import counts_within, lists_increasing, strictly_increasing
-from gradsieve.wire.frame import index_dtype
+from gradsieve.wire.frame import from_pairs, index_dtype, to_pairs
 
 _AIM = 1.125
 """Elements over k that shall reach a threshold. More than k never travel, so that a little too many cost
@@ -185,9 +185,9 @@ def _split_and_reduce(acc: Tensor, selected: Tensor, cuts: Tensor, k: int, ctx: 
     counts = torch.searchsorted(selected, cuts.to(acc.device)).diff()
     sizes = yield from bruck.transpose(counts.to(index_dtype(n)), ctx.rank)
     counts_within(sizes, min(k, stop - start), f"elements {what}")
-    rows = packed(selected, acc[selected], n)
+    rows = to_pairs(selected, acc[selected], n)
     rows = yield AllToAll(rows, tuple(counts.tolist()), tuple(sizes.tolist()))
-    indices, values = unpacked(rows, acc.dtype)
+    indices, values = from_pairs(rows, acc.dtype)
     lists_increasing(indices, sizes, start, stop, f"indices {what}")
     indices, sums = sum_by_index(indices - start, values, stop - start)
     return Sums(indices + start, sums, len(rows))
@@ -212,9 +212,9 @@ def _select_globally(sums: Sums, threshold: float, k: int, n: int, ctx: Ctx) -> 
     if threshold and reached > k:
         counts = quota(counts, k, ctx.step)
         offered = offered[largest(values[offered], int(counts[ctx.rank]))]
-    rows = packed(indices[offered], values[offered], n)
+    rows = to_pairs(indices[offered], values[offered], n)
     rows = yield from gather_lists(rows, counts, ctx.rank)
-    indices, values = unpacked(rows, values.dtype)
+    indices, values = from_pairs(rows, values.dtype)
     strictly_increasing(indices, n, f"indices gathered in step {ctx.step}")
     if threshold:
         return Chosen(indices, values, len(rows), _follow(threshold, reached, values.abs(), k), loads)

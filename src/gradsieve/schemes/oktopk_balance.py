@@ -19,20 +19,9 @@ from torch import Tensor
 from gradsieve.comm.ops import AllGather, AllToAll
 from gradsieve.kernels import largest_of_each
 from gradsieve.types import Program
-from gradsieve.wire.frame import from_bits, index_dtype, to_bits
 
 _MOST = 1.1
 """Elements for one region over k / P. Bounds what an owner receives, wherever ranks select."""
-
-
-def packed(indices: Tensor, values: Tensor, n: int) -> Tensor:
-    """One row of index and value bits for each element."""
-    return torch.stack([indices.to(index_dtype(n, values.dtype)), to_bits(values)], 1)
-
-
-def unpacked(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    indices, bits = rows.t().contiguous()
-    return indices.long(), from_bits(bits, dtype)
 
 
 def gather_lists(rows: Tensor, counts: Tensor, rank: int) -> Program[Tensor]:

@@ -28,7 +28,7 @@ from torch import Tensor
 from gradsieve.comm import bruck
 from gradsieve.comm.ops import Exchange
 from gradsieve.errors import ConfigError
-from gradsieve.schemes.bags import Bags, Entries, pack, unpack
+from gradsieve.schemes.bags import Bags, Entries
 from gradsieve.schemes.base import Scheme, log2_ceil
 from gradsieve.schemes.exclusive import quota
 from gradsieve.schemes.teams import Links, best_teams, measure_links
@@ -101,10 +101,10 @@ class SparDL(Scheme[State]):
         else:
             block, state = yield from self._bruck(bags, place, team, state)
         # 3.
-        mine = pack(block, bags.slots(block, place), int(quotas[place]), state.n)
         ranks = range(team * places, team * places + places)
+        mine = bags.pack(block, place, int(quotas[place]))
         gathered = yield from bruck.gather(mine, place, ranks, (2 * quotas).tolist())
-        final = unpack(gathered, acc, bags, 0, f"of all blocks in step {ctx.step}")
+        final = bags.unpack(gathered, 0, f"of all blocks in step {ctx.step}")
         # 4.
         return Outcome(
             Sparse(final.indices, final.values, state.n), bags.spent(final.indices, self.residuals), state
@@ -120,8 +120,7 @@ class SparDL(Scheme[State]):
         size = min(kept, int(bags.quotas[place]))
         own = bags.cut(place, 1, limit=size)
         ranks = range(place, state.teams * bags.places, bags.places)
-        message = pack(own, torch.arange(own.indices.numel()), size, state.n)
-        gathered = yield from bruck.gather(message, team, ranks, [2 * size] * state.teams)
+        gathered = yield from bruck.gather(bags.pack(own, place, size), team, ranks, [2 * size] * state.teams)
         union = bags.merged(gathered.view(state.teams, -1), place)
         fits = union.indices.numel() <= part
         if fits == (move > 0):
@@ -167,11 +166,10 @@ def _reduce_scatter(bags: Bags, place: int, first_rank: int) -> Program[None]:
     for power in reversed(range(log2_ceil(places))):
         gap = 1 << power
         size = min(gap, places - gap)
-        sent, to, source = (place + gap) % places, (place + gap) % places, (place - gap) % places
-        entries = bags.cut(sent, size)
-        message = pack(entries, bags.slots(entries, sent), bags.room(sent, size), bags.n)
+        to, source = (place + gap) % places, (place - gap) % places
+        message = bags.pack(bags.cut(to, size), to, bags.room(to, size))
         reply = yield Exchange(message, first_rank + to, first_rank + source, 2 * bags.room(place, size))
-        bags.add(unpack(reply, bags.acc, bags, place, f"from place {source}"))
+        bags.add(bags.unpack(reply, place, f"from place {source}"))
 
 
 def _recursive(bags: Bags, place: int, team: int, teams: int) -> Program[Entries]:
@@ -179,7 +177,7 @@ def _recursive(bags: Bags, place: int, team: int, teams: int) -> Program[Entries
     block, room = bags.cut(place, 1), int(bags.quotas[place])
     for power in range(log2_ceil(teams)):
         partner = team ^ (1 << power)
-        message = pack(block, bags.slots(block, place), room, bags.n)
+        message = bags.pack(block, place, room)
         other = partner * bags.places + place
         reply = yield Exchange(message.clone(), other, other, 2 * room)
         pair = torch.stack([message, reply] if team < partner else [reply, message])

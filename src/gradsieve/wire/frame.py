@@ -20,3 +20,15 @@ def to_bits(values: Tensor) -> Tensor:
 
 def from_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
     return bits.to(_BITS[dtype]).contiguous().view(dtype)
+
+
+def to_pairs(indices: Tensor, values: Tensor, n: int) -> Tensor:
+    """One row of index and value bits for each element: such rows can be cut and joined anywhere."""
+    dtype = index_dtype(n, values.dtype)
+    return torch.stack([indices.to(dtype), to_bits(values).to(dtype)], 1)
+
+
+def from_pairs(pairs: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Indices, not checked yet, and values."""
+    indices, bits = pairs.t().contiguous()
+    return indices.long(), from_bits(bits, dtype)
