@@ -16,8 +16,9 @@ from gradsieve.comm.meter import Meter
 from gradsieve.comm.ops import AllGather
 from gradsieve.errors import ConfigError
 from gradsieve.schemes import exdyna, make
-from gradsieve.schemes.exclusive import HEADER, quota
+from gradsieve.schemes.exclusive import HEADER
 from gradsieve.schemes.exdyna import ExDyna
+from gradsieve.schemes.quota import quota
 from gradsieve.schemes.speeds import shares_of_work
 from gradsieve.types import Ctx, Program
 from laws.driver import Fleet, Gradients

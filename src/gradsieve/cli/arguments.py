@@ -1,16 +1,50 @@
-"""What the values of options look like, and what is said of those that do not."""
+"""What sub-commands share: how they are added, what the values of their options look like."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
+from typing import TypeAlias
 
 from gradsieve.errors import ConfigError
 
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
 MOST = 10**12
 MOST_RANKS = 65_536
+
+
+def add_command(
+    commands: Commands,
+    name: str,
+    call: Callable[[argparse.Namespace], int],
+    summary: str,
+    description: str,
+    example: str | None = None,
+) -> argparse.ArgumentParser:
+    """A sub-command whose texts are shown as they are written."""
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=description,
+        epilog=example,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(call=call)
+    return parser
+
+
+def add_models(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--models",
+        type=models,
+        default="cnn,transformer,recommender",
+        metavar="LIST",
+        help="what is trained (default: %(default)s)",
+    )
 
 
 def size(text: str) -> int:

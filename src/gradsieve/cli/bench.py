@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from gradsieve.cli import bench_lost, bench_memory, bench_schemes
-from gradsieve.cli.arguments import drawable, schemes, size, worlds
+from gradsieve.cli.arguments import Commands, add_command, drawable, schemes, size, worlds
 from gradsieve.cli.progress import progress
 
 _STEP = """\
@@ -43,7 +43,7 @@ example:
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: Commands) -> None:
     bench = subparsers.add_parser("bench", help="measure schemes against dense and against the limit")
     commands = bench.add_subparsers(metavar="COMMAND", required=True)
     _add_step(commands)
@@ -53,28 +53,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     bench_lost.add_parser(commands)
 
 
-def _add_step(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_step(commands: Commands) -> None:
     from gradsieve.bench import step
 
-    parser = commands.add_parser(
-        "step",
-        help="seconds a training step takes, on a lab network",
-        description=_STEP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    step.add_arguments(parser)
-    parser.set_defaults(call=step.run)
+    summary = "seconds a training step takes, on a lab network"
+    step.add_arguments(add_command(commands, "step", step.run, summary, _STEP))
 
 
-def _add_traffic(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "traffic",
-        help="words moved as the number of ranks grows, on virtual ranks",
-        description=_TRAFFIC,
-        epilog=_TRAFFIC_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
+def _add_traffic(commands: Commands) -> None:
+    summary = "words moved as the number of ranks grows, on virtual ranks"
+    add = add_command(commands, "traffic", run_traffic, summary, _TRAFFIC, _TRAFFIC_EXAMPLE).add_argument
     add(
         "--schemes",
         type=schemes,
@@ -93,7 +81,6 @@ def _add_traffic(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--density", type=float, default=0.01, metavar="D", help="share that is sent (default: 0.01)")
     add("--json", type=Path, metavar="FILE", help="write the rows and how they came about there")
     add("--plot", type=Path, metavar="FILE.png", help="draw words against ranks there")
-    parser.set_defaults(call=run_traffic)
 
 
 def run_traffic(args: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gradsieve.cli.arguments import models, schemes, size
+from gradsieve.cli.arguments import Commands, add_command, add_models, schemes, size
 from gradsieve.cli.progress import progress
 
 _DESCRIPTION = """\
@@ -19,31 +19,20 @@ columns:
   sent        the latter
   of_target   elements in an update over k
 """
+_EXAMPLE = "example:\n  gradsieve bench lost --models cnn --schemes gtopk,gtopk:paper=true --world 8\n"
 _DEFAULT = "spardl,spardl:residuals=end,spardl:residuals=local,gtopk,gtopk:paper=true"
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "lost",
-        help="gradient that a scheme loses, to the last bit, on virtual ranks",
-        description=_DESCRIPTION,
-        epilog="example:\n  gradsieve bench lost --models cnn --schemes gtopk,gtopk:paper=true --world 8\n",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_parser(commands: Commands) -> None:
+    summary = "gradient that a scheme loses, to the last bit, on virtual ranks"
+    parser = add_command(commands, "lost", run, summary, _DESCRIPTION, _EXAMPLE)
+    add_models(parser)
     add = parser.add_argument
-    add(
-        "--models",
-        type=models,
-        default="cnn,transformer,recommender",
-        metavar="LIST",
-        help="what is trained (default: %(default)s)",
-    )
     add("--schemes", type=schemes, default=_DEFAULT, metavar="LIST", help="default: %(default)s")
     add("--world", type=size, default="8", metavar="N", help="ranks (default: 8)")
     add("--density", type=float, default=0.01, metavar="D", help="share that is sent (default: 0.01)")
     add("--steps", type=size, default="12", metavar="N", help="recorded steps (default: 12)")
     add("--json", type=Path, metavar="FILE", help="write the rows and how they came about there")
-    parser.set_defaults(call=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gradsieve.cli.arguments import schemes, size
+from gradsieve.cli.arguments import Commands, add_command, schemes, size
 from gradsieve.cli.progress import progress
 
 _DESCRIPTION = """\
@@ -17,23 +17,18 @@ columns:
   residual_n           of these, the residuals
   step_s               the sync's part of a step, on loopback
 """
+_EXAMPLE = "example:\n  gradsieve bench memory --schemes exdyna,spardl --params 3e8\n"
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "memory",
-        help="memory that a sync adds to a rank, on real ranks",
-        description=_DESCRIPTION,
-        epilog="example:\n  gradsieve bench memory --schemes exdyna,spardl --params 3e8\n",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_parser(commands: Commands) -> None:
+    summary = "memory that a sync adds to a rank, on real ranks"
+    parser = add_command(commands, "memory", run, summary, _DESCRIPTION, _EXAMPLE)
     add = parser.add_argument
     add("--schemes", type=schemes, default="exdyna,spardl", metavar="LIST", help="default: %(default)s")
     add("--world", type=size, default="2", metavar="N", help="ranks (default: 2)")
     add("--params", type=size, default="3e7", metavar="N", help="length of the gradient (default: 3e7)")
     add("--density", type=float, default=0.001, metavar="D", help="share that is sent (default: 0.001)")
     add("--json", type=Path, metavar="FILE", help="write the rows and how they came about there")
-    parser.set_defaults(call=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,7 +6,16 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from gradsieve.cli.arguments import densities, drawable, models, schemes, size, worlds
+from gradsieve.cli.arguments import (
+    Commands,
+    add_command,
+    add_models,
+    densities,
+    drawable,
+    schemes,
+    size,
+    worlds,
+)
 from gradsieve.cli.progress import progress
 
 _DESCRIPTION = """\
@@ -34,22 +43,11 @@ examples:
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "schemes",
-        help="words and quality of every scheme on recorded gradients, on virtual ranks",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_parser(commands: Commands) -> None:
+    summary = "words and quality of every scheme on recorded gradients, on virtual ranks"
+    parser = add_command(commands, "schemes", run, summary, _DESCRIPTION, _EXAMPLES)
+    add_models(parser)
     add = parser.add_argument
-    add(
-        "--models",
-        type=models,
-        default="cnn,transformer,recommender",
-        metavar="LIST",
-        help="what is trained (default: %(default)s)",
-    )
     add(
         "--schemes",
         type=_talking,
@@ -70,7 +68,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--steps", type=size, default="12", metavar="N", help="recorded steps (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the rows and how they came about there")
     add("--plot", type=Path, metavar="FILE.png", help="draw fidelity against words there")
-    parser.set_defaults(call=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -24,12 +24,11 @@ from torch import Tensor
 from gradsieve.comm.ops import AllGather, AllReduce
 from gradsieve.kernels import largest
 from gradsieve.schemes.base import Scheme, log2_ceil
+from gradsieve.schemes.quota import phase
 from gradsieve.schemes.speeds import check_speeds, shares_of_work
 from gradsieve.types import Ctx, Outcome, Program, Sparse
 from gradsieve.wire.check import rows_increasing, strictly_increasing
 from gradsieve.wire.frame import index_dtype
-
-_GOLDEN = 0.6180339887498949
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +140,7 @@ def _apportion(norms: Tensor, sizes: Tensor, k: int, step: int) -> Tensor:
     whole = share.floor()
     fractions = (share - whole).cumsum(0)
     fractions[-1:].round_()
-    edges = (fractions + step * _GOLDEN % 1.0).floor()
+    edges = (fractions + phase(step)).floor()
     counts = torch.empty_like(sizes)
     counts[order] = (whole + edges.diff(prepend=edges.new_zeros(1))).long()
     return counts

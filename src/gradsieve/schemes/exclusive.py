@@ -112,17 +112,6 @@ class Gathered:
     tail: Tensor
 
 
-def quota(weights: Tensor, total: float, step: int) -> Tensor:
-    """`total` split in proportion to `weights` into whole numbers.
-
-    Which partitions get the fractions changes from step to step (golden-ratio rounding), so that none is
-    passed over for ever where there are fewer elements to send than partitions.
-    """
-    phase = step * 0.6180339887498949 % 1.0
-    edges = (weights.double().cumsum(0) / weights.sum() * total + phase).floor().long()
-    return torch.diff(edges, prepend=edges.new_zeros(1))
-
-
 def gather_selected(
     acc: Tensor, cuts: Tensor, quotas: Tensor, capacity: int, threshold: float, ctx: Ctx
 ) -> Program[Gathered]:

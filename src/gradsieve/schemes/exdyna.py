@@ -28,8 +28,8 @@ from gradsieve.schemes.exclusive import (
     Partitioned,
     absorb,
     gather_selected,
-    quota,
 )
+from gradsieve.schemes.quota import quota
 from gradsieve.schemes.speeds import check_speeds, shares_of_work
 from gradsieve.types import Ctx, Outcome, Program, Sparse
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from gradsieve.comm.ops import AllReduce
-from gradsieve.schemes.exclusive import Exclusive, Partitioned, absorb, gather_selected, quota
+from gradsieve.schemes.exclusive import Exclusive, Partitioned, absorb, gather_selected
+from gradsieve.schemes.quota import quota
 from gradsieve.types import Ctx, Outcome, Program, Sparse
 
 _SLACK = 1.03

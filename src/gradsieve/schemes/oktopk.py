@@ -28,8 +28,8 @@ from gradsieve.comm.ops import AllGather, AllReduce, AllToAll
 from gradsieve.errors import ConfigError
 from gradsieve.kernels import above, largest, sum_by_index
 from gradsieve.schemes.base import Scheme, log2_ceil
-from gradsieve.schemes.exclusive import quota
 from gradsieve.schemes.oktopk_balance import evened, gather_lists, thinned
+from gradsieve.schemes.quota import quota
 from gradsieve.types import Ctx, Outcome, Program, Sparse, private
 from gradsieve.wire.check import counts_within, lists_increasing, strictly_increasing
 from gradsieve.wire.frame import from_pairs, index_dtype, to_pairs

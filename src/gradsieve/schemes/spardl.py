@@ -30,7 +30,7 @@ from gradsieve.comm.ops import Exchange
 from gradsieve.errors import ConfigError
 from gradsieve.schemes.bags import Bags, Entries
 from gradsieve.schemes.base import Scheme, log2_ceil
-from gradsieve.schemes.exclusive import quota
+from gradsieve.schemes.quota import quota
 from gradsieve.schemes.teams import Links, best_teams, measure_links
 from gradsieve.types import Ctx, Outcome, Program, Sparse, private
 
