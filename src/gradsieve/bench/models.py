@@ -52,8 +52,8 @@ class Task:
 
 def cnn(folder: Path = FASHION_MNIST, *, width: int = 256, images: int = 20_000, batch: int = 32) -> Task:
     """Two convolutions and a hidden layer of `width`."""
-    pixels = _idx(folder / "train-images-idx3-ubyte.gz", header=16)[: images * 784].view(-1, 1, 28, 28)
-    labels = _idx(folder / "train-labels-idx1-ubyte.gz", header=8)[:images].long()
+    pixels = idx(folder / "train-images-idx3-ubyte.gz", header=16)[: images * 784].view(-1, 1, 28, 28)
+    labels = idx(folder / "train-labels-idx1-ubyte.gz", header=8)[:images].long()
     relu = nn.ReLU()
     first = nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), relu, nn.MaxPool2d(2)
     second = nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), relu, nn.MaxPool2d(2)
@@ -62,7 +62,7 @@ def cnn(folder: Path = FASHION_MNIST, *, width: int = 256, images: int = 20_000,
     return Task(nn.Sequential(*first, *second, *head), (scaled,), labels, cross_entropy, batch, rate=0.05)
 
 
-def _idx(path: Path, header: int) -> Tensor:
+def idx(path: Path, header: int) -> Tensor:
     try:
         content = gzip.decompress(path.read_bytes())
     except (OSError, EOFError) as error:
@@ -73,7 +73,7 @@ def _idx(path: Path, header: int) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)[header:]
 
 
-class _Transformer(nn.Module):
+class Transformer(nn.Module):
     def __init__(self, width: int, layers: int, context: int) -> None:
         super().__init__()
         self.symbols = nn.Embedding(256, width)
@@ -103,7 +103,7 @@ def transformer(
 ) -> Task:
     text = torch.frombuffer(bytearray(b"".join(sources(most_bytes))), dtype=torch.uint8).long()
     windows = text[: len(text) - len(text) % (context + 1)].view(-1, context + 1)
-    model = _Transformer(width, layers, context)
+    model = Transformer(width, layers, context)
     return Task(model, (windows[:, :-1],), windows[:, 1:], cross_entropy, batch, rate=0.05)
 
 

@@ -9,27 +9,25 @@ DDP's default buckets.
 from __future__ import annotations
 
 import copy
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from gradsieve.bench.in_lab import bytes_out, most_anywhere, run_rank, tell
+from gradsieve.bench.rivals import bucket_cap_mb, torch_hook
 from gradsieve.bench.workloads import batch_for, build
 from gradsieve.integrations.ddp import DdpSync
 
 _WARM_STATEFUL, _WARM = 10, 2
 """Steps before the clock runs: thresholds and partitions settle, DDP rebuilds its buckets."""
 _TURN_SECONDS, _MOST_STEPS = 1.5, 5
-_ONE_BUCKET_MB = 1e4
 
 
 class Arena:
@@ -63,13 +61,10 @@ class Contestant:
         self.hook = self._hook(density)
 
     def _hook(self, density: float) -> Callable[[Any], Any]:
-        if self.name == "dense":
-            return lambda bucket: default_hooks.allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
-        if self.name == "fp16":
-            return lambda bucket: default_hooks.fp16_compress_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
-        if self.name == "powersgd":
-            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
-            return lambda bucket: powerSGD_hook.powerSGD_hook(state, bucket)
+        torchs = torch_hook(self.name)
+        if torchs is not None:
+            state, hook = torchs
+            return partial(hook, state)
         # Replicas drift apart in noop's turns, so the sync must not watch this optimizer for divergence.
         unwatched = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
         self.sync = DdpSync(self.arena.ddp, unwatched, scheme=self.name, density=density)
@@ -83,7 +78,7 @@ class Contestant:
         """`steps` training steps between two barriers; seconds a step."""
         self.arena.hook = self.hook
         dist.barrier()
-        before, start = _bytes_out(), time.perf_counter()
+        before, start = bytes_out(), time.perf_counter()
         for _ in range(steps):
             self.arena.step(*batch)
             if self.sync is not None and measured:
@@ -95,7 +90,7 @@ class Contestant:
         seconds = (time.perf_counter() - start) / steps
         if measured:
             self.seconds.append(seconds)
-            self.bytes += _bytes_out() - before
+            self.bytes += bytes_out() - before
             self.steps += steps
         return seconds
 
@@ -105,15 +100,6 @@ class Contestant:
         if self.sync is None:
             return None
         return self.sent / self.steps / sum(unit.n for unit in self.sync.pipeline.units)
-
-
-def _bytes_out() -> int:
-    """Bytes that left this host, from the interface's own counter."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, _, counters = line.partition(":")
-        if name.strip() == "eth0":
-            return int(counters.split()[8])
-    return 0
 
 
 def _same_everywhere(value: float) -> float:
@@ -126,7 +112,9 @@ def measure(config: dict[str, Any]) -> list[dict[str, Any]]:
     """Warm up, take turns, return one row a sync (the same on every rank but for the rank's own bytes)."""
     torch.manual_seed(0)
     model = build(config["workload"], config["params"])
-    one_bucket = Arena(copy.deepcopy(model), _ONE_BUCKET_MB) if "powersgd" in config["syncs"] else None
+    one_bucket = (
+        Arena(copy.deepcopy(model), bucket_cap_mb("powersgd")) if "powersgd" in config["syncs"] else None
+    )
     default = Arena(model, None)
     torch.manual_seed(1 + dist.get_rank())
     batch = batch_for(config["workload"])
@@ -137,7 +125,7 @@ def measure(config: dict[str, Any]) -> list[dict[str, Any]]:
     turn_steps = {}
     for contestant in contestants:
         seconds = [contestant.run(batch, 1, measured=False) for _ in range(contestant.warm_steps)]
-        _tell(f"warm-up: {contestant.name} {1e3 * seconds[-1]:.0f} ms a step")
+        tell(f"warm-up: {contestant.name} {1e3 * seconds[-1]:.0f} ms a step")
         turn_steps[contestant.name] = int(
             min(max(_TURN_SECONDS // _same_everywhere(seconds[-1]), 1), _MOST_STEPS)
         )
@@ -146,7 +134,7 @@ def measure(config: dict[str, Any]) -> list[dict[str, Any]]:
         for contestant in contestants:
             contestant.run(batch, turn_steps[contestant.name], measured=True)
         left = (time.perf_counter() - start) / (turn + 1) * (config["rounds"] - turn - 1)
-        _tell(f"round {turn + 1} of {config['rounds']}, about {left:.0f} s left")
+        tell(f"round {turn + 1} of {config['rounds']}, about {left:.0f} s left")
     return [_row(contestant, contestants) for contestant in contestants]
 
 
@@ -157,35 +145,17 @@ def _row(contestant: Contestant, contestants: list[Contestant]) -> dict[str, Any
     def ratio(top: list[float], bottom: list[float]) -> float:
         return round(statistics.median(a / b for a, b in zip(top, bottom, strict=True)), 3)
 
-    sent = torch.tensor([contestant.bytes / contestant.steps])
-    dist.all_reduce(sent, dist.ReduceOp.MAX)
     return {
         "sync": contestant.name,
         "step_ms": round(1e3 * statistics.median(mine), 1),
         "vs_noop": ratio(mine, by_name["noop"]),
         "vs_dense": ratio(by_name["dense"], mine),
-        "bytes_sent": int(sent),
+        "bytes_sent": int(most_anywhere(contestant.bytes / contestant.steps)),
         "density": contestant.density(),
         "step_ms_all": [round(1e3 * seconds, 1) for seconds in mine],
         "stage_ms": {name: round(1e3 * s / contestant.steps, 1) for name, s in contestant.stages.items()},
     }
 
 
-def _tell(text: str) -> None:
-    if dist.get_rank() == 0:
-        print(text, file=sys.stderr, flush=True)
-
-
-def main() -> None:
-    config = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rows = measure(config)
-    if dist.get_rank() == 0:
-        Path(config["out"]).write_text(json.dumps(rows))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_rank(measure)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gradsieve.cli import bench_lost, bench_memory, bench_schemes
+from gradsieve.cli import bench_lost, bench_memory, bench_schemes, bench_time_to_accuracy
 from gradsieve.cli.arguments import Commands, add_command, drawable, schemes, size, worlds
 from gradsieve.cli.progress import progress
 
@@ -47,6 +47,7 @@ def add_parser(subparsers: Commands) -> None:
     bench = subparsers.add_parser("bench", help="measure schemes against dense and against the limit")
     commands = bench.add_subparsers(metavar="COMMAND", required=True)
     _add_step(commands)
+    bench_time_to_accuracy.add_parser(commands)
     _add_traffic(commands)
     bench_schemes.add_parser(commands)
     bench_memory.add_parser(commands)

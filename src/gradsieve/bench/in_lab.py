@@ -1,0 +1,71 @@
+"""A bench whose ranks are the hosts of a lab, both ends of it.
+
+rows = rows_from_hosts("gradsieve.bench.step_worker", config)   # the command: runs that module on every host
+run_rank(measure)                                               # the module: rows = measure(config)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradsieve.errors import GradsieveError
+from gradsieve.lab import Lab
+
+Rows = list[dict[str, Any]]
+
+
+def rows_from_hosts(worker: str, config: dict[str, Any]) -> Rows:
+    """What rank 0 of `worker` measured, on as many hosts and such links as `config` says."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.json"
+        argument = json.dumps({**config, "out": str(out)})
+        with Lab(config["hosts"], config["rate"], config["delay"]) as lab:
+            codes = lab.run([sys.executable, "-m", worker, argument])
+        if any(codes):
+            raise GradsieveError(
+                f"the ranks of the bench ended with exit codes {codes}; their output is above"
+            )
+        rows: Rows = json.loads(out.read_text())
+    return rows
+
+
+def run_rank(measure: Callable[[dict[str, Any]], Rows]) -> None:
+    """The life of one rank: join the others, measure, and leave when all of them have."""
+    config = json.loads(sys.argv[1])
+    out = Path(config.pop("out"))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rows = measure(config)
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def tell(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def bytes_out() -> int:
+    """Bytes that left this host, from the interface's own counter."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == "eth0":
+            return int(counters.split()[8])
+    return 0
+
+
+def most_anywhere(value: float) -> float:
+    """The largest value that a rank has."""
+    tensor = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return float(tensor)

@@ -1,0 +1,45 @@
+"""What schemes are measured against on real ranks: torch's own communication hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+from gradsieve.errors import ConfigError
+from gradsieve.schemes import SCHEMES
+
+RIVALS = ("fp16", "powersgd")
+SYNCS = (*SCHEMES, *RIVALS)
+"""All that a bench on real ranks can compare."""
+
+_ONE_BUCKET_MB = 1e4
+
+
+def syncs_of(names: str, always: Sequence[str]) -> list[str]:
+    """Those that `always` run, then what a person asks for with commas between; each once."""
+    wanted = list(dict.fromkeys([*always, *filter(None, names.split(","))]))
+    unknown = [name for name in wanted if name not in SYNCS]
+    if unknown:
+        raise ConfigError(f"no sync is called {', '.join(unknown)}; there are: {', '.join(SYNCS)}")
+    return wanted
+
+
+def torch_hook(sync: str) -> tuple[Any, Callable[[Any, Any], Any]] | None:
+    """State and hook, as `register_comm_hook` takes them; None for what torch does not have."""
+    if sync == "dense":  # torch's own all-reduce and not our scheme of that name: it is what people run
+        return None, default_hooks.allreduce_hook
+    if sync == "fp16":
+        return None, default_hooks.fp16_compress_hook
+    if sync == "powersgd":
+        # From the third step on: until then it sends all, and it wants at least that start.
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+        return state, powerSGD_hook.powerSGD_hook
+    return None
+
+
+def bucket_cap_mb(sync: str) -> float | None:
+    """For DistributedDataParallel. torch's PowerSGD mismatches collectives on gloo with more than one bucket;
+    the others use DDP's default."""
+    return _ONE_BUCKET_MB if sync == "powersgd" else None

@@ -1,0 +1,78 @@
+"""`gradsieve bench time-to-accuracy`: how long each sync trains until it is as good as dense."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+
+from gradsieve.cli.arguments import Commands, add_command, drawable, size
+
+_DESCRIPTION = """\
+Seconds of training until the test accuracy that dense reaches at the end of its budget.
+
+Trains an MLP on Fashion-MNIST on a lab network (see `gradsieve lab run --help`), once with each way of
+exchanging gradients, always from the same weights and on the same batches. Dense runs first. Accuracy is the
+mean of the last three evaluations; the others stop when it is not below dense's last one, or after twice as
+many steps. Evaluation is not in the seconds. Needs root.
+
+columns, means over seeds:
+  seconds       of training, to the target; - if a seed never got there
+  steps         the same in steps
+  times_dense   dense's seconds over these
+  spread        standard deviation of times_dense over seeds
+  reached       seeds that reached the target
+  step_ms       of one training step, over the whole run
+  bytes_sent    by the busiest rank in a step, as its network interface counts them
+  accuracy      where the run ended
+"""
+_EXAMPLES = """\
+examples:
+  gradsieve bench time-to-accuracy --rate 1gbit --plot accuracy.png
+  gradsieve bench time-to-accuracy --rate 100mbit --syncs fp16,exdyna --seeds 3 --json accuracy.json
+"""
+
+
+def add_parser(commands: Commands) -> None:
+    from gradsieve.bench.rivals import SYNCS
+
+    summary = "seconds to the accuracy that dense ends with, on a lab network"
+    add = add_command(commands, "time-to-accuracy", run, summary, _DESCRIPTION, _EXAMPLES).add_argument
+    add("--hosts", type=size, default="4", metavar="N", help="hosts in the lab (default: 4)")
+    add("--rate", metavar="R", help="of each link, e.g. 1gbit (default: unshaped)")
+    add("--delay", metavar="D", help="one way, e.g. 5ms (default: none)")
+    add("--params", type=size, default="6e6", metavar="N", help="model size (default: 6e6)")
+    add("--density", type=float, default=0.01, metavar="D", help="share that is sent (default: 0.01)")
+    add(
+        "--syncs",
+        default="dense,fp16,powersgd,exdyna,spardl,oktopk",
+        metavar="LIST",
+        help=f"from {', '.join(SYNCS)} (default: %(default)s)",
+    )
+    add("--steps", type=size, default="600", metavar="N", help="dense's budget (default: 600)")
+    add("--seeds", type=size, default="1", metavar="N", help="repetitions (default: 1)")
+    add(
+        "--json", type=Path, metavar="FILE", help="write the rows, their curves and how they came about there"
+    )
+    add("--plot", type=Path, metavar="FILE.png", help="draw accuracy against seconds there")
+
+
+def run(args: argparse.Namespace) -> int:
+    from gradsieve.bench import results
+    from gradsieve.bench.rivals import syncs_of
+    from gradsieve.bench.time_to_accuracy import COLUMNS, Plan, measure, summary
+    from gradsieve.bench.time_to_accuracy_plot import plot
+
+    syncs = syncs_of(args.syncs, always=["dense"])
+    plan = Plan(args.hosts, args.rate, args.delay, args.params, args.density, syncs, args.steps, args.seeds)
+    drawable(args.plot)
+    results.writable(args.json)
+    results.writable(args.plot)
+    runs = measure(plan)
+    rows = summary(runs)
+    print(results.table(rows, COLUMNS))
+    if args.json is not None:
+        results.write(args.json, asdict(plan), rows)
+    if args.plot is not None:
+        plot(plan, runs, args.plot)
+    return 0
