@@ -13,6 +13,7 @@ from gradsieve.errors import (
     PeerError,
     ProtocolError,
 )
+from gradsieve.feedback.treatment import Treatment
 from gradsieve.integrations.ddp import attach
 from gradsieve.integrations.gradient_sync import GradientSync
 from gradsieve.schemes import SCHEMES
@@ -66,5 +67,6 @@ __all__ = [
     "SparDL",
     "TopK",
     "TopKUnion",
+    "Treatment",
     "attach",
 ]

@@ -82,7 +82,7 @@ def train_forgetting(rank: int, plan: Plan) -> Seen:
 
 def train_spending_nothing(rank: int, plan: Plan) -> Seen:
     """Sent elements stay in the residual and are sent again: gradients are made up."""
-    with mock.patch.object(Residual, "commit", lambda self, spent: self.kept.copy_(self._staged)):
+    with mock.patch.object(Residual, "commit", lambda self, spent, released: self.kept.copy_(self._staged)):
         return train(rank, plan)
 
 

@@ -34,6 +34,7 @@ class ByHand(Run):
             self.optimizer,
             scheme=plan.scheme,
             density=plan.density,
+            preset=plan.preset,
             group=group,
             bucket_cap_mb=plan.cap_mb,
         )

@@ -64,7 +64,7 @@ def train_with_a_bad_step(rank: int, plan: Plan, bad: float, place: int) -> Skip
 
 
 def train_without_the_vote(rank: int, plan: Plan, bad: float, place: int) -> Skipping:
-    with mock.patch("gradsieve.sync.is_finite", return_value=True):
+    with mock.patch("gradsieve.sync.gradients.is_finite", return_value=True):
         return train_with_a_bad_step(rank, plan, bad, place)
 
 

@@ -14,11 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 import gradsieve
 from gradsieve.comm import lockstep
 from gradsieve.schemes import SCHEMES, make
-from gradsieve.sync import Pipeline
+from gradsieve.sync import GradientPipeline
 from gradsieve.types import replicated_fields
 from multiproc.models import SHAPES, Whole, whole_numbers
 
 RATE = 2.0**-6
+GRADIENTS = gradsieve.Treatment(exchange="gradients")
+"""Gradients are exchanged, so that all ranks have one model; tests of steps say so."""
 
 
 def registered(*, lossless: bool = True) -> list[str]:
@@ -57,6 +59,7 @@ class Plan:
     optimizer: type[torch.optim.Optimizer] = torch.optim.SGD
     memory: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the optimizer beside its rate."""
+    preset: gradsieve.Treatment = GRADIENTS
     loss_scale: float | None = None
     """Train with a GradScaler that begins here and doubles every fourth step."""
 
@@ -80,7 +83,7 @@ class Seen:
     @property
     def residuals(self) -> dict[str, Tensor]:
         """In the units of the gradients, whatever the loss scale."""
-        begin, scale = "residual/", float(self.state.get("residual_scale", 1.0))
+        begin, scale = "residual/", float(self.state.get("figure/residual_scale", 1.0))
         kept = [key for key in self.state if key.startswith(begin)]
         return {key.removeprefix(begin): self.state[key] / scale for key in kept}
 
@@ -108,7 +111,12 @@ class Run:
         if plan.loss_scale is not None:
             self.scaler = torch.amp.GradScaler("cpu", init_scale=plan.loss_scale, growth_interval=4)
         self.sync = gradsieve.attach(
-            self.ddp, self.optimizer, scheme=plan.scheme, density=plan.density, scaler=self.scaler
+            self.ddp,
+            self.optimizer,
+            scheme=plan.scheme,
+            density=plan.density,
+            preset=plan.preset,
+            scaler=self.scaler,
         )
 
     def train(self, steps: int | None = None) -> Run:
@@ -166,7 +174,7 @@ class Virtual:
         self.models = [Whole(plan.shapes, plan.dtypes) for _ in range(world)]
         scheme = make(plan.scheme, plan.density)
         self.pipelines = [
-            Pipeline(model.named_parameters(), scheme, rank, world, plan.cap_mb)
+            GradientPipeline(model.named_parameters(), scheme, rank, world, plan.cap_mb)
             for rank, model in enumerate(self.models)
         ]
 
@@ -181,7 +189,7 @@ class Virtual:
             seen, parameters = self.seen[rank], dict(self.models[rank].named_parameters())
             seen.parameters = {name: parameter.detach() for name, parameter in parameters.items()}
             for residual in self.pipelines[rank].residuals:
-                for name, part in residual.by_name().items():
+                for name, part in residual.by_kind()["residual"].items():
                     seen.state[f"residual/{name}"] = part.view(parameters[name].shape)
         return self.seen
 

@@ -86,7 +86,7 @@ def _rank(rank: int, config: dict[str, Any], out: str) -> None:
             "before_mb": start / 2**20,
             "peak_mb": peak / 2**20,
             "added_n": (peak - start) / _FLOAT / elements,
-            "residual_n": 2.0 if sync.pipeline.residuals else 0.0,
+            "residual_n": 2.0 if sync.pipeline.waiting() else 0.0,
             "step_s": step,
         }
         Path(out).write_text(json.dumps(row))

@@ -67,8 +67,8 @@ def idx(path: Path, header: int) -> Tensor:
         content = gzip.decompress(path.read_bytes())
     except (OSError, EOFError) as error:
         raise ConfigError(
-            f"the model cnn learns from Fashion-MNIST, but {error}; to install it: "
-            "apt-get install dataset-fashion-mnist (or leave cnn out of --models)"
+            f"this learns from the images of Fashion-MNIST, but {error}; to install them: "
+            "apt-get install dataset-fashion-mnist (or choose what learns from something else)"
         ) from error
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)[header:]
 

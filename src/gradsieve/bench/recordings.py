@@ -47,7 +47,7 @@ def record(
 ) -> Recording:
     """Train `task.model`, which is changed by it, and keep the gradients of the last `steps` steps."""
     parameters = dict(task.model.named_parameters())
-    (unit,) = lay_units(parameters.items(), cap_bytes=sys.maxsize, all_sparse=True)
+    (unit,) = lay_units(parameters.items(), cap_bytes=sys.maxsize, small=0)
     random = torch.Generator().manual_seed(seed)
     gradients = torch.empty(steps, world, unit.n)
     losses = []

@@ -38,12 +38,15 @@ class Arena:
             model, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True, init_sync=False
         )
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.01, momentum=0.9)
-        self.hook: Callable[[Any], Any]  # set by whoever's turn it is
+        # Set by whoever's turn it is:
+        self.hook: Callable[[Any], Any]
+        self.before_step: Callable[[], None]
         self.ddp.register_comm_hook(None, lambda _, bucket: self.hook(bucket))
 
     def step(self, inputs: Tensor, target: Tensor) -> None:
         self.optimizer.zero_grad()
         torch.autograd.backward(nn.functional.mse_loss(self.ddp(inputs), target))
+        self.before_step()
         self.optimizer.step()
 
 
@@ -76,7 +79,7 @@ class Contestant:
 
     def run(self, batch: tuple[Tensor, Tensor], steps: int, measured: bool) -> float:
         """`steps` training steps between two barriers; seconds a step."""
-        self.arena.hook = self.hook
+        self.arena.hook, self.arena.before_step = self.hook, self._before_step
         dist.barrier()
         before, start = bytes_out(), time.perf_counter()
         for _ in range(steps):
@@ -93,6 +96,11 @@ class Contestant:
             self.bytes += bytes_out() - before
             self.steps += steps
         return seconds
+
+    def _before_step(self) -> None:
+        """What a sync that watches this optimizer does there."""
+        if self.sync is not None:
+            self.sync.before_optimizer_step()
 
     def density(self) -> float | None:
         if self.name in ("noop", "dense", "fp16"):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from gradsieve.feedback.units import Unit
+from gradsieve.feedback.units import Unit, parts_of
 from gradsieve.types import Sparse
 
 
@@ -32,10 +32,14 @@ class Residual:
         """acc = e, where this rank's gradient cannot be used."""
         return self._staged.copy_(self.kept)
 
-    def commit(self, spent: Sparse) -> None:
+    def released(self, update: Sparse) -> Sparse:
+        """What the optimizer is given of an update: all of it and nothing else."""
+        return update
+
+    def commit(self, spent: Sparse, released: Sparse) -> None:
         """e = acc - spent."""
         spent.subtract_from(self._staged)
         self.kept, self._staged = self._staged, self.kept
 
-    def by_name(self) -> dict[str, Tensor]:
-        return {slot.name: self.kept[slot.start : slot.stop] for slot in self.unit.sparse}
+    def by_kind(self) -> dict[str, dict[str, Tensor]]:
+        return {"residual": parts_of(self.kept, self.unit.sparse)}

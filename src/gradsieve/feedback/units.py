@@ -15,9 +15,6 @@ from torch import Tensor
 
 from gradsieve.errors import ConfigError
 
-_SMALL = 1024
-"""Tensors below this many elements, and all vectors, go dense: they cost little and accuracy needs them."""
-
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -62,6 +59,11 @@ class Unit:
         return sum(self.sizes)
 
 
+def parts_of(vector: Tensor, slots: Iterable[Slot]) -> dict[str, Tensor]:
+    """Views of a unit's sparse (or dense) vector, by parameter name."""
+    return {slot.name: vector[slot.start : slot.stop] for slot in slots}
+
+
 def flat_view(tensor: Tensor) -> Tensor:
     """All elements in the order in which they lie in memory, as DDP's buckets hold them."""
     return tensor.as_strided((tensor.numel(),), (1,))
@@ -82,10 +84,11 @@ def _strides_of_long_dims(tensor: Tensor) -> list[int]:
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
-def lay_units(parameters: Iterable[tuple[str, Tensor]], cap_bytes: int, all_sparse: bool) -> list[Unit]:
+def lay_units(parameters: Iterable[tuple[str, Tensor]], cap_bytes: int, small: int) -> list[Unit]:
     """Parameters in reverse order (backward's), a new unit whenever the one before holds `cap_bytes`.
 
-    `all_sparse` is for lossless schemes, which have no use for the distinction.
+    Tensors below `small` elements, and all vectors, go dense: they cost little and accuracy needs them. With
+    0, nothing does.
     """
     open_units: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
     units: list[Unit] = []
@@ -100,20 +103,16 @@ def lay_units(parameters: Iterable[tuple[str, Tensor]], cap_bytes: int, all_spar
         members = open_units.setdefault((dtype, parameter.device), [])
         members.append((name, parameter))
         if sum(member.numel() for _, member in members) * dtype.itemsize >= cap_bytes:
-            units.append(
-                _unit(open_units.pop((dtype, parameter.device)), dtype, parameter.device, all_sparse)
-            )
-    units.extend(_unit(members, dtype, device, all_sparse) for (dtype, device), members in open_units.items())
+            units.append(_unit(open_units.pop((dtype, parameter.device)), dtype, parameter.device, small))
+    units.extend(_unit(members, dtype, device, small) for (dtype, device), members in open_units.items())
     return units
 
 
-def _unit(
-    members: list[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device, all_sparse: bool
-) -> Unit:
+def _unit(members: list[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device, small: int) -> Unit:
     length = {True: 0, False: 0}
     slots = []
     for name, parameter in members:
-        sparse = all_sparse or (parameter.ndim > 1 and parameter.numel() >= _SMALL)
+        sparse = not small or (parameter.ndim > 1 and parameter.numel() >= small)
         slots.append(Slot(name, parameter.numel(), sparse, length[sparse]))
         length[sparse] += parameter.numel()
     return Unit(tuple(slots), dtype, device)

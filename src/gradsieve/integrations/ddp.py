@@ -8,6 +8,7 @@ a bucket is done when all units with a part in it are.
 # No `from __future__ import annotations` here: DDP checks that the hook's annotations are types, not strings.
 
 import weakref
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsieve.errors import ConfigError
 from gradsieve.integrations.gradient_sync import GradientSync
+from gradsieve.presets import Preset
 from gradsieve.schemes.base import Scheme
-from gradsieve.sync import UNIT_CAP_MB
+from gradsieve.sync import UNIT_CAP_MB, GradientPipeline, StepPipeline
 
 
 class DdpSync(GradientSync):
@@ -32,6 +34,7 @@ class DdpSync(GradientSync):
         *,
         scheme: str | Scheme[Any] = "exdyna",
         density: float | None = None,
+        preset: Preset = "default",
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         if not isinstance(ddp, DistributedDataParallel):
@@ -44,13 +47,15 @@ class DdpSync(GradientSync):
             optimizer,
             scheme=scheme,
             density=density,
+            preset=preset,
             scaler=scaler,
             group=ddp.process_group,
             bucket_cap_mb=UNIT_CAP_MB if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap / 2**20,
         )
         # Weak: DDP's reducer holds the hook's state, and the collector cannot see through its C++ part.
         self._ddp = weakref.ref(ddp)
-        self.pipeline.may_have_unused = ddp.find_unused_parameters or ddp.static_graph
+        if isinstance(self.pipeline, GradientPipeline):
+            self.pipeline.may_have_unused = ddp.find_unused_parameters or ddp.static_graph
         self._names = {parameter: name for name, parameter in self.parameters.items()}
         self._unit_of = {
             slot.name: index for index, unit in enumerate(self.pipeline.units) for slot in unit.slots
@@ -58,13 +63,17 @@ class DdpSync(GradientSync):
         self._arrived: dict[str, Tensor] = {}
         self._next_unit = 0
         self._unit_done: dict[int, torch.futures.Future[int]] = {}
+        self._under_way: tuple[dict[str, Tensor], list[Future[None]]] | None = None
+        ddp.register_forward_pre_hook(lambda module, inputs: self._finish_exchange())
 
     def hook(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """DDP's communication hook: queue what can be queued and let backward go on."""
         buffer = bucket.buffer()
-        if self.scheme.silent:
+        if self.scheme.silent or isinstance(self.pipeline, StepPipeline):
+            if bucket.index() == 0 and not self.scheme.silent:
+                self._start_exchange()
             done: torch.futures.Future[Tensor] = torch.futures.Future()
-            done.set_result(buffer)
+            done.set_result(buffer)  # a rank's own gradient, for its own optimizer
             return done
         if bucket.index() == 0:  # also after a backward that broke off
             self.begin_step()
@@ -79,6 +88,43 @@ class DdpSync(GradientSync):
         waited = [self._unit_done[index] for index in sorted(units)]
         self._submit_ready()
         return torch.futures.collect_all(waited).then(lambda all_done: _or_raise(all_done, buffer))
+
+    def _start_exchange(self) -> None:
+        """What the optimizer moved before, while backward goes on; parameters are read, not written."""
+        self._finish_exchange()
+        tensors = self.fitted.tensors()
+        futures = []
+        for index, unit in enumerate(self.pipeline.units):
+            program = self.pipeline.program(index, {slot.name: tensors[slot.name] for slot in unit.slots})
+            futures.append(self.engine.submit(program, self.describe(index), unit.device))
+        self._under_way = tensors, futures
+
+    def _finish_exchange(self) -> None:
+        """Wait for it and write the parameters: before the optimizer's step or, on a rank that skips it,
+        before the next forward. Between forward and backward autograd would not allow it."""
+        if self._under_way is None:
+            return
+        (tensors, futures), self._under_way = self._under_way, None
+        for future in futures:
+            future.result()
+        self.fitted.finish(tensors)
+        self._compare_steps()
+
+    def before_optimizer_step(self) -> None:
+        self._finish_exchange()
+        super().before_optimizer_step()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        self._finish_exchange()
+        return super().state_dict()
+
+    def load_state_dict(self, stored: Mapping[str, Tensor]) -> None:
+        self._finish_exchange()
+        super().load_state_dict(stored)
+
+    def flush(self) -> None:
+        self._finish_exchange()
+        super().flush()
 
     def _submit_ready(self) -> None:
         units = self.pipeline.units
@@ -112,15 +158,18 @@ def attach(
     *,
     scheme: str | Scheme[Any] = "exdyna",
     density: float | None = None,
+    preset: Preset = "default",
     scaler: torch.amp.GradScaler | None = None,
 ) -> DdpSync:
     """Replace DDP's dense all-reduce by the sparse exchange of `scheme`; the one new line of a script.
 
     `scheme` is a name ("exdyna", "micro", "topk", ...) or an object such as `gradsieve.ExDyna(density=0.01)`.
-    With a `GradScaler`, hand it over as `scaler`: residuals then follow its scale.
-    Call it once, after wrapping the model and before the first backward.
+    `preset` is "default" (every rank steps its own model, and what the steps moved is exchanged), "paper"
+    (the scheme as published) or a `gradsieve.Treatment`. With a `GradScaler`, hand it over as `scaler`:
+    residuals then follow its scale. Call it once, after wrapping the model and before the first backward,
+    and `flush()` before the model is saved or judged: until then every rank's model is a little its own.
     """
-    sync = DdpSync(ddp, optimizer, scheme=scheme, density=density, scaler=scaler)
+    sync = DdpSync(ddp, optimizer, scheme=scheme, density=density, preset=preset, scaler=scaler)
     ddp.register_comm_hook(sync, _hook)
     return sync
 

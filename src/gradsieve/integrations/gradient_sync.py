@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,18 +23,25 @@ from gradsieve.comm.ops import AllGather, AllReduce
 from gradsieve.errors import ConfigError, DivergenceError, Malformed
 from gradsieve.feedback import checkpoint
 from gradsieve.feedback.digest import digest
-from gradsieve.feedback.units import flat_view, shaped_like
+from gradsieve.feedback.residual import Residual
+from gradsieve.feedback.units import flat_view, parts_of, shaped_like
+from gradsieve.integrations.advice import Advisor, signs
+from gradsieve.kernels import is_finite
+from gradsieve.presets import Preset, choose
 from gradsieve.schemes import make
 from gradsieve.schemes.base import Scheme
-from gradsieve.sync import UNIT_CAP_MB, Pipeline
+from gradsieve.sync import UNIT_CAP_MB, GradientPipeline, StepPipeline
+from gradsieve.sync.fitted import Fitted
 from gradsieve.types import Program, replicated_fields
 
 VERIFY_EVERY = 100
 """Steps between two comparisons of the replicas' fingerprints: a few bytes and one pass over the model."""
 
+_log = logging.getLogger("gradsieve")
+
 
 class GradientSync:
-    """Sparse exchange of gradients; residuals and scheme state of this rank."""
+    """Sparse exchange between the ranks of a group; what this rank remembers, and the scheme's state."""
 
     def __init__(
         self,
@@ -42,6 +50,7 @@ class GradientSync:
         *,
         scheme: str | Scheme[Any] = "exdyna",
         density: float | None = None,
+        preset: Preset = "default",
         scaler: torch.amp.GradScaler | None = None,
         group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float = UNIT_CAP_MB,
@@ -50,44 +59,85 @@ class GradientSync:
             raise ConfigError("torch.distributed is not initialised: call init_process_group() first")
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
         self.scheme = make(scheme, density)
+        self.treatment = choose(preset, self.scheme)
         self.engine = Engine(group)
         rank, world = self.engine.rank, self.engine.world
-        self.pipeline = Pipeline(self.parameters.items(), self.scheme, rank, world, bucket_cap_mb)
+        self.fitted = Fitted(
+            self.parameters, optimizer, self.scheme, self.treatment, rank, world, bucket_cap_mb
+        )
+        self.pipeline = self.fitted.pipeline
         self._scaler = scaler
         self._compared = 0  # the step after which replicas were last compared
-        optimizer.register_step_pre_hook(self._before_optimizer_step)
-        optimizer.register_step_post_hook(self._after_optimizer_step)
+        self._advisor = Advisor(self.scheme, rank)
+        optimizer.register_step_pre_hook(lambda *_: self.before_optimizer_step())
+        optimizer.register_step_post_hook(lambda *_: self._after_optimizer_step())
+        if rank == 0:
+            _log.info(
+                "%s at density %g among %d ranks for %s: %s",
+                type(self.scheme).__name__,
+                self.scheme.density,
+                world,
+                type(optimizer).__name__,
+                self.treatment.describe(),
+            )
 
     # -- a step ---------------------------------------------------------------------------------------
 
     def reduce(self) -> bool:
-        """Exchange the gradients in `.grad`; False where the step was skipped on all ranks."""
+        """Exchange, between backward and the optimizer's step; False where the step is to be skipped.
+
+        Steps: what the optimizer moved before is exchanged. Gradients: those in `.grad`.
+        """
         if self.scheme.silent:
             return True
         self.begin_step()
-        flat = {name: flat_view(_gradient_of(name, p)) for name, p in self.parameters.items()}
-        for index, unit in enumerate(self.pipeline.units):
-            program = self.pipeline.program(index, {slot.name: flat[slot.name] for slot in unit.slots})
-            self.engine.run(program, self.describe(index), unit.device)
+        self._exchange(everything=False)
+        self._compare_steps()
         return self.pipeline.last_step_good
 
+    def _exchange(self, everything: bool) -> None:
+        tensors = self.fitted.tensors()
+        for index, unit in enumerate(self.pipeline.units):
+            program = self.pipeline.program(
+                index, {slot.name: tensors[slot.name] for slot in unit.slots}, everything
+            )
+            self.engine.run(program, self.describe(index), unit.device)
+        self.fitted.finish(tensors)
+
     def begin_step(self) -> None:
-        if self._scaler is not None:
+        if self._scaler is not None and isinstance(self.pipeline, GradientPipeline):
             self.pipeline.loss_scale = self._scaler.get_scale()
 
     def describe(self, index: int) -> str:
         return f"unit {index} of {len(self.pipeline.units)} in step {self.pipeline.step}"
 
-    def _before_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """A skipped step changes nothing: optimizers pass over parameters without a gradient."""
+    def before_optimizer_step(self) -> None:
+        """A skipped step changes nothing: optimizers pass over parameters without a gradient.
+
+        Gradients were voted on, so that all ranks skip. A step is each rank's own business.
+        """
+        if isinstance(self.pipeline, StepPipeline):
+            gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+            self.pipeline.last_step_good = all(is_finite(gradient) for gradient in gradients)
+            self.pipeline.skipped += not self.pipeline.last_step_good
         if not self.pipeline.last_step_good:
             for parameter in self.parameters.values():
                 parameter.grad = None
 
-    def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _after_optimizer_step(self) -> None:
+        if isinstance(self.pipeline, GradientPipeline):
+            self._compare()
+
+    def _compare_steps(self) -> None:
+        """Shared models are compared after the exchange: a rank may have skipped its optimizer's step."""
+        if isinstance(self.pipeline, StepPipeline):
+            self._compare()
+
+    def _compare(self) -> None:
         if self.pipeline.step - self._compared >= VERIFY_EVERY and self._may_compare():
             self._compared = self.pipeline.step
             self.verify()
+            self._advisor.look(self.signs(), self.pipeline.step)
 
     def _may_compare(self) -> bool:
         return True
@@ -99,7 +149,7 @@ class GradientSync:
         if self.scheme.silent:
             return
         unit = self.pipeline.units[0]
-        mine = digest([*self.parameters.values(), *self._replicated()]).to(unit.device)
+        mine = digest(self._replicated()).to(unit.device)
         everyone = self.engine.run(_ask(AllGather(mine)), "the comparison of replicas", unit.device).flatten()
         values, counts = torch.unique(everyone, return_counts=True)
         if values.numel() == 1:
@@ -115,6 +165,11 @@ class GradientSync:
 
     def _replicated(self) -> list[Tensor]:
         tensors = [torch.tensor([self.pipeline.step])]
+        if isinstance(self.pipeline, StepPipeline):
+            tensors += [part for local in self.pipeline.local for part in (local.shared, local.shared_dense)]
+            tensors.append(torch.tensor(list(self.pipeline.figures().values()), dtype=torch.float64))
+        else:
+            tensors += self.parameters.values()
         for state in self.pipeline.states:
             fields = checkpoint.fields_to_tensors(state, "")
             tensors.extend(fields[name] for name in replicated_fields(state))
@@ -123,18 +178,18 @@ class GradientSync:
     # -- state ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Residuals and scheme state of this rank, tensors only, keys unique to the rank."""
+        """Memories and scheme state of this rank, tensors only, keys unique to the rank."""
         pipeline, prefix = self.pipeline, f"rank{self.engine.rank}/"
         out = {
             "format": torch.tensor(checkpoint.FORMAT),
             "world": torch.tensor(pipeline.world),
             "step": torch.tensor(pipeline.step),
-            "residual_scale": torch.tensor(pipeline.residual_scale, dtype=torch.float64),
             "scheme": checkpoint.text_to_tensor(type(self.scheme).__name__),
         }
-        for residual in pipeline.residuals:
-            for name, part in residual.by_name().items():
-                out[f"residual/{name}"] = shaped_like(part, self.parameters[name]).clone()
+        for name, figure in pipeline.figures().items():
+            out[f"figure/{name}"] = torch.tensor(figure, dtype=torch.float64)
+        for key, part in self._memories().items():
+            out[key] = shaped_like(part, self._parameter(key)).clone()
         for index, state in enumerate(pipeline.states):
             out.update(checkpoint.fields_to_tensors(state, f"unit/{index}/"))
         return {prefix + key: value for key, value in out.items()}
@@ -151,13 +206,13 @@ class GradientSync:
         if not torch.equal(saved_by, scheme):
             raise Malformed(f"the checkpoint is of scheme {checkpoint.tensor_to_text(saved_by)}")
         step = int(checkpoint.take(stored, prefix + "step", (), torch.int64))
-        scale = float(checkpoint.take(stored, prefix + "residual_scale", (), torch.float64))
-        residuals = {
-            name: checkpoint.take(
-                stored, f"{prefix}residual/{name}", tuple(self.parameters[name].shape), part.dtype
-            )
-            for residual in pipeline.residuals
-            for name, part in residual.by_name().items()
+        figures = {
+            name: float(checkpoint.take(stored, f"{prefix}figure/{name}", (), torch.float64))
+            for name in pipeline.figures()
+        }
+        memories = {
+            key: checkpoint.take(stored, prefix + key, tuple(self._parameter(key).shape), part.dtype)
+            for key, part in self._memories().items()
         }
         states = [
             checkpoint.fields_from_tensors(
@@ -167,39 +222,67 @@ class GradientSync:
             )
             for index, unit in enumerate(pipeline.units)
         ]
-        pipeline.step, pipeline.states, pipeline.residual_scale = step, states, scale
+        pipeline.step, pipeline.states = step, states
+        pipeline.set_figures(figures)
         self._compared = step
-        for residual in pipeline.residuals:
-            for name, part in residual.by_name().items():
-                shaped_like(part, self.parameters[name]).copy_(residuals[name])
+        for key, part in self._memories().items():
+            shaped_like(part, self._parameter(key)).copy_(memories[key])
+
+    def _memories(self) -> dict[str, Tensor]:
+        """Flat views by kind/parameter. A rank's own model is one: no other rank can save it."""
+        out = dict(self.pipeline.memories())
+        if isinstance(self.pipeline, StepPipeline):
+            out |= {f"own/{name}": flat_view(p.detach()) for name, p in self.parameters.items()}
+        return out
+
+    def _parameter(self, key: str) -> Tensor:
+        return self.parameters[key.partition("/")[2]]
 
     def flush(self) -> None:
-        """Empty the residuals into `.grad` in one dense exchange; call optimizer.step() to apply them."""
+        """Send everything that waits, in one dense exchange: at the end, or before a model is saved or
+        judged.
+
+        Steps: all ranks have the same model afterwards. Gradients: it is in `.grad`; call optimizer.step().
+        """
+        if self.scheme.silent:
+            return
+        if isinstance(self.pipeline, StepPipeline):
+            self._exchange(everything=True)
+            return
         pipeline = self.pipeline
         totals = [
             self.engine.run(_ask(AllReduce(residual.kept.clone())), "flush", residual.unit.device)
             for residual in pipeline.residuals
+            if isinstance(residual, Residual)  # an estimate has nothing that waits
         ]
         for parameter in self.parameters.values():
             parameter.grad = torch.zeros_like(parameter)
-        for residual, total in zip(pipeline.residuals, totals, strict=True):
+        for residual, total in zip(pipeline.residuals, totals, strict=False):
             mean = total / (pipeline.world * pipeline.residual_scale)
-            for slot in residual.unit.sparse:
-                flat_view(_gradient_of(slot.name, self.parameters[slot.name])).copy_(
-                    mean[slot.start : slot.stop]
-                )
+            for name, part in parts_of(mean, residual.unit.sparse).items():
+                gradient = self.parameters[name].grad
+                assert gradient is not None
+                flat_view(gradient).copy_(part)
             residual.kept.zero_()
         pipeline.last_step_good = True
 
     def close(self) -> None:
-        """End the communication thread and its process group. A sync that is not closed ends with Python."""
+        """End the communication thread and its process group, and give the optimizer its momentum back.
+
+        A sync that is not closed ends with Python.
+        """
+        self.fitted.give_back()
         self.engine.close()
 
+    def signs(self) -> dict[str, float]:
+        """How old and how much what waits is, and how good what is sent: see `integrations/advice.py`."""
+        return signs(self.pipeline.waiting(), self.pipeline.outcomes)
+
     def metrics(self) -> dict[str, Any]:
-        """The last step: density, bytes, seconds per stage, residual norm, threshold, imbalance."""
+        """The last step: density, bytes, seconds per stage, what waits and how long, threshold, imbalance."""
         pipeline, stats = self.pipeline, self.pipeline.stats
         elements = sum(unit.n for unit in pipeline.units)
-        norms = [residual.kept.norm() for residual in pipeline.residuals]
+        norms = [waiting.norm() for waiting in pipeline.waiting()]
         reports = [self.scheme.report(state) for state in pipeline.states]
         return {
             "step": pipeline.step,
@@ -210,20 +293,10 @@ class GradientSync:
             "collectives": stats.meter.collectives,
             "seconds": dict(stats.seconds),
             "residual_norm": float(torch.stack(norms).norm()) if norms else 0.0,
+            **self.signs(),
+            **pipeline.figures(),
             **{key: max(report[key] for report in reports) for key in (reports[0] if reports else {})},
         }
-
-
-def _gradient_of(name: str, parameter: Tensor) -> Tensor:
-    """`.grad`, made to lie in memory as the parameter does."""
-    gradient = parameter.grad
-    if gradient is None:
-        parameter.grad = gradient = torch.zeros_like(parameter)
-    if gradient.layout != torch.strided:
-        raise ConfigError(f"parameter {name!r} has a sparse gradient: use Embedding(sparse=False)")
-    if gradient.stride() != parameter.stride():
-        parameter.grad = gradient = torch.empty_like(parameter).copy_(gradient)
-    return gradient
 
 
 def _ask(op: Any) -> Program[Tensor]:

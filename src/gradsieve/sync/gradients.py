@@ -1,36 +1,35 @@
-"""THE pipeline: what happens to a gradient, for every scheme alike.
+"""Exchange of gradients: the optimizer is given the mean of what all ranks sent.
 
     unit -> accumulate -> select, exchange -> apply -> commit
             acc = e + g   the scheme          g = update / P    e = acc - spent
 
-`Pipeline.program` is one unit's way through it, a generator like the schemes themselves: it runs on a real
-process group (`comm/c10d.py`) or on virtual ranks (`comm/lockstep.py`). Nothing that outlives the step is
-changed before the last unit's program knows that every rank's step is good; then all of it is.
+Nothing that outlives the step is changed before the last unit's program knows that every rank's step is good;
+then all of it is.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradsieve.comm.meter import Meter
-from gradsieve.errors import ConfigError
+from gradsieve.feedback.clip import clip
+from gradsieve.feedback.estimate import Estimate
 from gradsieve.feedback.residual import Residual
-from gradsieve.feedback.rider import carry
-from gradsieve.feedback.units import Slot, Unit, lay_units
+from gradsieve.feedback.treatment import Treatment
+from gradsieve.feedback.units import Unit, flat_view
+from gradsieve.feedback.velocity import Momentum, Velocity
 from gradsieve.kernels import is_finite
 from gradsieve.schemes.base import Scheme
-from gradsieve.types import Ctx, Outcome, Program, Result, Sparse
+from gradsieve.sync.base import UNIT_CAP_MB, Pipeline, Stats, by_slot
+from gradsieve.types import Outcome, Program, Sparse
 
-UNIT_CAP_MB = 100.0
-"""Gradient in one unit of exchange. Larger than DDP's 25 MB: what travels is a small part of it, so that
-rounds cost more than bytes; small enough for a large model's first units to go while backward still runs."""
+PLAIN = Treatment(exchange="gradients")
 
 
 @dataclass(slots=True)
@@ -38,26 +37,12 @@ class Staged:
     """What a unit's exchange gave, waiting for the verdict on the whole step."""
 
     outcome: Outcome[Any]
+    released: Sparse
     good: bool
 
 
-@dataclass(slots=True)
-class Stats:
-    """The last step in figures."""
-
-    meter: Meter
-    seconds: dict[str, float] = field(default_factory=dict)
-    sent: int = 0
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-
-class Pipeline:
-    """The state of one rank: units, residuals, scheme state; and the programs that advance it."""
+class GradientPipeline(Pipeline):
+    exchanges_gradients = True
 
     def __init__(
         self,
@@ -66,32 +51,34 @@ class Pipeline:
         rank: int,
         world: int,
         bucket_cap_mb: float = UNIT_CAP_MB,
+        treatment: Treatment = PLAIN,
+        momentum: Mapping[str, Momentum] | None = None,
     ) -> None:
-        named = list(parameters)
-        if not named:
-            raise ConfigError("there is no parameter that requires a gradient")
-        self.scheme, self.rank, self.world = scheme, rank, world
-        self.units = lay_units(named, int(bucket_cap_mb * 2**20), all_sparse=scheme.lossless)
-        self.residuals = [] if scheme.lossless else [Residual(unit) for unit in self.units]
-        self.states = [scheme.lay(unit.sizes, world) for unit in self.units]
-        self.step = 0
-        """Steps committed."""
-        self.skipped = 0
-        """Steps skipped because some rank's gradient was not finite."""
-        self.last_step_good = True
+        """`momentum` by parameter name, where the treatment applies it before the exchange."""
+        named = dict(parameters)
+        super().__init__(named.items(), scheme, rank, world, bucket_cap_mb, treatment)
+        kind = Estimate if treatment.memory == "estimate" else Residual
+        self.residuals = [] if scheme.lossless else [kind(unit) for unit in self.units]
+        self.velocities: list[Velocity] = []
+        if momentum is not None and not scheme.lossless:
+            flat = {name: flat_view(parameter.detach()) for name, parameter in named.items()}
+            self.velocities = [Velocity(unit, momentum, flat) for unit in self.units]
         self.loss_scale = self.residual_scale = 1.0
         """What gradients are multiplied by in this step, and were when the residuals were stored."""
+        self.rate, self.residual_rate = 1.0, 0.0
+        """The learning rate in this step, and the one in which residuals are counted; 0: none so far."""
+        self._elements = sum(parameter.numel() for parameter in named.values())
         self.may_have_unused = False
         """DDP with unused parameters: an update to one that no rank used would be dropped, so keep it."""
         self._staged: list[Staged] = []
-        self._fresh = self.stats = Stats(Meter(rank, world))
+        self._fresh = self.stats
 
-    def program(self, index: int, gradients: Mapping[str, Tensor]) -> Program[None]:
-        """Exchange unit `index`; flat `gradients` by parameter name are overwritten with the mean update.
+    def program(self, index: int, tensors: Mapping[str, Tensor], everything: bool = False) -> Program[None]:
+        """Exchange unit `index`; flat gradients by parameter name are overwritten with the mean update.
 
         Units go in order: the first opens a step, the last one decides on it.
         """
-        unit = self.units[index]
+        unit, gradients = self.units[index], tensors
         if index == 0:
             self._staged = []
             self._fresh = Stats(Meter(self.rank, self.world))
@@ -99,17 +86,14 @@ class Pipeline:
         with stats.stage("accumulate"):
             acc, good = self._accumulate(index, gradients)
             rider = self._rider(unit, gradients, good)
-        ctx = Ctx(self.rank, self.world, self.step)
-        state = self.states[index]
-        exchange = self.scheme.exchange(acc, state, ctx) if unit.n else _nothing(acc, state)
-        outcome, ride = yield from _measured(carry(exchange, rider), stats)
+        outcome, ride = yield from self.exchange(index, acc, rider, stats, everything)
         with stats.stage("apply"):
             if self.may_have_unused and not self.scheme.lossless:
                 outcome = _only_used(outcome, unit, ride)
-            good = is_finite(outcome.update.values) and is_finite(ride) and not int(ride[-1])
-            good &= self._apply(unit, gradients, outcome.update, ride)
-            stats.sent += outcome.update.count
-        self._staged.append(Staged(outcome, good))
+            released = self.residuals[index].released(outcome.update) if self.residuals else outcome.update
+            good = is_finite(released.values) and is_finite(ride) and not int(ride[-1])
+            good &= self._apply(unit, gradients, released, ride)
+        self._staged.append(Staged(outcome, released, good))
         if index == len(self.units) - 1:
             with stats.stage("commit"):
                 self._decide(gradients)
@@ -120,10 +104,25 @@ class Pipeline:
         if self.scheme.lossless:
             acc = torch.cat([gradients[slot.name].to(unit.dtype) for slot in unit.slots])
             return acc, is_finite(acc)
-        acc = self.residuals[index].accumulate(gradients, self.loss_scale / self.residual_scale)
+        if self.treatment.clip is not None:
+            own = {slot.name: gradients[slot.name] for slot in unit.slots}
+            share = sum(slot.numel for slot in unit.slots) / self._elements
+            clip(own, self.treatment.clip * self.loss_scale * math.sqrt(share / self.world))
+        scale = self.loss_scale / self.residual_scale
+        if self.velocities:
+            self.velocities[index].correct(gradients, scale, self.loss_scale)
+        if self.residual_rate > 0:
+            scale *= self.residual_rate / self._rate
+        acc = self.residuals[index].accumulate(gradients, scale)
         if is_finite(acc) and all(is_finite(gradients[slot.name]) for slot in unit.dense):
             return acc, True
         return self.residuals[index].without_gradient(), False
+
+    @property
+    def _rate(self) -> float:
+        """The learning rate in which residuals are to be counted. One of 0 moves nothing: the last one
+        holds."""
+        return self.rate if self.treatment.by_rate and self.rate > 0 else self.residual_rate
 
     def _rider(self, unit: Unit, gradients: Mapping[str, Tensor], good: bool) -> Tensor:
         """Dense slots, then one mark for each sparse slot this rank used, then the vote."""
@@ -140,7 +139,7 @@ class Pipeline:
         """g = update / P; False where a gradient's narrower type cannot hold it (on all ranks alike)."""
         good = True
         dense = Sparse.full(ride)
-        for slot, indices, values in [*_by_slot(unit.dense, dense), *_by_slot(unit.sparse, update)]:
+        for slot, indices, values in [*by_slot(unit.dense, dense), *by_slot(unit.sparse, update)]:
             gradient = gradients[slot.name]
             mean = (values / self.world).to(gradient.dtype)
             good &= gradient.dtype == unit.dtype or is_finite(mean)
@@ -161,44 +160,33 @@ class Pipeline:
                 gradient.fill_(torch.nan)  # a GradScaler must see it, on every rank
             return
         for residual, staged in zip(self.residuals, self._staged, strict=False):
-            residual.commit(staged.outcome.spent)  # e = acc - spent
-        self.residual_scale = self.loss_scale
-        self.states = self.scheme.settle([staged.outcome.state for staged in self._staged])
-        self.step += 1
+            residual.commit(staged.outcome.spent, staged.released)  # e = acc - spent
+        masked = self.treatment.momentum == "masked"
+        for velocity, staged in zip(self.velocities, self._staged, strict=False):
+            velocity.commit(staged.outcome.update if masked else None)
+        self.residual_scale, self.residual_rate = self.loss_scale, self._rate
+        self.settle([staged.outcome.state for staged in self._staged])
 
+    def figures(self) -> dict[str, float]:
+        return {"residual_scale": self.residual_scale, "residual_rate": self.residual_rate}
 
-def _nothing(acc: Tensor, state: Any) -> Program[Outcome[Any]]:
-    """The exchange of a unit whose tensors all go dense."""
-    yield from ()
-    return Outcome(Sparse.full(acc), Sparse.full(acc), state)
+    def set_figures(self, figures: Mapping[str, float]) -> None:
+        self.residual_scale, self.residual_rate = figures["residual_scale"], figures["residual_rate"]
 
+    @property
+    def outcomes(self) -> list[Outcome[Any]]:
+        return [staged.outcome for staged in self._staged]
 
-def _measured(program: Program[Result], stats: Stats) -> Program[Result]:
-    """Count the ops; time spent waiting for replies is the exchange, the rest is the scheme's own."""
-    reply: Tensor | None = None
-    while True:
-        with stats.stage("select"):
-            try:
-                op = program.send(reply)  # type: ignore[arg-type]  # None starts a generator
-            except StopIteration as end:
-                result: Result = end.value
-                return result
-        stats.meter.count(op)
-        with stats.stage("exchange"):
-            reply = yield op
+    def waiting(self) -> list[Tensor]:
+        return [residual.kept for residual in self.residuals]
 
-
-def _by_slot(slots: tuple[Slot, ...], update: Sparse) -> Iterator[tuple[Slot, Tensor | None, Tensor]]:
-    """The update in each slot, with indices relative to it."""
-    if update.indices is None:
-        for slot in slots:
-            yield slot, None, update.values[slot.start : slot.stop]
-        return
-    edges = torch.tensor([slot.stop for slot in slots], device=update.indices.device)
-    start = 0
-    for slot, stop in zip(slots, torch.searchsorted(update.indices, edges).tolist(), strict=True):
-        yield slot, update.indices[start:stop] - slot.start, update.values[start:stop]
-        start = stop
+    def memories(self) -> Mapping[str, Tensor]:
+        return {
+            f"{kind}/{name}": part
+            for memory in (*self.residuals, *self.velocities)
+            for kind, parts in memory.by_kind().items()
+            for name, part in parts.items()
+        }
 
 
 def _only_used(outcome: Outcome[Any], unit: Unit, ride: Tensor) -> Outcome[Any]:

@@ -1,0 +1,167 @@
+"""A task trained by P virtual ranks in this process: the pipeline, the schemes and the laws of a real run.
+
+Every rank has its own model, optimizer and shard, as in a real run; their exchanges advance in lockstep.
+Batch norm's running statistics are rank 0's, as DistributedDataParallel has it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradsieve.bench import tasks
+from gradsieve.bench.fidelity import captured
+from gradsieve.comm import lockstep
+from gradsieve.feedback.treatment import Treatment
+from gradsieve.schemes.base import Scheme
+from gradsieve.sync.fitted import Fitted
+from gradsieve.types import Sparse
+
+EVALUATIONS = 20
+"""Of a training, from the first step to the last."""
+LOOK_EVERY = 50
+"""Steps between two looks at fidelity and at what waits: they need all ranks' vectors at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What is trained, and how."""
+
+    task: str
+    scheme: Scheme[Any]
+    treatment: Treatment
+    seed: int
+    world: int = 4
+    steps: int | None = None
+    mixed: bool = True
+
+
+@dataclass(slots=True)
+class Course:
+    """How a training went."""
+
+    steps: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    """The metric on rank 0's model; the last one after the flush."""
+    fidelity: list[float] = field(default_factory=list)
+    waiting: list[float] = field(default_factory=list)
+    """Norm of what waits over that of what was sent, on all ranks."""
+    ages: list[float] = field(default_factory=list)
+    """Mean of the steps since an element was last sent, over those sent."""
+    bytes_sent: float = 0.0
+    """By the busiest rank, a step; the flush included."""
+    density: float = 0.0
+
+
+class Member:
+    """One virtual rank."""
+
+    def __init__(self, run: Run, rank: int) -> None:
+        self.training = tasks.build(run.task, run.seed, run.steps)
+        parameters = dict(self.training.model.named_parameters())
+        optimizer = self.training.optimizer
+        self.fitted = Fitted(parameters, optimizer, run.scheme, run.treatment, rank, run.world)
+        self.pipeline = self.fitted.pipeline
+        self.batches = own_batches(self.training, rank, run.world, run.mixed, run.seed)
+
+    def backward(self) -> None:
+        training = self.training
+        batch = training.train.take(next(self.batches))
+        training.optimizer.zero_grad()
+        torch.autograd.backward(training.loss(training.model(*batch.inputs), batch.target))
+
+    def step(self) -> None:
+        self.training.optimizer.step()
+        self.training.schedule.step()
+
+
+def own_batches(training: tasks.Training, rank: int, world: int, mixed: bool, seed: int) -> Iterator[Tensor]:
+    """The examples of a rank's steps: the same whatever exchanges its gradients."""
+    shard = tasks.shards(training, world, mixed)[rank]
+    return tasks.batches(training, shard, training.batch // world, 1000 * seed + rank)
+
+
+def looks(steps: int) -> set[int]:
+    """The steps after which the model is judged, evenly spread, the last one among them."""
+    return {math.ceil(i * steps / EVALUATIONS) for i in range(1, EVALUATIONS + 1)}
+
+
+def train(run: Run, after_step: Callable[[], None] = lambda: None) -> Course:
+    """From the first step to the last, then everything that still waits is sent."""
+    members = [Member(run, rank) for rank in range(run.world)]
+    watch = Watch(members)
+    steps = members[0].training.steps
+    judged = looks(steps) - {steps}
+    for step in range(1, steps + 1):
+        for member in members:
+            member.backward()
+        last = step == steps
+        _exchange(members, everything=last and members[0].pipeline.exchanges_gradients)
+        watch.note(step)
+        for member in members:
+            member.step()
+        if step in judged:
+            watch.judge(step)
+        after_step()
+    if not members[0].pipeline.exchanges_gradients:
+        _exchange(members, everything=True)
+        watch.note(steps)
+    watch.judge(steps)
+    watch.course.bytes_sent /= steps
+    watch.course.density /= steps
+    return watch.course
+
+
+def _exchange(members: list[Member], everything: bool) -> None:
+    tensors = [member.fitted.tensors() for member in members]
+    for index in range(len(members[0].pipeline.units)):
+        lockstep.run(
+            [
+                member.pipeline.program(index, own, everything)
+                for member, own in zip(members, tensors, strict=True)
+            ]
+        )
+    for member, own in zip(members, tensors, strict=True):
+        member.fitted.finish(own)
+
+
+class Watch:
+    """What can be seen of a training, some of it only where all ranks are in one process."""
+
+    def __init__(self, members: list[Member]) -> None:
+        self.members, self.course = members, Course()
+        units = members[0].pipeline.units
+        self._sent_in = [torch.zeros(unit.n, dtype=torch.int32) for unit in units]
+        """The step in which an element was last sent."""
+        self._elements = sum(unit.n for unit in units)
+
+    def judge(self, step: int) -> None:
+        self.course.steps.append(step)
+        self.course.values.append(self.members[0].training.evaluate())
+
+    def note(self, step: int) -> None:
+        """After the exchange of a step."""
+        stats = [member.pipeline.stats for member in self.members]
+        self.course.bytes_sent += max(each.meter.moved for each in stats)
+        self.course.density += stats[0].sent / self._elements
+        for index, sent_in in enumerate(self._sent_in):
+            update = self.members[0].pipeline.outcomes[index].update
+            if update.indices is None:
+                sent_in.fill_(step)
+                continue
+            if step % LOOK_EVERY == 0 and update.count:
+                self._look(step, index, update)
+            sent_in[update.indices] = step
+
+    def _look(self, step: int, index: int, update: Sparse) -> None:
+        pipelines = [member.pipeline for member in self.members]
+        left = torch.stack([pipeline.waiting()[index] for pipeline in pipelines])
+        spent = torch.stack([pipeline.outcomes[index].spent.to_dense() for pipeline in pipelines])
+        self.course.ages.append(float((step - self._sent_in[index][update.indices]).float().mean()))
+        self.course.waiting.append(float(left.norm() / spent.norm()))
+        self.course.fidelity.append(captured((left + spent).sum(0), update))

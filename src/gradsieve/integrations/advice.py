@@ -1,0 +1,83 @@
+"""Signs that a run drifts toward trouble, and one warning that names the setting to change.
+
+    staleness   steps for which what is sent now has waited, by Little's law: what waits over what leaves a
+    step waiting     norm of what waits over that of what was sent fidelity    energy of what was sent, over
+    the most that as many of this rank's elements hold
+
+The limits are those beyond which trainings ended visibly worse in docs/studies/training-quality.md.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from gradsieve.kernels import largest
+from gradsieve.schemes.base import Scheme
+from gradsieve.types import Outcome
+
+_log = logging.getLogger("gradsieve")
+
+STALE = 2000.0
+HEAVY = 60.0
+BLIND = 0.05
+
+
+def signs(waiting: Sequence[Tensor], outcomes: Sequence[Outcome[Any]]) -> dict[str, float]:
+    """Of the last step, on this rank: one more pass over what waits, and a selection."""
+    left = gone = left_energy = gone_energy = best = 0.0
+    for kept, outcome in zip(waiting, outcomes, strict=False):
+        spent = outcome.spent.to_dense()
+        had = kept + spent
+        left, gone = left + float(kept.abs().sum()), gone + float(spent.abs().sum())
+        left_energy, gone_energy = (
+            left_energy + float(kept.square().sum()),
+            gone_energy + float(spent.square().sum()),
+        )
+        best += float(had[largest(had, outcome.spent.count)].square().sum())
+    if not gone_energy:
+        return {"staleness": 0.0, "waiting": 0.0, "fidelity": 1.0}
+    return {
+        "staleness": left / gone,
+        "waiting": (left_energy / gone_energy) ** 0.5,
+        "fidelity": gone_energy / best if best else 1.0,
+    }
+
+
+def advice(signs: Mapping[str, float], scheme: Scheme[Any]) -> str | None:
+    """What to change, or None while there is nothing to say."""
+    if signs["staleness"] > STALE:
+        raised = min(1.0, scheme.density * signs["staleness"] / STALE * 2)
+        return (
+            f"what is sent has waited for about {signs['staleness']:.0f} steps: raise density from "
+            f"{scheme.density:g} to {raised:.2g}, or send everything now and then with "
+            "preset=gradsieve.Treatment(refresh=1000)"
+        )
+    if signs["waiting"] > HEAVY:
+        return (
+            f"{signs['waiting']:.0f} times as much waits as is sent: lower the learning rate or clip "
+            "gradients before the optimizer's step"
+        )
+    if signs["fidelity"] < BLIND:
+        return (
+            f"what is sent holds {signs['fidelity']:.0%} of the energy it could: choose scheme='exdyna' or "
+            "'topk', which look at the values"
+        )
+    return None
+
+
+class Advisor:
+    """Says it once, on the rank that sees it."""
+
+    def __init__(self, scheme: Scheme[Any], rank: int) -> None:
+        self.scheme, self.rank = scheme, rank
+        self.has_warned = False
+
+    def look(self, signs: Mapping[str, float], step: int) -> None:
+        text = None if self.has_warned else advice(signs, self.scheme)
+        if text is not None:
+            self.has_warned = True
+            _log.warning("rank %d, step %d: %s", self.rank, step, text)

@@ -1,0 +1,45 @@
+"""Which treatment a run gets when it names none, or asks for a scheme as it was published."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+from gradsieve.errors import ConfigError
+from gradsieve.feedback.treatment import Treatment
+from gradsieve.schemes.base import Scheme
+from gradsieve.schemes.dgc import Dgc
+from gradsieve.settings import with_settings
+
+Preset: TypeAlias = Literal["default", "paper"] | Treatment
+
+
+def choose(preset: Preset, scheme: Scheme[Any]) -> Treatment:
+    if isinstance(preset, Treatment):
+        return preset
+    if preset == "paper":
+        return published(scheme)
+    if preset != "default":
+        raise ConfigError(f"there is no preset {preset!r}; there are: default, paper, or give a Treatment")
+    return Treatment(exchange="gradients") if scheme.lossless else Treatment()
+
+
+def published(scheme: Scheme[Any]) -> Treatment:
+    """Error feedback on gradients, every tensor sparse; DGC corrects and clips as well."""
+    if isinstance(scheme, Dgc):
+        return Treatment(exchange="gradients", momentum="masked", clip=1.0, small=0)
+    return Treatment(exchange="gradients", small=0)
+
+
+def parse(text: str, scheme: Scheme[Any]) -> Treatment:
+    """A treatment as text: `default`, `paper`, `steps:preview=1`,
+    `gradients:momentum=masked+by_rate=true`."""
+    name, colon, settings = text.partition(":")
+    if name in ("steps", "gradients"):
+        plain = Treatment(exchange="steps" if name == "steps" else "gradients")
+        return with_settings(plain, name, settings, fixed=["exchange"]) if colon else plain
+    if name in ("default", "paper") and not colon:
+        return choose(name, scheme)  # type: ignore[arg-type]  # one of the two
+    raise ConfigError(
+        f"there is no treatment {text!r}: it is default, paper, or steps or gradients with settings, such as "
+        "gradients:momentum=masked+by_rate=true"
+    )

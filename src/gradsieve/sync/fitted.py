@@ -1,0 +1,76 @@
+"""A pipeline fitted to an optimizer: who applies momentum, what is handed over, what is written back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradsieve.errors import ConfigError
+from gradsieve.feedback.treatment import Treatment
+from gradsieve.feedback.units import flat_view
+from gradsieve.feedback.velocity import MovedMomentum
+from gradsieve.schemes.base import Scheme
+from gradsieve.sync.base import UNIT_CAP_MB
+from gradsieve.sync.gradients import GradientPipeline
+from gradsieve.sync.steps import StepPipeline
+
+
+class Fitted:
+    """One rank's pipeline and the optimizer it works for."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        optimizer: torch.optim.Optimizer,
+        scheme: Scheme[Any],
+        treatment: Treatment,
+        rank: int,
+        world: int,
+        bucket_cap_mb: float = UNIT_CAP_MB,
+    ) -> None:
+        self.parameters, self.optimizer = parameters, optimizer
+        self.moved: MovedMomentum | None = None
+        self.pipeline: GradientPipeline | StepPipeline
+        if treatment.exchange == "steps" and not scheme.lossless:
+            self.pipeline = StepPipeline(parameters.items(), scheme, rank, world, bucket_cap_mb, treatment)
+            return
+        momentum = None
+        if treatment.momentum != "optimizer" and not scheme.lossless:
+            self.moved = MovedMomentum(optimizer)
+            momentum = {name: self.moved.of(name, parameter) for name, parameter in parameters.items()}
+        self.pipeline = GradientPipeline(
+            parameters.items(), scheme, rank, world, bucket_cap_mb, treatment, momentum
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What the programs of this step are given: flat gradients, or flat parameters."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                raise ConfigError(f"parameter {name!r} has a sparse gradient: use Embedding(sparse=False)")
+        if isinstance(self.pipeline, StepPipeline):
+            return {name: flat_view(parameter.detach()) for name, parameter in self.parameters.items()}
+        self.pipeline.rate = float(self.optimizer.param_groups[0]["lr"])
+        return {name: flat_view(_gradient_of(p)) for name, p in self.parameters.items()}
+
+    def finish(self, tensors: Mapping[str, Tensor]) -> None:
+        """After the programs of all units, before the optimizer's step."""
+        if isinstance(self.pipeline, StepPipeline):
+            self.pipeline.finish(tensors)
+
+    def give_back(self) -> None:
+        """The optimizer as the user made it."""
+        if self.moved is not None:
+            self.moved.give_back()
+
+
+def _gradient_of(parameter: Tensor) -> Tensor:
+    """`.grad`, made to lie in memory as the parameter does."""
+    gradient = parameter.grad
+    if gradient is None:
+        parameter.grad = gradient = torch.zeros_like(parameter)
+    if gradient.stride() != parameter.stride():
+        parameter.grad = gradient = torch.empty_like(parameter).copy_(gradient)
+    return gradient

@@ -1,0 +1,107 @@
+"""Exchange of steps: every rank's optimizer steps the rank's own model, and what it moved is exchanged.
+
+    accumulate   e = what this rank's steps moved and the others have not been told
+    exchange     the scheme, while backward computes the next gradient; nothing that backward reads is written
+    finish       shared model -= update / P;  e -= spent;  own model = shared model - preview * e
+    step         the optimizer, with this rank's own gradient
+
+A gradient meets the others' news one step late, and its own rank's at once. A rank whose gradient is not
+finite takes no step and has nothing new to tell; the others go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradsieve.comm.meter import Meter
+from gradsieve.feedback.coherence import Coherence, probe
+from gradsieve.feedback.local_steps import LocalSteps
+from gradsieve.feedback.treatment import Treatment
+from gradsieve.feedback.units import flat_view
+from gradsieve.kernels import is_finite
+from gradsieve.schemes.base import Scheme
+from gradsieve.sync.base import UNIT_CAP_MB, Pipeline, Stats
+from gradsieve.types import Outcome, Program
+
+
+class StepPipeline(Pipeline):
+    exchanges_gradients = False
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, Tensor]],
+        scheme: Scheme[Any],
+        rank: int,
+        world: int,
+        bucket_cap_mb: float = UNIT_CAP_MB,
+        treatment: Treatment | None = None,
+    ) -> None:
+        named = dict(parameters)
+        treatment = treatment or Treatment()
+        super().__init__(named.items(), scheme, rank, world, bucket_cap_mb, treatment)
+        flat = {name: flat_view(parameter.detach()) for name, parameter in named.items()}
+        self.local = [LocalSteps(unit, flat) for unit in self.units]
+        self._staged: list[tuple[Outcome[Any], Tensor]] = []
+        self._fresh = self.stats
+        self.coherence = Coherence()
+
+    def program(self, index: int, tensors: Mapping[str, Tensor], everything: bool = False) -> Program[None]:
+        """Exchange unit `index`, given flat parameters; they are written in `finish`, and only there."""
+        if index == 0:
+            self._staged = []
+            self._fresh = Stats(Meter(self.rank, self.world))
+        stats = self._fresh
+        with stats.stage("accumulate"):
+            acc, dense = self.local[index].accumulate(tensors)
+            rider = torch.cat([dense, probe(acc, self.step)])
+        outcome, ride = yield from self.exchange(index, acc, rider, stats, everything)
+        self._staged.append((outcome, ride))
+
+    def finish(self, parameters: Mapping[str, Tensor]) -> None:
+        """Write what the exchange gave, after the programs of all units.
+
+        A sum that overflowed is the same on all ranks, and they all leave it: it still waits.
+        """
+        stats = self.stats = self._fresh
+        if not all(is_finite(outcome.update.values) and is_finite(ride) for outcome, ride in self._staged):
+            self.skipped += 1
+            return
+        with stats.stage("commit"):
+            dense = [local.shared_dense.numel() for local in self.local]
+            rides = [ride for _, ride in self._staged]
+            probes = [ride[length:] for ride, length in zip(rides, dense, strict=True)]
+            self.coherence = self.coherence.after(probes, self.world)
+            fixed = self.treatment.preview
+            preview = self.coherence.preview(self.world) if fixed is None else fixed
+            for local, (outcome, ride), length in zip(self.local, self._staged, dense, strict=True):
+                mean = ride[:length] / self.world
+                local.settle(outcome.update, outcome.spent, mean, parameters, self.world, preview)
+            self.settle([outcome.state for outcome, _ in self._staged])
+
+    def figures(self) -> dict[str, float]:
+        preview = self.local[0].preview
+        return {"preview": preview, "alike": self.coherence.alike, "all": self.coherence.all}
+
+    def set_figures(self, figures: Mapping[str, float]) -> None:
+        self.coherence = Coherence(figures["alike"], figures["all"])
+        for local in self.local:
+            local.preview = figures["preview"]
+
+    @property
+    def outcomes(self) -> list[Outcome[Any]]:
+        return [outcome for outcome, _ in self._staged]
+
+    def waiting(self) -> list[Tensor]:
+        return [local.kept for local in self.local]
+
+    def memories(self) -> Mapping[str, Tensor]:
+        return {
+            f"{kind}/{name}": part
+            for local in self.local
+            for kind, parts in local.by_kind().items()
+            for name, part in parts.items()
+        }

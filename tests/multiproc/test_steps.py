@@ -1,0 +1,142 @@
+"""Exchange of steps behind DistributedDataParallel: every rank has a model of its own, until `flush`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradsieve
+from gradsieve.sync import StepPipeline
+from multiproc.harness import Ranks
+from multiproc.training import RATE, Plan, Run, differing, typical
+
+WHOLE = gradsieve.Treatment(preview=1.0)
+"""With whole numbers for gradients, all sums are exact."""
+
+lossy = pytest.mark.parametrize("scheme", typical(lossless=False))
+
+
+def train(rank: int, plan: Plan) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """What was fed, the rank's model before the flush, and after it."""
+    run = Run(rank, plan).train()
+    assert isinstance(run.sync.pipeline, StepPipeline)
+    run.sync.verify()
+    own = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    run.sync.flush()
+    run.sync.verify()
+    assert not any(bool(waiting.any()) for waiting in run.sync.pipeline.waiting())
+    return run.seen.fed, own, {name: p.detach().clone() for name, p in run.model.named_parameters()}
+
+
+@lossy
+def test_after_a_flush_all_ranks_have_what_all_of_them_learnt(two: Ranks, scheme: str) -> None:
+    seen = two.run(train, Plan(scheme=scheme, preset=WHOLE))
+    for name in seen[0][0]:
+        learnt = -RATE * (seen[0][0][name] + seen[1][0][name]) / 2
+        assert torch.equal(seen[0][2][name].double(), learnt), f"{name}: something was lost or made up"
+    assert differing(seen[0][2], seen[1][2]) == []
+
+
+def test_before_it_each_has_its_own(two: Ranks) -> None:
+    seen = two.run(train, Plan(preset=WHOLE))
+    assert differing(seen[0][1], seen[1][1])
+
+
+def test_the_part_that_is_believed_is_found_alike_on_all_ranks(two: Ranks) -> None:
+    figures = two.run(figures_of, Plan(preset=gradsieve.Treatment()))
+    assert figures[0] == figures[1]
+    assert 0.5 <= figures[0]["preview"] < 1.0
+
+
+def figures_of(rank: int, plan: Plan) -> dict[str, float]:
+    return Run(rank, plan).train().sync.pipeline.figures()
+
+
+# -- steps that are not taken -------------------------------------------------------------------------
+
+
+def with_a_bad_step(rank: int, bad_rank: int, scaled: bool) -> tuple[int, dict[str, Tensor]]:
+    """One rank's gradient is not finite in the third of six steps."""
+    plan = Plan(preset=WHOLE, loss_scale=4.0 if scaled else None)
+    run = Run(rank, plan)
+    for step in range(6):
+        gradients = plan.gradients(step, rank)
+        if step == 2 and rank == bad_rank:
+            gradients = [torch.full_like(each, torch.inf) for each in gradients if each is not None]
+        run.optimizer.zero_grad()
+        run.backward(gradients, counts=bool(all(each is None or each.isfinite().all() for each in gradients)))
+        run.apply()
+    run.sync.flush()
+    learnt = {name: -RATE * fed for name, fed in run.seen.fed.items()}
+    for name, parameter in run.model.named_parameters():
+        learnt[f"model/{name}"] = parameter.detach().double()
+    return run.sync.pipeline.skipped, learnt
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_rank_without_a_usable_gradient_sits_out_alone(two: Ranks, scaled: bool) -> None:
+    (skipped, first), (other_skipped, second) = two.run(with_a_bad_step, 1, scaled)
+    assert (skipped, other_skipped) == (0, 0 if scaled else 1)  # a GradScaler skips by itself
+    for name in [name for name in first if not name.startswith("model/")]:
+        assert torch.equal(first[f"model/{name}"], (first[name] + second[name]) / 2)
+        assert torch.equal(first[f"model/{name}"], second[f"model/{name}"])
+
+
+# -- around it ----------------------------------------------------------------------------------------
+
+
+def micro_steps(rank: int) -> int:
+    run = Run(rank, Plan(preset=WHOLE, micro=3, steps=4)).train()
+    return run.sync.pipeline.step
+
+
+def test_backward_passes_without_sync_exchange_nothing(two: Ranks) -> None:
+    assert two.run(micro_steps) == [4, 4]
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def attached(rank: int, preset: str | gradsieve.Treatment) -> tuple[Sequence[str], list[float], list[float]]:
+    """What was logged, and SGD's momentum while attached and after close."""
+    handler, log = _Lines(), logging.getLogger("gradsieve")
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    model = nn.Linear(40, 40)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    sync = gradsieve.attach(DistributedDataParallel(model), optimizer, density=0.1, preset=preset)  # type: ignore[arg-type]
+    held = [optimizer.param_groups[0][name] for name in ("momentum", "weight_decay")]
+    sync.close()
+    log.removeHandler(handler)
+    return handler.lines, held, [optimizer.param_groups[0][name] for name in ("momentum", "weight_decay")]
+
+
+def test_one_line_on_one_rank_says_what_was_chosen(two: Ranks) -> None:
+    (lines, held, _), (silent, _, _) = two.run(attached, "default")
+    assert lines == ["ExDyna at density 0.1 among 2 ranks for SGD: exchange=steps"]
+    assert silent == []
+    assert held == [0.9, 0.01]  # the optimizer keeps what is its own
+
+
+def test_momentum_is_moved_and_given_back(two: Ranks) -> None:
+    moved = gradsieve.Treatment(exchange="gradients", momentum="masked")
+    (lines, held, after), _ = two.run(attached, moved)
+    assert lines[0].endswith("exchange=gradients, momentum=masked")
+    assert held == [0.0, 0.0]
+    assert after == [0.9, 0.01]
+
+
+def test_the_papers_way_sends_small_tensors_sparsely_too(two: Ranks) -> None:
+    (lines, _, _), _ = two.run(attached, "paper")
+    assert lines[0].endswith("exchange=gradients, small=0")
