@@ -70,9 +70,9 @@ torch.manual_seed(rank)
 images, labels = load("train", rank, world)
 ddp, dense = (DistributedDataParallel(build(args.model)) for _ in range(2))
 optimizer, dense_optimizer = (torch.optim.SGD(m.parameters(), args.lr, momentum=0.9) for m in (ddp, dense))
-sync = gradsieve.attach(ddp, optimizer, scheme=args.scheme, density=args.density)  # the one new line
+sync = gradsieve.attach(ddp, optimizer, scheme=args.scheme, density=args.density)  # the new line
 
-times = []
+times, size = [], sum(p.numel() for p in dense.parameters())
 for step in range(1, args.steps + RACES + 1):
     pick = torch.randint(len(images), (BATCH,))
     batch = images[pick], labels[pick]
@@ -84,16 +84,16 @@ for step in range(1, args.steps + RACES + 1):
     if step % 100 == 0 and rank == 0:
         print(f"step {step}: loss {loss:.3f}", flush=True)
 
+last = sync.metrics()
+sync.flush()  # all that waits: now every rank has the same model
 if rank == 0:
     images, labels = load("t10k")
     right = (ddp.module.eval().requires_grad_(False)(images).argmax(1) == labels).float().mean()
-    last, size = sync.metrics(), sum(p.numel() for p in dense.parameters())
     ours, theirs = torch.tensor(times).median(0).values.tolist()
     print(f"test accuracy  {right:.4f} with density {last['density']:.4f} of {size:,} parameters")
     print(f"bytes sent     {last['bytes_sent']:,} a step and rank; dense {8 * size * (world - 1) // world:,}")
     print(f"a step         {ours:.1f} ms; dense {theirs:.1f} ms; {theirs / ours:.2f} times dense's speed")
-    if os.environ.get("LOCAL_WORLD_SIZE") == str(world):
-        print("network        loopback, where dense is hard to beat: try gradsieve lab run --rate 1gbit")
-    else:
-        print(f"network        from host to host, rank 0 at {os.environ['MASTER_ADDR']}")
+    loopback = "loopback, where dense is hard to beat: try gradsieve lab run --rate 1gbit"
+    network = f"from host to host, rank 0 at {os.environ['MASTER_ADDR']}"
+    print("network       ", loopback if os.environ.get("LOCAL_WORLD_SIZE") == str(world) else network)
 dist.destroy_process_group()

@@ -140,3 +140,15 @@ def test_momentum_is_moved_and_given_back(two: Ranks) -> None:
 def test_the_papers_way_sends_small_tensors_sparsely_too(two: Ranks) -> None:
     (lines, _, _), _ = two.run(attached, "paper")
     assert lines[0].endswith("exchange=gradients, small=0")
+
+
+def joined(rank: int) -> str:
+    run = Run(rank, Plan(preset=WHOLE))
+    with pytest.raises(gradsieve.ConfigError) as refusal, run.ddp.join():
+        run.train(1)
+    return str(refusal.value)
+
+
+def test_join_is_refused(two: Ranks) -> None:
+    """It ends with one rank's model for all."""
+    assert all("exchange='gradients'" in said for said in two.run(joined))

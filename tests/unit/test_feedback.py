@@ -24,8 +24,12 @@ from gradsieve.types import Program, Sparse
 
 def residual(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Residual:
     named = [(f"p{place}", torch.empty(shape, dtype=dtype)) for place, shape in enumerate(shapes)]
-    (unit,) = lay_units(named, 1 << 30, all_sparse=False)
+    (unit,) = lay_units(named, 1 << 30, small=1024)
     return Residual(unit)
+
+
+def commit(one: Residual, spent: Sparse) -> None:
+    one.commit(spent, one.released(spent))
 
 
 MATRIX = (32, 40)
@@ -47,7 +51,7 @@ def test_commit_keeps_what_was_not_spent() -> None:
     one = residual(MATRIX)
     acc = one.accumulate({"p0": ramp()})
     spent = torch.tensor([3, 5])
-    one.commit(Sparse(spent, acc[spent].clone(), SIZE))
+    commit(one, Sparse(spent, acc[spent].clone(), SIZE))
     left = ramp()
     left[spent] = 0
     assert torch.equal(one.kept, left)
@@ -56,14 +60,14 @@ def test_commit_keeps_what_was_not_spent() -> None:
 
 def test_commit_of_everything_leaves_nothing() -> None:
     one = residual(MATRIX)
-    one.commit(Sparse.full(one.accumulate({"p0": ramp()}).clone()))
+    commit(one, Sparse.full(one.accumulate({"p0": ramp()}).clone()))
     assert not one.kept.count_nonzero()
 
 
 def test_a_step_that_is_not_committed_leaves_no_trace() -> None:
     one = residual(MATRIX)
     one.accumulate({"p0": ramp()})
-    one.commit(Sparse(torch.tensor([0]), torch.zeros(1), SIZE))
+    commit(one, Sparse(torch.tensor([0]), torch.zeros(1), SIZE))
     before = one.kept.clone()
     one.accumulate({"p0": ramp(float("nan"))})
     one.accumulate({"p0": ramp(7.0)})
@@ -74,7 +78,7 @@ def test_a_step_that_is_not_committed_leaves_no_trace() -> None:
 def test_without_a_usable_gradient_the_residual_alone_takes_part() -> None:
     one = residual(MATRIX)
     one.accumulate({"p0": ramp()})
-    one.commit(Sparse(torch.tensor([0]), torch.zeros(1), SIZE))
+    commit(one, Sparse(torch.tensor([0]), torch.zeros(1), SIZE))
     one.accumulate({"p0": ramp(float("nan"))})
     assert torch.equal(one.without_gradient(), ramp())
 
@@ -83,7 +87,7 @@ def test_without_a_usable_gradient_the_residual_alone_takes_part() -> None:
 def test_the_residual_is_taken_to_the_units_of_the_gradient(scale: float) -> None:
     one = residual(MATRIX)
     one.accumulate({"p0": ramp()})
-    one.commit(Sparse(torch.tensor([0]), torch.zeros(1), SIZE))
+    commit(one, Sparse(torch.tensor([0]), torch.zeros(1), SIZE))
     assert torch.equal(one.accumulate({"p0": ramp(2.0)}, scale), ramp(2.0 + scale))
     assert torch.equal(one.kept, ramp())
 
@@ -95,18 +99,18 @@ def test_narrow_gradients_are_accumulated_wide(dtype: torch.dtype) -> None:
     nothing = Sparse(torch.tensor([0]), torch.zeros(1), SIZE)
     small = torch.full((SIZE,), 2.0**-11, dtype=dtype)
     one.accumulate({"p0": torch.ones(SIZE, dtype=dtype)})
-    one.commit(nothing)
+    commit(one, nothing)
     for _ in range(8):
         one.accumulate({"p0": small})
-        one.commit(nothing)
+        commit(one, nothing)
     assert torch.equal(one.kept, torch.full((SIZE,), 1 + 2.0**-8))
 
 
 def test_parts_are_found_by_name_and_dense_ones_have_none() -> None:
     one = residual((40, 40), (50,), MATRIX)
     one.accumulate({"p0": torch.full((1600,), 2.0), "p1": torch.ones(50), "p2": ramp()})
-    one.commit(Sparse(torch.tensor([0]), torch.zeros(1), SIZE + 1600))
-    parts = one.by_name()
+    commit(one, Sparse(torch.tensor([0]), torch.zeros(1), SIZE + 1600))
+    parts = one.by_kind()["residual"]
     assert [*parts] == ["p2", "p0"]
     assert torch.equal(parts["p2"], ramp())
     assert torch.equal(parts["p0"], torch.full((1600,), 2.0))

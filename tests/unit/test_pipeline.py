@@ -16,7 +16,7 @@ from gradsieve.comm.ops import Op
 from gradsieve.errors import ConfigError
 from gradsieve.feedback.checkpoint import fields_to_tensors
 from gradsieve.schemes import make
-from gradsieve.sync import Pipeline
+from gradsieve.sync import GradientPipeline
 from multiproc.models import UNIT
 from multiproc.training import (
     Plan,
@@ -34,7 +34,7 @@ every_scheme = pytest.mark.parametrize("scheme", registered())
 every_lossy_scheme = pytest.mark.parametrize("scheme", registered(lossless=False))
 
 
-def state_of(pipeline: Pipeline) -> dict[str, Tensor]:
+def state_of(pipeline: GradientPipeline) -> dict[str, Tensor]:
     """All that outlives a step."""
     out = {"step": torch.tensor(pipeline.step), "scale": torch.tensor(pipeline.residual_scale)}
     for number, residual in enumerate(pipeline.residuals):
@@ -109,7 +109,7 @@ def test_density_one_is_the_dense_exchange(scheme: str) -> None:
 
 def test_a_model_without_trainable_parameters_is_refused() -> None:
     with pytest.raises(ConfigError, match="no parameter that requires a gradient"):
-        Pipeline([], make("dense"), 0, 1)
+        GradientPipeline([], make("dense"), 0, 1)
 
 
 # -- atomic steps -------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def test_a_step_that_breaks_off_leaves_no_trace(scheme: str) -> None:
     assert all(differing(*pair) == [] for pair in zip(states_of(broken), states_of(smooth), strict=True))
 
 
-def flat(pipeline: Pipeline, index: int, gradients: list[Any]) -> dict[str, Tensor]:
+def flat(pipeline: GradientPipeline, index: int, gradients: list[Any]) -> dict[str, Tensor]:
     named = {f"tensors.{place}": gradient.clone().flatten() for place, gradient in enumerate(gradients)}
     return {slot.name: named[slot.name] for slot in pipeline.units[index].slots}
 
@@ -226,7 +226,10 @@ def test_residuals_follow_the_loss_scale(scheme: str) -> None:
         for place, shape in enumerate(plan.shapes):
             fed[place] += sum(own[place].double() for own in gradients)
             applied[place] += means[0][f"tensors.{place}"].view(shape).double() / scale
-    held = [{n: part for e in p.residuals for n, part in e.by_name().items()} for p in virtual.pipelines]
+    held = [
+        {name: part for e in pipeline.residuals for name, part in e.by_kind()["residual"].items()}
+        for pipeline in virtual.pipelines
+    ]
     for place, shape in enumerate(plan.shapes):
         name = f"tensors.{place}"
         kept = sum(part[name].view(shape).double() / 4096.0 for part in held) if name in held[0] else 0

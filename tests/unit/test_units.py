@@ -23,9 +23,9 @@ def models(draw: st.DrawFn) -> list[tuple[str, Tensor]]:
     return [(f"p{place}", torch.empty(shape, dtype=dtype)) for place, (shape, dtype) in enumerate(kinds)]
 
 
-def lay(*shapes: tuple[int, ...], cap: int = 1 << 30, all_sparse: bool = False) -> list[Unit]:
+def lay(*shapes: tuple[int, ...], cap: int = 1 << 30, small: int = 1024) -> list[Unit]:
     named = [(f"p{place}", torch.empty(shape)) for place, shape in enumerate(shapes)]
-    return lay_units(named, cap, all_sparse)
+    return lay_units(named, cap, small)
 
 
 def names(units: list[Unit]) -> list[list[str]]:
@@ -51,8 +51,8 @@ def test_small_tensors_and_vectors_go_dense(shape: tuple[int, ...], sparse: bool
     assert unit.n == (prod(shape) if sparse else 0)
 
 
-def test_a_lossless_scheme_makes_no_difference() -> None:
-    (unit,) = lay((3,), (64, 64), (2, 2), all_sparse=True)
+def test_with_0_nothing_is_small() -> None:
+    (unit,) = lay((3,), (64, 64), (2, 2), small=0)
     assert unit.dense == ()
     assert unit.n == 3 + 4096 + 4
 
@@ -71,18 +71,18 @@ def test_a_unit_closes_when_it_holds_the_cap() -> None:
 def test_types_do_not_share_a_unit_unless_they_are_summed_alike() -> None:
     kinds = [torch.float32, torch.bfloat16, torch.float64, torch.float16]
     named = [(f"p{place}", torch.empty(4, dtype=kind)) for place, kind in enumerate(kinds)]
-    units = lay_units(named, 1 << 20, all_sparse=False)
+    units = lay_units(named, 1 << 20, small=1024)
     assert {unit.dtype: [slot.name for slot in unit.slots] for unit in units} == {
         torch.float32: ["p3", "p1", "p0"],
         torch.float64: ["p2"],
     }
 
 
-@given(model=models(), cap=st.integers(1, 40_000), all_sparse=st.booleans())
+@given(model=models(), cap=st.integers(1, 40_000), small=st.sampled_from([0, 1, 100, 1024]))
 def test_every_parameter_has_one_place_and_places_do_not_overlap(
-    model: list[tuple[str, Tensor]], cap: int, all_sparse: bool
+    model: list[tuple[str, Tensor]], cap: int, small: int
 ) -> None:
-    units = lay_units(model, cap, all_sparse)
+    units = lay_units(model, cap, small)
     shapes = dict(model)
     assert sorted(name for unit in names(units) for name in unit) == sorted(shapes)
     for unit in units:
@@ -92,13 +92,13 @@ def test_every_parameter_has_one_place_and_places_do_not_overlap(
         for slot in unit.slots:
             parameter = shapes[slot.name]
             assert slot.stop - slot.start == slot.numel == parameter.numel()
-            assert slot.sparse == (all_sparse or (parameter.ndim > 1 and parameter.numel() >= 1024))
+            assert slot.sparse == (not small or (parameter.ndim > 1 and parameter.numel() >= small))
             assert (unit.dtype == torch.float64) == (parameter.dtype == torch.float64)
 
 
 @given(model=models(), cap=st.integers(1, 40_000))
 def test_units_are_filled_in_reverse_order_up_to_the_cap(model: list[tuple[str, Tensor]], cap: int) -> None:
-    units = lay_units(model, cap, all_sparse=False)
+    units = lay_units(model, cap, small=1024)
     for dtype in (torch.float32, torch.float64):
         same = [unit for unit in units if unit.dtype == dtype]
         expected = [
@@ -114,13 +114,13 @@ def test_units_are_filled_in_reverse_order_up_to_the_cap(model: list[tuple[str, 
 @given(model=models(), cap=st.integers(1, 40_000))
 def test_the_layout_follows_from_order_and_sizes_alone(model: list[tuple[str, Tensor]], cap: int) -> None:
     again = [(name, torch.ones_like(parameter)) for name, parameter in model]
-    assert lay_units(model, cap, False) == lay_units(iter(again), cap, False)
+    assert lay_units(model, cap, 1024) == lay_units(iter(again), cap, 1024)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.bool])
 def test_what_is_not_a_real_number_is_refused_by_name(dtype: torch.dtype) -> None:
     with pytest.raises(ConfigError, match=rf"'odd' is {dtype}"):
-        lay_units([("fine", torch.empty(3)), ("odd", torch.empty(3, dtype=dtype))], 1024, False)
+        lay_units([("fine", torch.empty(3)), ("odd", torch.empty(3, dtype=dtype))], 1024, 1024)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_what_is_not_a_real_number_is_refused_by_name(dtype: torch.dtype) -> Non
 )
 def test_parameters_with_gaps_or_overlaps_are_refused_by_name(odd: Tensor) -> None:
     with pytest.raises(ConfigError, match="'odd' has gaps or overlaps"):
-        lay_units([("odd", odd)], 1024, False)
+        lay_units([("odd", odd)], 1024, 1024)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_parameters_with_gaps_or_overlaps_are_refused_by_name(odd: Tensor) -> No
     ids=["plain", "transposed", "channels last", "vector", "offset", "scalar", "empty"],
 )
 def test_memory_order_and_back(parameter: Tensor) -> None:
-    assert lay_units([("p", parameter)], 1024, False)
+    assert lay_units([("p", parameter)], 1024, 1024)
     flat = flat_view(parameter)
     assert flat.shape == (parameter.numel(),)
     assert torch.equal(flat.sort().values, parameter.flatten().sort().values)

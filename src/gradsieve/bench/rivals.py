@@ -14,6 +14,9 @@ RIVALS = ("fp16", "powersgd")
 SYNCS = (*SCHEMES, *RIVALS)
 """All that a bench on real ranks can compare."""
 
+POWERSGD_RANK = 2
+POWERSGD_FROM = 2
+"""Steps in which it sends all, at least this many: DDP lays its buckets anew after the first."""
 _ONE_BUCKET_MB = 1e4
 
 
@@ -26,15 +29,16 @@ def syncs_of(names: str, always: Sequence[str]) -> list[str]:
     return wanted
 
 
-def torch_hook(sync: str) -> tuple[Any, Callable[[Any, Any], Any]] | None:
+def torch_hook(sync: str, rank: int = POWERSGD_RANK) -> tuple[Any, Callable[[Any, Any], Any]] | None:
     """State and hook, as `register_comm_hook` takes them; None for what torch does not have."""
     if sync == "dense":  # torch's own all-reduce and not our scheme of that name: it is what people run
         return None, default_hooks.allreduce_hook
     if sync == "fp16":
         return None, default_hooks.fp16_compress_hook
     if sync == "powersgd":
-        # From the third step on: until then it sends all, and it wants at least that start.
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=rank, start_powerSGD_iter=POWERSGD_FROM
+        )
         return state, powerSGD_hook.powerSGD_hook
     return None
 

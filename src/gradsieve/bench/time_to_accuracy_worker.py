@@ -82,7 +82,10 @@ class Learner:
         self.bytes += bytes_out() - bytes_before
 
     def accuracy(self, test: Images) -> float:
-        """On all test images, the same number on every rank; replicas are equal, so each takes a part."""
+        """On all test images, the same number on every rank: each judges its own model on its part.
+
+        No flush comes before it: it would cost bytes that a training need not spend.
+        """
         pixels, labels = (whole[dist.get_rank() :: dist.get_world_size()] for whole in test)
         with torch.no_grad():
             right = (self.model(_scaled(pixels)).argmax(1) == labels).sum()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gradsieve.cli import bench_lost, bench_memory, bench_schemes, bench_time_to_accuracy
+from gradsieve.cli import bench_accuracy, bench_lost, bench_memory, bench_schemes, bench_time_to_accuracy
 from gradsieve.cli.arguments import Commands, add_command, drawable, schemes, size, worlds
 from gradsieve.cli.progress import progress
 
@@ -52,6 +52,7 @@ def add_parser(subparsers: Commands) -> None:
     bench_schemes.add_parser(commands)
     bench_memory.add_parser(commands)
     bench_lost.add_parser(commands)
+    bench_accuracy.add_parser(commands)
 
 
 def _add_step(commands: Commands) -> None:

@@ -8,8 +8,8 @@
     settle       w -= update / P;  e -= spent;  x = w - a e
 
 The law: P w - sum over ranks of e is changed by the optimizers alone, not by the exchange; with a = 1 that is
-the sum of the ranks' models. Nothing has to be undone when an exchange fails: what was not spent is still in
-e.
+the sum of the ranks' models. Where an exchange fails, what was to be sent is still in e; x is then written
+anew (`reopen`), or what the optimizer moved would be counted again.
 
 Memory: 2 n elements.
 """
@@ -31,6 +31,8 @@ class LocalSteps:
         self.unit = unit
         self.preview = 1.0
         """With which x was last written."""
+        self._counted = False
+        """Whether what the optimizer moved is in e already, while x was not yet written anew."""
         self.shared = _concatenate(unit, unit.sparse, parameters)
         self.kept = torch.zeros_like(self.shared)
         self.shared_dense = _concatenate(unit, unit.dense, parameters)
@@ -45,6 +47,7 @@ class LocalSteps:
         for slot in self.unit.dense:
             here = slice(slot.start, slot.stop)
             dense[here] = _moved(self.shared_dense[here], parameters[slot.name])
+        self._counted = True
         return self.kept, dense
 
     def settle(
@@ -60,11 +63,20 @@ class LocalSteps:
         spent.subtract_from(self.kept)
         self.shared_dense -= dense_mean
         self.preview = preview
+        self._write(parameters)
         for slot in self.unit.dense:
             parameters[slot.name].copy_(self.shared_dense[slot.start : slot.stop])
+
+    def reopen(self, parameters: Mapping[str, Tensor]) -> None:
+        """After `accumulate`, where nothing came of the exchange: x holds the preview of all that waits."""
+        if self._counted:
+            self._write(parameters)
+
+    def _write(self, parameters: Mapping[str, Tensor]) -> None:
         for slot in self.unit.sparse:
             here = slice(slot.start, slot.stop)
-            parameters[slot.name].copy_(torch.sub(self.shared[here], self.kept[here], alpha=preview))
+            parameters[slot.name].copy_(torch.sub(self.shared[here], self.kept[here], alpha=self.preview))
+        self._counted = False
 
     def by_kind(self) -> dict[str, dict[str, Tensor]]:
         shared = parts_of(self.shared, self.unit.sparse) | parts_of(self.shared_dense, self.unit.dense)

@@ -5,10 +5,9 @@ Two places where the exchange can stand:
     steps       backward -> exchange what this rank's steps moved -> the optimizer steps this rank's own model
     gradients   backward -> exchange gradients -> the optimizer steps the model that all ranks share
 
-The first is the default. Its law: the mean over ranks of their models is not changed by the exchange. All
-that waits to be sent is already in the model of the rank it came from, so that no gradient is computed on a
-model which has not learnt from the gradients before it; and the optimizer, whichever it is, sees gradients
-as it always did. The second is what papers describe, with the parts that were proposed to mend it. The law
+The first is the default. Its law: what all ranks' steps have moved is in the model they share, or waits. What
+waits is already in the model of the rank it came from, so that no gradient is computed on a model which has
+not learnt from the gradients before it; and the optimizer, whichever it is, sees gradients as it always did. The second is what papers describe, with the parts that were proposed to mend it. The law
 of every one of them: over all ranks, what left the memories is what the update brought.
 """
 

@@ -1,8 +1,8 @@
 """Signs that a run drifts toward trouble, and one warning that names the setting to change.
 
-    staleness   steps for which what is sent now has waited, by Little's law: what waits over what leaves a
-    step waiting     norm of what waits over that of what was sent fidelity    energy of what was sent, over
-    the most that as many of this rank's elements hold
+    staleness   steps for which what is sent now has waited, by Little's law: what waits over what leaves
+    waiting     norm of what waits over that of what was sent
+    fidelity    energy of what was sent, over the most that as many of this rank's elements hold
 
 The limits are those beyond which trainings ended visibly worse in docs/studies/training-quality.md.
 """
@@ -32,11 +32,10 @@ def signs(waiting: Sequence[Tensor], outcomes: Sequence[Outcome[Any]]) -> dict[s
     for kept, outcome in zip(waiting, outcomes, strict=False):
         spent = outcome.spent.to_dense()
         had = kept + spent
-        left, gone = left + float(kept.abs().sum()), gone + float(spent.abs().sum())
-        left_energy, gone_energy = (
-            left_energy + float(kept.square().sum()),
-            gone_energy + float(spent.square().sum()),
-        )
+        left += float(kept.abs().sum())
+        gone += float(spent.abs().sum())
+        left_energy += float(kept.square().sum())
+        gone_energy += float(spent.square().sum())
         best += float(had[largest(had, outcome.spent.count)].square().sum())
     if not gone_energy:
         return {"staleness": 0.0, "waiting": 0.0, "fidelity": 1.0}

@@ -91,6 +91,11 @@ class DdpSync(GradientSync):
 
     def _start_exchange(self) -> None:
         """What the optimizer moved before, while backward goes on; parameters are read, not written."""
+        if not self._may_compare():
+            raise ConfigError(
+                "join() ends by giving all ranks the model of one, which would lose what waits on the others: "
+                "use attach(..., preset=gradsieve.Treatment(exchange='gradients'))"
+            )
         self._finish_exchange()
         tensors = self.fitted.tensors()
         futures = []
@@ -105,8 +110,12 @@ class DdpSync(GradientSync):
         if self._under_way is None:
             return
         (tensors, futures), self._under_way = self._under_way, None
-        for future in futures:
-            future.result()
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            self.fitted.abandon(tensors)
+            raise
         self.fitted.finish(tensors)
         self._compare_steps()
 
@@ -161,13 +170,15 @@ def attach(
     preset: Preset = "default",
     scaler: torch.amp.GradScaler | None = None,
 ) -> DdpSync:
-    """Replace DDP's dense all-reduce by the sparse exchange of `scheme`; the one new line of a script.
+    """Replace DDP's dense all-reduce by the sparse exchange of `scheme`.
 
     `scheme` is a name ("exdyna", "micro", "topk", ...) or an object such as `gradsieve.ExDyna(density=0.01)`.
     `preset` is "default" (every rank steps its own model, and what the steps moved is exchanged), "paper"
-    (the scheme as published) or a `gradsieve.Treatment`. With a `GradScaler`, hand it over as `scaler`:
-    residuals then follow its scale. Call it once, after wrapping the model and before the first backward,
-    and `flush()` before the model is saved or judged: until then every rank's model is a little its own.
+    (the scheme as published) or a `gradsieve.Treatment`. Where gradients are exchanged, hand a `GradScaler`
+    over as `scaler`: residuals then follow its scale.
+
+    Call it once, after wrapping the model and before the first backward, and `flush()` before the model is
+    saved or judged: until then every rank's model is a little its own.
     """
     sync = DdpSync(ddp, optimizer, scheme=scheme, density=density, preset=preset, scaler=scaler)
     ddp.register_comm_hook(sync, _hook)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from gradsieve.comm.c10d import Engine
 from gradsieve.comm.ops import AllGather, AllReduce
@@ -60,6 +61,11 @@ class GradientSync:
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
         self.scheme = make(scheme, density)
         self.treatment = choose(preset, self.scheme)
+        if self.treatment.exchange == "steps" and isinstance(optimizer, ZeroRedundancyOptimizer):
+            raise ConfigError(
+                "a ZeroRedundancyOptimizer steps each parameter on one rank, with that rank's gradient alone: "
+                "use preset=gradsieve.Treatment(exchange='gradients')"
+            )
         self.engine = Engine(group)
         rank, world = self.engine.rank, self.engine.world
         self.fitted = Fitted(

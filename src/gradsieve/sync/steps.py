@@ -69,6 +69,7 @@ class StepPipeline(Pipeline):
         stats = self.stats = self._fresh
         if not all(is_finite(outcome.update.values) and is_finite(ride) for outcome, ride in self._staged):
             self.skipped += 1
+            self.abandon(parameters)
             return
         with stats.stage("commit"):
             dense = [local.shared_dense.numel() for local in self.local]
@@ -81,6 +82,11 @@ class StepPipeline(Pipeline):
                 mean = ride[:length] / self.world
                 local.settle(outcome.update, outcome.spent, mean, parameters, self.world, preview)
             self.settle([outcome.state for outcome, _ in self._staged])
+
+    def abandon(self, parameters: Mapping[str, Tensor]) -> None:
+        """Nothing came of the exchange: what was to be sent waits on."""
+        for local in self.local:
+            local.reopen(parameters)
 
     def figures(self) -> dict[str, float]:
         preview = self.local[0].preview

@@ -1,0 +1,278 @@
+"""`gradsieve bench accuracy`: whether a model ends as good as it would dense.
+
+Tasks x syncs x treatments x densities x seeds, each a whole training on virtual ranks; torch's own hooks have
+real ones. Every training leaves one file in a folder, and one that is there already is not run again: a study
+can be broken off and gone on with, or grow.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import islice, product
+from multiprocessing import get_context
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from gradsieve import presets
+from gradsieve.bench import accuracy_rivals as rivals
+from gradsieve.bench import tasks, virtual
+from gradsieve.bench.machine import one_thread
+from gradsieve.bench.results import versions
+from gradsieve.errors import ConfigError, GradsieveError
+from gradsieve.schemes.spec import parse
+
+_LOOK_SECONDS = 1.0
+"""Between two looks at how far the trainings are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One training, in words: what its file is named by."""
+
+    task: str
+    sync: str
+    treatment: str = "default"
+    density: float = 1.0
+    world: int = 4
+    mixed: bool = True
+    seed: int = 0
+    steps: int
+
+    @property
+    def file(self) -> str:
+        density = repr(self.density).removesuffix(".0")  # all digits: no two densities share a name
+        parts = [self.task, self.sync, self.treatment, f"d{density}", f"P{self.world}"]
+        parts += [] if self.mixed else ["own"]
+        return "_".join([*parts, f"n{self.steps}", f"s{self.seed}"]).replace(":", "~") + ".json"
+
+    @property
+    def work(self) -> int:
+        """In the unit of the progress bar: steps of one rank."""
+        return self.steps * self.world
+
+
+Found: TypeAlias = Sequence[tuple[Case, dict[str, Any]]]
+"""Trainings that ended, each with the fields of its `Course`."""
+
+
+def cases(
+    of_tasks: Sequence[str],
+    syncs: Sequence[str],
+    treatments: Sequence[str],
+    densities: Sequence[float],
+    worlds: Sequence[int],
+    seeds: int,
+    mixed: bool,
+    steps: int | None,
+) -> list[Case]:
+    """All combinations; dense and torch's own hooks have neither a treatment nor a density."""
+    found: dict[Case, None] = {}
+    for seed, task, world, sync, treatment, density in product(
+        range(seeds), of_tasks, worlds, syncs, treatments, densities
+    ):
+        recipe = tasks.TASKS[task]
+        if recipe.batch % world:
+            raise ConfigError(
+                f"{world} ranks cannot share the {recipe.batch} examples of a step of {task} evenly: "
+                "choose a number that divides them"
+            )
+        if sync == "dense" or rivals.is_rival(sync):
+            treatment, density = "default", 1.0
+        found[
+            Case(
+                task=task,
+                sync=sync,
+                treatment=treatment,
+                density=density,
+                world=world,
+                mixed=mixed,
+                seed=seed,
+                steps=recipe.steps if steps is None else steps,
+            )
+        ] = None
+    return list(found)
+
+
+def missing(todo: Iterable[Case], folder: Path) -> list[Case]:
+    """Those that the folder does not have yet."""
+    return [case for case in todo if not (folder / case.file).exists()]
+
+
+def measure(todo: Iterable[Case], folder: Path, jobs: int, advance: Callable[[float, str], None]) -> None:
+    """Run them, `jobs` at a time; `advance` is told of work done, and of a training that is under way."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"trainings cannot be kept there: {error}") from error
+    # Spawned: a process that already ran threads of torch cannot safely be forked.
+    context = get_context("spawn")
+    done = context.Value("q", 0)
+    left, told = iter(todo), 0
+    with ProcessPoolExecutor(jobs, context, _Worker.start, (done,)) as pool:
+        # Never more than can run: a pool would still run what waits in it after an interruption.
+        running = {pool.submit(run_case, case, folder): case for case in islice(left, jobs)}
+        while running:
+            ended, _ = wait(running, _LOOK_SECONDS, FIRST_COMPLETED)
+            now = done.value
+            advance(now - told, next(iter(running.values())).file)
+            told = now
+            for future in [each for each in running if each in ended]:
+                _expect_good(future, running.pop(future))
+                running |= {pool.submit(run_case, case, folder): case for case in islice(left, 1)}
+
+
+def _expect_good(future: Future[None], case: Case) -> None:
+    try:
+        future.result()
+    except GradsieveError as error:
+        raise type(error)(f"{case.file}: {error}") from error
+    except Exception as error:
+        error.add_note(f"This happened in the training {case.file}")
+        raise
+
+
+class _Worker:
+    """What a process of the pool has from its start: shared memory cannot be handed over later."""
+
+    done: Synchronized[int]
+    """Work of all processes together."""
+
+    @classmethod
+    def start(cls, done: Synchronized[int]) -> None:
+        cls.done = done
+
+
+def _add(done: Synchronized[int], work: int) -> None:
+    with done.get_lock():
+        done.value += work
+
+
+def run_case(case: Case, folder: Path) -> None:
+    """In a process of the pool."""
+    course = train(case, partial(_add, _Worker.done, case.world))
+    record = {"case": asdict(case), "versions": versions(), "course": _plain(asdict(course))}
+    part = folder / (case.file + ".part")
+    part.write_text(json.dumps(record, allow_nan=False) + "\n")
+    part.rename(folder / case.file)  # whole or not at all
+
+
+def train(case: Case, after_step: Callable[[], None]) -> virtual.Course:
+    if rivals.is_rival(case.sync):
+        rival = rivals.parse(case.sync)
+        return rivals.train(
+            rivals.RivalRun(case.task, rival, case.seed, case.world, case.steps, case.mixed), after_step
+        )
+    scheme = parse(case.sync, case.density)
+    treatment = presets.parse(case.treatment, scheme)
+    run = virtual.Run(case.task, scheme, treatment, case.seed, case.world, case.steps, case.mixed)
+    with one_thread():
+        return virtual.train(run, after_step)
+
+
+def _plain(course: dict[str, Any]) -> dict[str, Any]:
+    """As JSON can have it: null for what is not finite, because the training diverged."""
+    return {
+        name: [each if math.isfinite(each) else None for each in value] if isinstance(value, list) else value
+        for name, value in course.items()
+    }
+
+
+def read(folder: Path) -> Found:
+    """All trainings of a folder."""
+    return [_read(path) for path in sorted(folder.glob("*.json"))]
+
+
+def _read(path: Path) -> tuple[Case, dict[str, Any]]:
+    try:
+        record = json.loads(path.read_text())
+        case, course = Case(**record["case"]), asdict(virtual.Course(**record["course"]))
+        for name in ("values", "fidelity", "waiting", "ages"):
+            course[name] = [math.nan if each is None else float(each) for each in course[name]]
+        known = case.file == path.name and case.task in tasks.TASKS and course["values"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{path} is no training that can be read ({error!r}): move it away") from error
+    if not known:
+        raise ConfigError(f"{path} does not hold the training that its name says: move it away")
+    return case, course
+
+
+def rows(found: Found) -> list[dict[str, Any]]:
+    """Means over seeds, with their spread, beside dense with the same seeds."""
+    groups: dict[Case, list[tuple[Case, dict[str, Any]]]] = {}
+    for case, course in found:
+        groups.setdefault(replace(case, seed=0), []).append((case, course))
+    out = []
+    for key, members in groups.items():
+        final = {case.seed: course["values"][-1] for case, course in members}
+        dense = _dense_like(key, found)
+        gaps = [_gap(key.task, final[seed], dense[seed]) for seed in sorted(final.keys() & dense.keys())]
+        out.append(
+            {
+                "task": key.task,
+                "sync": key.sync,
+                "treatment": key.treatment,
+                "density": key.density,
+                "world": key.world,
+                "shards": "mixed" if key.mixed else "own",
+                "steps": key.steps,
+                "seeds": len(final),
+                "diverged": sum(not math.isfinite(value) for value in final.values()),
+                "metric": tasks.TASKS[key.task].metric,
+                "final": _mean(list(final.values()), 4),
+                "spread": _spread(list(final.values()), 4),
+                "gap": _mean(gaps, 3),
+                "gap_spread": _spread(gaps, 3),
+                "fidelity": _mean_of(members, "fidelity"),
+                "age": _mean_of(members, "ages"),
+                "waiting": _mean_of(members, "waiting"),
+                "sent": round(statistics.mean(course["density"] for _, course in members), 5),
+                "bytes": round(statistics.mean(course["bytes_sent"] for _, course in members)),
+            }
+        )
+    return out
+
+
+COLUMNS = (
+    "task", "sync", "treatment", "density", "world", "seeds", "final", "spread", "gap", "gap_spread",
+    "fidelity", "age", "waiting", "bytes",
+)  # fmt: skip
+
+
+def _gap(task: str, value: float, dense: float) -> float:
+    """How much worse than dense: points of accuracy, or per cent of the loss. Below 0: better."""
+    if tasks.TASKS[task].metric == "accuracy":
+        return 100 * (dense - value)
+    return 100 * (value - dense) / dense
+
+
+def _dense_like(key: Case, found: Found) -> dict[int, float]:
+    """Dense's final value by seed, in the same task with the same number of ranks and steps."""
+    same = ("task", "world", "mixed", "steps")
+    return {
+        case.seed: course["values"][-1]
+        for case, course in found
+        if case.sync == "dense" and all(getattr(case, name) == getattr(key, name) for name in same)
+    }
+
+
+def _mean(values: Sequence[float], digits: int) -> float | None:
+    """None where one of them diverged: the mean of the others would flatter."""
+    return round(statistics.mean(values), digits) if values and all(map(math.isfinite, values)) else None
+
+
+def _spread(values: Sequence[float], digits: int) -> float | None:
+    """Standard deviation over seeds."""
+    finite = all(map(math.isfinite, values))
+    return round(statistics.stdev(values), digits) if len(values) > 1 and finite else None
+
+
+def _mean_of(members: Found, name: str) -> float | None:
+    """Over every look that found it finite."""
+    return _mean([value for _, course in members for value in course[name] if math.isfinite(value)], 3)

@@ -1,0 +1,135 @@
+"""`gradsieve bench accuracy`: trainings to the end, beside dense."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from gradsieve.cli.arguments import Commands, add_command, densities, drawable, schemes, size, worlds
+from gradsieve.cli.progress import progress
+from gradsieve.errors import ConfigError
+
+_DESCRIPTION = """\
+Whether a model ends as good as it would with dense exchange.
+
+Trains whole tasks for each sync, treatment, density and seed, on virtual ranks that go through the same
+pipeline as real ones. torch's own hooks, fp16 and powersgd, have neither treatment nor density; they train
+the same tasks in as many real processes. Hyper-parameters were tuned for dense and are the same for all.
+Every training leaves a file in the folder and is not run again when it is there.
+
+columns:
+  final       the metric after the last step: test accuracy, or loss on unseen data; mean over seeds, and
+              none where a training diverged
+  spread      its standard deviation over seeds
+  gap         how much worse than dense with the same seeds: points of accuracy, or per cent of the loss
+  fidelity    energy that an update captures, over that of the best update with as many elements
+  age         steps since an element was last sent, mean over those sent
+  waiting     norm of what waits over that of what is sent
+  bytes       moved by the busiest rank, a step
+"""
+
+_EXAMPLES = """\
+examples:
+  gradsieve bench accuracy --tasks mlp --densities 0.01 --seeds 1 --folder runs
+  gradsieve bench accuracy --tasks cnn --treatments default,paper,gradients:momentum=masked --folder runs
+  gradsieve bench accuracy --tasks lstm --syncs dense,exdyna,powersgd:rank=4 --folder runs --plot lstm.png
+"""
+
+
+def add_parser(commands: Commands) -> None:
+    summary = "final accuracy of whole trainings, on virtual ranks"
+    add = add_command(commands, "accuracy", run, summary, _DESCRIPTION, _EXAMPLES).add_argument
+    add("--tasks", type=_tasks, default="all", metavar="LIST", help="what is trained (default: all)")
+    add(
+        "--syncs",
+        type=_syncs,
+        default="dense,exdyna",
+        metavar="LIST",
+        help="schemes, fp16, powersgd, powersgd:rank=N (default: %(default)s; all: every scheme)",
+    )
+    add(
+        "--treatments",
+        type=lambda text: text.split(","),
+        default="default",
+        metavar="LIST",
+        help="default, paper, steps or gradients with settings (default: %(default)s)",
+    )
+    add("--densities", type=densities, default="0.01,0.001", metavar="LIST", help="default: %(default)s")
+    add("--world", type=worlds, default="4", metavar="LIST", help="numbers of ranks (default: 4)")
+    add("--seeds", type=size, default="3", metavar="N", help="trainings of each kind (default: 3)")
+    add("--own-shards", action="store_true", help="each rank has its own kinds of data (default: mixed)")
+    add("--steps", type=size, metavar="N", help="shorter trainings (default: as long as the task is)")
+    add("--jobs", type=size, default="1", metavar="N", help="trainings at a time (default: 1)")
+    add("--folder", type=Path, required=True, metavar="DIR", help="where trainings are kept")
+    add("--json", type=Path, metavar="FILE", help="write the rows and how they came about there")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the curves there")
+
+
+def run(args: argparse.Namespace) -> int:
+    from gradsieve import presets
+    from gradsieve.bench import accuracy, results
+    from gradsieve.bench.accuracy_plot import plot
+    from gradsieve.schemes.spec import parse
+    from gradsieve.types import check_density
+
+    for density in args.densities:
+        check_density(density)
+    for treatment in args.treatments:
+        presets.parse(treatment, parse("exdyna"))
+    drawable(args.plot)
+    if args.json is not None and args.json.resolve().parent == args.folder.resolve():
+        raise ConfigError(f"{args.folder} is for trainings: write the rows to another folder")
+    results.writable(args.json)
+    results.writable(args.plot)
+    todo = accuracy.cases(
+        args.tasks,
+        args.syncs,
+        args.treatments,
+        args.densities,
+        args.world,
+        args.seeds,
+        not args.own_shards,
+        args.steps,
+    )
+    accuracy.read(args.folder)  # what cannot be read is said now, and not after hours of training
+    missing = accuracy.missing(todo, args.folder)
+    with progress(sum(case.work for case in missing)) as advance:
+        accuracy.measure(missing, args.folder, args.jobs, advance)
+    wanted = {case.file for case in todo}
+    found = [(case, course) for case, course in accuracy.read(args.folder) if case.file in wanted]
+    rows = accuracy.rows(found)
+    print(results.table(rows, accuracy.COLUMNS))
+    if args.json is not None:
+        results.write(args.json, {"folder": str(args.folder)}, rows)
+    if args.plot is not None:
+        plot(found, args.plot)
+    return 0
+
+
+def _syncs(text: str) -> list[str]:
+    """Schemes, and torch's own hooks: `dense,exdyna,powersgd:rank=4`."""
+    from gradsieve.bench import accuracy_rivals as rivals
+
+    found: list[str] = []
+    for each in text.split(","):
+        if not rivals.is_rival(each):
+            found += schemes(each)
+            continue
+        try:
+            rivals.parse(each)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        found.append(each)
+    return list(dict.fromkeys(found))
+
+
+def _tasks(text: str) -> list[str]:
+    from gradsieve.bench.tasks import TASKS
+
+    names = list(TASKS) if text == "all" else list(dict.fromkeys(text.split(",")))
+    unknown = [name for name in names if name not in TASKS]
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            f"no task is called {', '.join(map(repr, unknown))}; there are: {', '.join(TASKS)}"
+        )
+    return names
