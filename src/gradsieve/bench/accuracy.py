@@ -120,9 +120,9 @@ def measure(todo: Iterable[Case], folder: Path, jobs: int, advance: Callable[[fl
         running = {pool.submit(run_case, case, folder): case for case in islice(left, jobs)}
         while running:
             ended, _ = wait(running, _LOOK_SECONDS, FIRST_COMPLETED)
-            now = done.value
-            advance(now - told, next(iter(running.values())).file)
-            told = now
+            if (now := done.value) > told:
+                advance(now - told, next(iter(running.values())).file)
+                told = now
             for future in [each for each in running if each in ended]:
                 _expect_good(future, running.pop(future))
                 running |= {pool.submit(run_case, case, folder): case for case in islice(left, 1)}

@@ -66,7 +66,7 @@ def _rank(rank: int, config: dict[str, Any], out: str) -> None:
     elements = sum(parameter.numel() for parameter in parameters.values())
     _warm_allocator()
     before = _resident()
-    optimizer = torch.optim.SGD(parameters.values(), lr=0.0)
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.01)
     sync = GradientSync(parameters.items(), optimizer, scheme=parse(config["scheme"], config["density"]))
     seconds = []
     for _ in range(STEPS):
@@ -74,6 +74,7 @@ def _rank(rank: int, config: dict[str, Any], out: str) -> None:
             assert parameter.grad is not None
             parameter.grad.normal_()
         sync.reduce()
+        optimizer.step()
         seconds.append(sum(sync.metrics()["seconds"].values()))
     figures = torch.tensor([before, _high_water(), max(seconds[1:])], dtype=torch.float64)
     dist.all_reduce(figures, dist.ReduceOp.MAX)

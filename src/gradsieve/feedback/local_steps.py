@@ -16,7 +16,7 @@ Memory: 2 n elements.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from torch import Tensor
 from gradsieve.feedback.units import Slot, Unit, parts_of
 from gradsieve.kernels import is_finite
 from gradsieve.types import Sparse
+
+_PIECE = 1 << 17
 
 
 class LocalSteps:
@@ -39,10 +41,9 @@ class LocalSteps:
 
     def accumulate(self, parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """e, and the differences of the dense slots, which are exchanged in full."""
-        for slot in self.unit.sparse:
-            here = slice(slot.start, slot.stop)
+        for here, own in self._pieces(parameters):
             written = torch.sub(self.shared[here], self.kept[here], alpha=self.preview)
-            self.kept[here] += _moved(written, parameters[slot.name])
+            self.kept[here] += _moved(written, own)
         dense = torch.empty_like(self.shared_dense)
         for slot in self.unit.dense:
             here = slice(slot.start, slot.stop)
@@ -73,10 +74,17 @@ class LocalSteps:
             self._write(parameters)
 
     def _write(self, parameters: Mapping[str, Tensor]) -> None:
-        for slot in self.unit.sparse:
-            here = slice(slot.start, slot.stop)
-            parameters[slot.name].copy_(torch.sub(self.shared[here], self.kept[here], alpha=self.preview))
+        for here, own in self._pieces(parameters):
+            own.copy_(torch.sub(self.shared[here], self.kept[here], alpha=self.preview))
         self._counted = False
+
+    def _pieces(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[slice, Tensor]]:
+        """The sparse vector, and this rank's model, in pieces that a processor's cache can hold."""
+        for slot in self.unit.sparse:
+            own = parameters[slot.name]
+            for begin in range(0, slot.numel, _PIECE):
+                piece = own[begin : begin + _PIECE]
+                yield slice(slot.start + begin, slot.start + begin + piece.numel()), piece
 
     def by_kind(self) -> dict[str, dict[str, Tensor]]:
         shared = parts_of(self.shared, self.unit.sparse) | parts_of(self.shared_dense, self.unit.dense)

@@ -7,8 +7,10 @@ Two places where the exchange can stand:
 
 The first is the default. Its law: what all ranks' steps have moved is in the model they share, or waits. What
 waits is already in the model of the rank it came from, so that no gradient is computed on a model which has
-not learnt from the gradients before it; and the optimizer, whichever it is, sees gradients as it always did. The second is what papers describe, with the parts that were proposed to mend it. The law
-of every one of them: over all ranks, what left the memories is what the update brought.
+not learnt from the gradients before it; and the optimizer, whichever it is, sees gradients as it always did.
+
+The second is what papers describe, with the parts that were proposed to mend it. The law of every one of them:
+over all ranks, what left the memories is what the update brought.
 """
 
 from __future__ import annotations
@@ -56,6 +58,8 @@ class Treatment:
             raise ConfigError(
                 f"{', '.join(wrong)} change gradients before they are exchanged: use exchange='gradients'"
             )
+        if self.by_rate and self.memory == "estimate":
+            raise ConfigError("by_rate is for residuals: an estimate has no learning rate in it")
         if self.exchange == "gradients" and self.preview is not None:
             raise ConfigError("preview is for exchange='steps': with gradients all ranks share one model")
 

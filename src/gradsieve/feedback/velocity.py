@@ -60,7 +60,7 @@ class MovedMomentum:
         return self._of[parameter]
 
     def give_back(self) -> None:
-        for group, taken in zip(self.optimizer.param_groups, self._taken, strict=True):
+        for group, taken in zip(self.optimizer.param_groups, self._taken, strict=False):
             group.update(momentum=taken.factor, weight_decay=taken.decay, nesterov=taken.nesterov)
 
 
@@ -93,11 +93,14 @@ class Velocity:
                 g.copy_(u)
 
     def commit(self, sent: Sparse | None) -> None:
-        """Keep u; where an element of `sent` went, forget it."""
+        """Keep u; where this rank sent an element of `sent`, forget it."""
         self.kept, self._staged = self._staged, self.kept
-        if sent is None or sent.indices is None:
+        if sent is None:
             return
         for slot in self.unit.sparse:
+            if sent.indices is None:
+                self.kept[slot.name].zero_()
+                continue
             inside = (sent.indices >= slot.start) & (sent.indices < slot.stop)
             self.kept[slot.name][sent.indices[inside] - slot.start] = 0.0
 

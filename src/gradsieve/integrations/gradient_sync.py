@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from gradsieve.comm.c10d import Engine
 from gradsieve.comm.ops import AllGather, AllReduce
@@ -61,7 +60,7 @@ class GradientSync:
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
         self.scheme = make(scheme, density)
         self.treatment = choose(preset, self.scheme)
-        if self.treatment.exchange == "steps" and isinstance(optimizer, ZeroRedundancyOptimizer):
+        if self.treatment.exchange == "steps" and type(optimizer).__name__ == "ZeroRedundancyOptimizer":
             raise ConfigError(
                 "a ZeroRedundancyOptimizer steps each parameter on one rank, with that rank's gradient alone: "
                 "use preset=gradsieve.Treatment(exchange='gradients')"
@@ -111,6 +110,7 @@ class GradientSync:
         self.fitted.finish(tensors)
 
     def begin_step(self) -> None:
+        self.fitted.note_rate()
         if self._scaler is not None and isinstance(self.pipeline, GradientPipeline):
             self.pipeline.loss_scale = self._scaler.get_scale()
 

@@ -52,8 +52,13 @@ class Fitted:
                 raise ConfigError(f"parameter {name!r} has a sparse gradient: use Embedding(sparse=False)")
         if isinstance(self.pipeline, StepPipeline):
             return {name: flat_view(parameter.detach()) for name, parameter in self.parameters.items()}
-        self.pipeline.rate = float(self.optimizer.param_groups[0]["lr"])
+        self.note_rate()
         return {name: flat_view(_gradient_of(p)) for name, p in self.parameters.items()}
+
+    def note_rate(self) -> None:
+        """Of this step. Schedules move all groups of parameters together: the first speaks for all."""
+        if isinstance(self.pipeline, GradientPipeline):
+            self.pipeline.rate = float(self.optimizer.param_groups[0]["lr"])
 
     def finish(self, tensors: Mapping[str, Tensor]) -> None:
         """After the programs of all units, before the optimizer's step."""

@@ -163,7 +163,7 @@ class GradientPipeline(Pipeline):
             residual.commit(staged.outcome.spent, staged.released)  # e = acc - spent
         masked = self.treatment.momentum == "masked"
         for velocity, staged in zip(self.velocities, self._staged, strict=False):
-            velocity.commit(staged.outcome.update if masked else None)
+            velocity.commit(staged.outcome.spent if masked else None)
         self.residual_scale, self.residual_rate = self.loss_scale, self._rate
         self.settle([staged.outcome.state for staged in self._staged])
 
