@@ -9,7 +9,7 @@ The first is the default. Its law: what all ranks' steps have moved is in the mo
 waits is already in the model of the rank it came from, so that no gradient is computed on a model which has
 not learnt from the gradients before it; and the optimizer, whichever it is, sees gradients as it always did.
 
-The second is what papers describe, with the parts that were proposed to mend it. The law of every one of them:
+The second is what papers describe, with the parts that were proposed to mend it. The law of each of them:
 over all ranks, what left the memories is what the update brought.
 """
 

@@ -93,7 +93,7 @@ class DdpSync(GradientSync):
         """What the optimizer moved before, while backward goes on; parameters are read, not written."""
         if not self._may_compare():
             raise ConfigError(
-                "join() ends by giving all ranks the model of one, which would lose what waits on the others: "
+                "join() ends by giving all ranks the model of one, which loses what waits on the others: "
                 "use attach(..., preset=gradsieve.Treatment(exchange='gradients'))"
             )
         self._finish_exchange()

@@ -62,7 +62,7 @@ class GradientSync:
         self.treatment = choose(preset, self.scheme)
         if self.treatment.exchange == "steps" and type(optimizer).__name__ == "ZeroRedundancyOptimizer":
             raise ConfigError(
-                "a ZeroRedundancyOptimizer steps each parameter on one rank, with that rank's gradient alone: "
+                "a ZeroRedundancyOptimizer steps each parameter on one rank, by that rank's gradient alone: "
                 "use preset=gradsieve.Treatment(exchange='gradients')"
             )
         self.engine = Engine(group)
