@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsieve.schemes.base import Scheme
 from gradsieve.types import Outcome, Sparse
 
 _log = logging.getLogger("gradsieve")
 
-STALE = 2000.0
-HEAVY = 60.0
+STALE = 1000.0
+HEAVY, HEAVY_ADAPTIVE = 30.0, 12.0
+"""An adaptive optimizer (all but SGD) moves elements of small gradients as far as others: more of what it
+moves has to be sent."""
 BLIND = 0.05
 _SAMPLE = 1 << 16
 
@@ -58,24 +59,21 @@ def _most_energy(kept: Tensor, spent: Sparse) -> float:
     return stride * float(best.norm()) ** 2
 
 
-def advice(signs: Mapping[str, float], scheme: Scheme[Any]) -> str | None:
+def advice(signs: Mapping[str, float], density: float, adaptive: bool) -> str | None:
     """What to change, or None while there is nothing to say."""
-    if signs["staleness"] > STALE:
-        raised = min(1.0, scheme.density * signs["staleness"] / STALE * 2)
+    heavy = HEAVY_ADAPTIVE if adaptive else HEAVY
+    if signs["staleness"] > STALE or signs["waiting"] > heavy:
+        excess = max(signs["staleness"] / STALE, signs["waiting"] / heavy)
+        raised = min(1.0, 2 * excess * density)
         return (
-            f"what is sent has waited for about {signs['staleness']:.0f} steps: raise density from "
-            f"{scheme.density:g} to {raised:.2g}, or send everything now and then with "
+            f"what waits is {signs['waiting']:.0f} times what is sent, and about {signs['staleness']:.0f} steps "
+            f"old: raise density from {density:g} to {raised:.2g}, or send everything now and then with "
             "preset=gradsieve.Treatment(refresh=1000)"
-        )
-    if signs["waiting"] > HEAVY:
-        return (
-            f"{signs['waiting']:.0f} times as much waits as is sent: lower the learning rate or clip "
-            "gradients before the optimizer's step"
         )
     if signs["fidelity"] < BLIND:
         return (
-            f"what is sent holds {signs['fidelity']:.0%} of the energy it could: choose scheme='exdyna' or "
-            "'topk', which look at the values"
+            f"what is sent holds {signs['fidelity']:.1%} of the energy that as many elements could: choose "
+            "scheme='exdyna' or 'topk', which look at the values"
         )
     return None
 
@@ -83,12 +81,12 @@ def advice(signs: Mapping[str, float], scheme: Scheme[Any]) -> str | None:
 class Advisor:
     """Says it once, on the rank that sees it."""
 
-    def __init__(self, scheme: Scheme[Any], rank: int) -> None:
-        self.scheme, self.rank = scheme, rank
+    def __init__(self, density: float, adaptive: bool, rank: int) -> None:
+        self.density, self.adaptive, self.rank = density, adaptive, rank
         self.has_warned = False
 
     def look(self, signs: Mapping[str, float], step: int) -> None:
-        text = None if self.has_warned else advice(signs, self.scheme)
+        text = None if self.has_warned else advice(signs, self.density, self.adaptive)
         if text is not None:
             self.has_warned = True
             _log.warning("rank %d, step %d: %s", self.rank, step, text)

@@ -73,7 +73,8 @@ class GradientSync:
         self.pipeline = self.fitted.pipeline
         self._scaler = scaler
         self._compared = 0  # the step after which replicas were last compared
-        self._advisor = Advisor(self.scheme, rank)
+        adaptive = not isinstance(optimizer, torch.optim.SGD)
+        self._advisor = Advisor(self.scheme.density, adaptive, rank)
         optimizer.register_step_pre_hook(lambda *_: self.before_optimizer_step())
         optimizer.register_step_post_hook(lambda *_: self._after_optimizer_step())
         if rank == 0:
