@@ -66,9 +66,9 @@ def advice(signs: Mapping[str, float], density: float, adaptive: bool) -> str | 
         excess = max(signs["staleness"] / STALE, signs["waiting"] / heavy)
         raised = min(1.0, 2 * excess * density)
         return (
-            f"what waits is {signs['waiting']:.0f} times what is sent, and about {signs['staleness']:.0f} steps "
-            f"old: raise density from {density:g} to {raised:.2g}, or send everything now and then with "
-            "preset=gradsieve.Treatment(refresh=1000)"
+            f"what waits is {signs['waiting']:.0f} times what is sent, and about {signs['staleness']:.0f} "
+            f"steps old: raise density from {density:g} to {raised:.2g}, or send everything now and then "
+            "with preset=gradsieve.Treatment(refresh=1000)"
         )
     if signs["fidelity"] < BLIND:
         return (
