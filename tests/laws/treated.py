@@ -265,14 +265,12 @@ def check_velocities(ranks: Receiving, before: Sequence[Mapping[str, Tensor]], g
 
 
 def _sent(pipeline: GradientPipeline) -> dict[str, Tensor]:
-    """Which elements of the sparse slots this rank sent."""
+    """Which elements of the sparse slots this rank sent, where it did not send all of them."""
     out = {}
     for unit, outcome in zip(pipeline.units, pipeline.outcomes, strict=True):
-        indices = outcome.spent.indices
-        marks = torch.ones(unit.n, dtype=torch.bool)
-        if indices is not None:
-            marks = torch.zeros(unit.n, dtype=torch.bool).index_fill(0, indices, True)
-        out.update({slot.name: marks[slot.start : slot.stop] for slot in unit.sparse})
+        if outcome.spent.indices is not None:
+            marks = torch.zeros(unit.n, dtype=torch.bool).index_fill(0, outcome.spent.indices, True)
+            out.update({slot.name: marks[slot.start : slot.stop] for slot in unit.sparse})
     return out
 
 

@@ -93,14 +93,14 @@ class Velocity:
                 g.copy_(u)
 
     def commit(self, sent: Sparse | None) -> None:
-        """Keep u; where this rank sent an element of `sent`, forget it."""
+        """Keep u; where this rank sent an element of `sent`, forget it.
+
+        Where everything went, nothing had waited: that is momentum SGD, and nothing is forgotten.
+        """
         self.kept, self._staged = self._staged, self.kept
-        if sent is None:
+        if sent is None or sent.indices is None:
             return
         for slot in self.unit.sparse:
-            if sent.indices is None:
-                self.kept[slot.name].zero_()
-                continue
             inside = (sent.indices >= slot.start) & (sent.indices < slot.stop)
             self.kept[slot.name][sent.indices[inside] - slot.start] = 0.0
 
