@@ -50,8 +50,7 @@ def train(training: Training, seed: int) -> float:
     """Dense to the end; the metric."""
     per_rank = training.batch // WORLD
     feeds = [
-        batches(training, shard, per_rank, seed * WORLD + rank)
-        for rank, shard in enumerate(shards(training, WORLD))
+        batches(shard, per_rank, seed * WORLD + rank) for rank, shard in enumerate(shards(training, WORLD))
     ]
     for _ in range(training.steps):
         training.optimizer.zero_grad()

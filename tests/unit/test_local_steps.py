@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from gradsieve.errors import GradsieveError
 from gradsieve.feedback.local_steps import LocalSteps
 from gradsieve.feedback.units import lay_units
+from gradsieve.schemes import make
+from gradsieve.sync import StepPipeline
 from gradsieve.types import Sparse
 
 N = 2048
@@ -68,3 +71,19 @@ def test_a_rank_that_does_not_move_moves_nothing(dtype: torch.dtype) -> None:
     for _ in range(5):
         settle(local, parameters, 0.3)
     assert torch.equal(local.kept, first)
+
+
+def test_units_after_one_that_failed_are_not_accumulated() -> None:
+    """Their programs are queued already; what they would count now, nobody would write."""
+    parameters = {"a": torch.zeros(40, 40), "b": torch.zeros(40, 40)}
+    pipeline = StepPipeline(parameters.items(), make("topk", 0.1), 0, 2, bucket_cap_mb=0.001)
+    assert len(pipeline.units) == 2
+    flat = {name: parameter.view(-1) for name, parameter in parameters.items()}
+    for part in flat.values():
+        part -= 1.0
+    first, second = (pipeline.program(index, flat) for index in range(2))
+    next(first)  # its exchange is under way, and fails there
+    first.close()
+    with pytest.raises(GradsieveError, match="an earlier unit"):
+        next(second)
+    assert [bool(waiting.any()) for waiting in pipeline.waiting()] == [True, False]

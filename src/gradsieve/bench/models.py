@@ -52,17 +52,26 @@ class Task:
 
 def cnn(folder: Path = FASHION_MNIST, *, width: int = 256, images: int = 20_000, batch: int = 32) -> Task:
     """Two convolutions and a hidden layer of `width`."""
-    pixels = idx(folder / "train-images-idx3-ubyte.gz", header=16)[: images * 784].view(-1, 1, 28, 28)
-    labels = idx(folder / "train-labels-idx1-ubyte.gz", header=8)[:images].long()
+    pixels, labels = (values[:images] for values in read_images("train", folder))
     relu = nn.ReLU()
     first = nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), relu, nn.MaxPool2d(2)
     second = nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), relu, nn.MaxPool2d(2)
     head = nn.Flatten(), nn.Linear(32 * 7 * 7, width), relu, nn.Linear(width, 10)
-    scaled = (pixels.float() / 255 - 0.286) / 0.353  # mean and deviation of the data set
-    return Task(nn.Sequential(*first, *second, *head), (scaled,), labels, cross_entropy, batch, rate=0.05)
+    model, inputs = nn.Sequential(*first, *second, *head), (scaled(pixels).view(-1, 1, 28, 28),)
+    return Task(model, inputs, labels, cross_entropy, batch, rate=0.05)
 
 
-def idx(path: Path, header: int) -> Tensor:
+def read_images(part: str, folder: Path = FASHION_MNIST) -> tuple[Tensor, Tensor]:
+    """Pixels as bytes, one image a row, and labels; `part` is train or t10k."""
+    pixels = _idx(folder / f"{part}-images-idx3-ubyte.gz", header=16).view(-1, 28 * 28)
+    return pixels, _idx(folder / f"{part}-labels-idx1-ubyte.gz", header=8).long()
+
+
+def scaled(pixels: Tensor) -> Tensor:
+    return (pixels.float() / 255 - 0.286) / 0.353  # mean and deviation of the data set
+
+
+def _idx(path: Path, header: int) -> Tensor:
     try:
         content = gzip.decompress(path.read_bytes())
     except (OSError, EOFError) as error:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gradsieve.bench.models import FASHION_MNIST, idx, sources
+from gradsieve.bench.models import FASHION_MNIST, read_images, scaled, sources
 
 CONTEXT = 64
 """Bytes that a language model sees at once."""
@@ -54,10 +54,8 @@ def fashion_mnist(folder: Path = FASHION_MNIST) -> DataSet:
 
 
 def _images(folder: Path, part: str) -> Data:
-    pixels = idx(folder / f"{part}-images-idx3-ubyte.gz", header=16).view(-1, 1, 28, 28)
-    labels = idx(folder / f"{part}-labels-idx1-ubyte.gz", header=8).long()
-    scaled = (pixels.float() / 255 - 0.286) / 0.353  # mean and deviation of the data set
-    return Data((scaled,), labels)
+    pixels, labels = read_images(part, folder)
+    return Data((scaled(pixels).view(-1, 1, 28, 28),), labels)
 
 
 @cache

@@ -271,7 +271,7 @@ def shards(training: Training, world: int, mixed: bool = True) -> list[Tensor]:
     return list(order.tensor_split(world))
 
 
-def batches(training: Training, shard: Tensor, per_rank: int, seed: int) -> Iterator[Tensor]:
+def batches(shard: Tensor, per_rank: int, seed: int) -> Iterator[Tensor]:
     """Endlessly the examples of a rank's next step: the whole shard, shuffled anew every time round."""
     random = torch.Generator().manual_seed(seed)
     waiting = shard[:0]

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from gradsieve.bench.in_lab import rows_from_hosts
-from gradsieve.bench.models import FASHION_MNIST, idx
+from gradsieve.bench.models import FASHION_MNIST, read_images
 from gradsieve.errors import ConfigError
 from gradsieve.types import check_density
 
@@ -47,11 +47,6 @@ _EVALUATIONS = 30
 
 Images = tuple[Tensor, Tensor]
 """Pixels as bytes, one row an image, and labels."""
-
-
-def images(part: str) -> Images:
-    pixels = idx(FASHION_MNIST / f"{part}-images-idx3-ubyte.gz", header=16).view(-1, PIXELS)
-    return pixels, idx(FASHION_MNIST / f"{part}-labels-idx1-ubyte.gz", header=8).long()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +152,7 @@ class Run:
 
 def measure(plan: Plan) -> list[Run]:
     """All syncs with all seeds on a lab; needs root."""
-    images("t10k")  # or every rank would say that the data is missing
+    read_images("t10k", FASHION_MNIST)  # or every rank would say that the data is missing
     rows = rows_from_hosts("gradsieve.bench.time_to_accuracy_worker", asdict(plan))
     return [Run(**{**row, "curve": Curve(**row["curve"])}) for row in rows]
 

@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
 from gradsieve.bench.in_lab import bytes_out, most_anywhere, run_rank, tell
+from gradsieve.bench.models import read_images, scaled
 from gradsieve.bench.rivals import bucket_cap_mb, torch_hook
-from gradsieve.bench.time_to_accuracy import CLASSES, PIXELS, Curve, Images, Plan, Run, images
+from gradsieve.bench.time_to_accuracy import CLASSES, PIXELS, Curve, Images, Plan, Run
 from gradsieve.integrations.gradient_sync import GradientSync
 
 _FIRST_STEPS = 3
@@ -38,10 +39,6 @@ def batches(training: Images, batch: int, seed: int, rank: int, world: int) -> I
         order = torch.randperm(len(labels), generator=random)
         for mine in order[:used].view(-1, world, batch)[:, rank]:
             yield pixels[mine], labels[mine]
-
-
-def _scaled(pixels: Tensor) -> Tensor:
-    return (pixels.float() / 255 - 0.286) / 0.353  # mean and deviation of the data set
 
 
 class Learner:
@@ -74,7 +71,7 @@ class Learner:
         for _ in range(steps):
             pixels, labels = next(self.batches)
             self.optimizer.zero_grad()
-            torch.autograd.backward(cross_entropy(self.ddp(_scaled(pixels)), labels))
+            torch.autograd.backward(cross_entropy(self.ddp(scaled(pixels)), labels))
             self.optimizer.step()
             self.schedule.step()
         dist.barrier()
@@ -88,7 +85,7 @@ class Learner:
         """
         pixels, labels = (whole[dist.get_rank() :: dist.get_world_size()] for whole in test)
         with torch.no_grad():
-            right = (self.model(_scaled(pixels)).argmax(1) == labels).sum()
+            right = (self.model(scaled(pixels)).argmax(1) == labels).sum()
         dist.all_reduce(right)
         return int(right) / len(test[1])
 
@@ -140,7 +137,7 @@ def learn(learner: Learner, target: float | None, test: Images, progress: Progre
 def measure(config: dict[str, Any]) -> list[dict[str, Any]]:
     """Every sync with every seed; the runs, the same on every rank."""
     plan = Plan(**config)
-    training, test = images("train"), images("t10k")
+    training, test = read_images("train"), read_images("t10k")
     with closing(Learner("dense", plan, 0, training)) as first:
         first.train(_FIRST_STEPS)
         first.accuracy(test)

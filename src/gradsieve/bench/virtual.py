@@ -83,7 +83,7 @@ class Member:
 def own_batches(training: tasks.Training, rank: int, world: int, mixed: bool, seed: int) -> Iterator[Tensor]:
     """The examples of a rank's steps: the same whatever exchanges its gradients."""
     shard = tasks.shards(training, world, mixed)[rank]
-    return tasks.batches(training, shard, training.batch // world, 1000 * seed + rank)
+    return tasks.batches(shard, training.batch // world, 1000 * seed + rank)
 
 
 def looks(steps: int) -> set[int]:

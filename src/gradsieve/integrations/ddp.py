@@ -8,7 +8,6 @@ a bucket is done when all units with a part in it are.
 # No `from __future__ import annotations` here: DDP checks that the hook's annotations are types, not strings.
 
 import weakref
-from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -63,7 +62,8 @@ class DdpSync(GradientSync):
         self._arrived: dict[str, Tensor] = {}
         self._next_unit = 0
         self._unit_done: dict[int, torch.futures.Future[int]] = {}
-        self._under_way: tuple[dict[str, Tensor], list[Future[None]]] | None = None
+        # A rank that skips its optimizer's step takes over here what it was sent: between forward and
+        # backward autograd would not allow it.
         ddp.register_forward_pre_hook(lambda module, inputs: self._finish_exchange())
 
     def hook(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -71,7 +71,8 @@ class DdpSync(GradientSync):
         buffer = bucket.buffer()
         if self.scheme.silent or isinstance(self.pipeline, StepPipeline):
             if bucket.index() == 0 and not self.scheme.silent:
-                self._start_exchange()
+                self._refuse_join()
+                self._start_exchange()  # of what the optimizer moved before, while backward goes on
             done: torch.futures.Future[Tensor] = torch.futures.Future()
             done.set_result(buffer)  # a rank's own gradient, for its own optimizer
             return done
@@ -89,51 +90,12 @@ class DdpSync(GradientSync):
         self._submit_ready()
         return torch.futures.collect_all(waited).then(lambda all_done: _or_raise(all_done, buffer))
 
-    def _start_exchange(self) -> None:
-        """What the optimizer moved before, while backward goes on; parameters are read, not written."""
+    def _refuse_join(self) -> None:
         if not self._may_compare():
             raise ConfigError(
                 "join() ends by giving all ranks the model of one, which loses what waits on the others: "
                 "use attach(..., preset=gradsieve.Treatment(exchange='gradients'))"
             )
-        self._finish_exchange()
-        tensors = self.fitted.tensors()
-        futures = []
-        for index, unit in enumerate(self.pipeline.units):
-            program = self.pipeline.program(index, {slot.name: tensors[slot.name] for slot in unit.slots})
-            futures.append(self.engine.submit(program, self.describe(index), unit.device))
-        self._under_way = tensors, futures
-
-    def _finish_exchange(self) -> None:
-        """Wait for it and write the parameters: before the optimizer's step or, on a rank that skips it,
-        before the next forward. Between forward and backward autograd would not allow it."""
-        if self._under_way is None:
-            return
-        (tensors, futures), self._under_way = self._under_way, None
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            self.fitted.abandon(tensors)
-            raise
-        self.fitted.finish(tensors)
-        self._compare_steps()
-
-    def before_optimizer_step(self) -> None:
-        self._finish_exchange()
-        super().before_optimizer_step()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        self._finish_exchange()
-        return super().state_dict()
-
-    def load_state_dict(self, stored: Mapping[str, Tensor]) -> None:
-        self._finish_exchange()
-        super().load_state_dict(stored)
-
-    def flush(self) -> None:
-        self._finish_exchange()
-        super().flush()
 
     def _submit_ready(self) -> None:
         units = self.pipeline.units

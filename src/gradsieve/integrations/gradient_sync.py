@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
@@ -72,6 +73,7 @@ class GradientSync:
         )
         self.pipeline = self.fitted.pipeline
         self._scaler = scaler
+        self._under_way: tuple[dict[str, Tensor], list[Future[None]]] | None = None
         self._compared = 0  # the step after which replicas were last compared
         adaptive = not isinstance(optimizer, torch.optim.SGD)
         self._advisor = Advisor(self.scheme.density, adaptive, rank)
@@ -97,18 +99,36 @@ class GradientSync:
         if self.scheme.silent:
             return True
         self.begin_step()
-        self._exchange(everything=False)
-        self._compare_steps()
+        self._start_exchange()
+        self._finish_exchange()
         return self.pipeline.last_step_good
 
-    def _exchange(self, everything: bool) -> None:
+    def _start_exchange(self, everything: bool = False) -> None:
+        """Of all units; what it is given is read, and written in `_finish_exchange`."""
+        self._finish_exchange()
         tensors = self.fitted.tensors()
+        futures = []
         for index, unit in enumerate(self.pipeline.units):
-            program = self.pipeline.program(
-                index, {slot.name: tensors[slot.name] for slot in unit.slots}, everything
-            )
-            self.engine.run(program, self.describe(index), unit.device)
+            own = {slot.name: tensors[slot.name] for slot in unit.slots}
+            program = self.pipeline.program(index, own, everything)
+            futures.append(self.engine.submit(program, self.describe(index), unit.device))
+        self._under_way = tensors, futures
+
+    def _finish_exchange(self) -> None:
+        """Wait for the exchange under way, if there is one, and take over what it gave."""
+        if self._under_way is None:
+            return
+        (tensors, futures), self._under_way = self._under_way, None
+        wait(futures)  # all of them: nobody reads what is written now
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            self.fitted.abandon(tensors)
+            raise
         self.fitted.finish(tensors)
+        if isinstance(self.pipeline, StepPipeline):
+            self._compare()  # now, and not after an optimizer's step: a rank may skip its own
 
     def begin_step(self) -> None:
         self.fitted.note_rate()
@@ -123,6 +143,7 @@ class GradientSync:
 
         Gradients were voted on, so that all ranks skip. A step is each rank's own business.
         """
+        self._finish_exchange()
         if isinstance(self.pipeline, StepPipeline):
             gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
             self.pipeline.last_step_good = all(is_finite(gradient) for gradient in gradients)
@@ -133,11 +154,6 @@ class GradientSync:
 
     def _after_optimizer_step(self) -> None:
         if isinstance(self.pipeline, GradientPipeline):
-            self._compare()
-
-    def _compare_steps(self) -> None:
-        """Shared models are compared after the exchange: a rank may have skipped its optimizer's step."""
-        if isinstance(self.pipeline, StepPipeline):
             self._compare()
 
     def _compare(self) -> None:
@@ -186,6 +202,7 @@ class GradientSync:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Memories and scheme state of this rank, tensors only, keys unique to the rank."""
+        self._finish_exchange()
         pipeline, prefix = self.pipeline, f"rank{self.engine.rank}/"
         out = {
             "format": torch.tensor(checkpoint.FORMAT),
@@ -203,6 +220,7 @@ class GradientSync:
 
     def load_state_dict(self, stored: Mapping[str, Tensor]) -> None:
         """Take over what `state_dict` of the same rank gave; all of it is checked before any is used."""
+        self._finish_exchange()
         pipeline, prefix = self.pipeline, f"rank{self.engine.rank}/"
         scheme = checkpoint.text_to_tensor(type(self.scheme).__name__)
         for key, expected in (("format", checkpoint.FORMAT), ("world", pipeline.world)):
@@ -254,7 +272,8 @@ class GradientSync:
         if self.scheme.silent:
             return
         if isinstance(self.pipeline, StepPipeline):
-            self._exchange(everything=True)
+            self._start_exchange(everything=True)
+            self._finish_exchange()
             return
         pipeline = self.pipeline
         totals = [

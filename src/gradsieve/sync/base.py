@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -47,6 +47,14 @@ class Stats:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
+class Memory(Protocol):
+    """What outlives a step, of one unit."""
+
+    def by_kind(self) -> dict[str, dict[str, Tensor]]:
+        """Flat views by kind and parameter."""
+        ...
+
+
 class Pipeline(ABC):
     """The state of one rank: units, memories, scheme state; and the programs that advance it."""
 
@@ -75,16 +83,24 @@ class Pipeline(ABC):
         """Steps skipped because a gradient was not finite."""
         self.last_step_good = True
         self.stats = Stats(Meter(rank, world))
-        self._density = scheme.density
+        self._scheme_now = scheme
+        """At the density of this step."""
 
     @abstractmethod
     def program(self, index: int, tensors: Mapping[str, Tensor], everything: bool = False) -> Program[None]:
         """Exchange unit `index`. Units go in order; `everything` sends all of it, whatever the density."""
 
+    def memories(self) -> dict[str, Tensor]:
+        """What this rank remembers between steps, beside the scheme's states: views by kind/parameter."""
+        return {
+            f"{kind}/{name}": part
+            for memory in self.remembering()
+            for kind, parts in memory.by_kind().items()
+            for name, part in parts.items()
+        }
+
     @abstractmethod
-    def memories(self) -> Mapping[str, Tensor]:
-        """What this rank remembers between steps, beside the scheme's states: flat views by
-        kind/parameter."""
+    def remembering(self) -> Sequence[Memory]: ...
 
     @abstractmethod
     def figures(self) -> dict[str, float]:
@@ -108,26 +124,19 @@ class Pipeline(ABC):
         """The scheme's own part, at the density of this step, with the rider."""
         ctx = Ctx(self.rank, self.world, self.step)
         state = self.states[index]
-        scheme = self._scheme_now(everything)
+        density = 1.0 if everything else self.treatment.density_at(self.step, self.scheme.density)
+        if density != self._scheme_now.density:
+            self._scheme_now = replace(self.scheme, density=density)
+        scheme = self._scheme_now
         exchange = scheme.exchange(acc, state, ctx) if self.units[index].n else _nothing(acc, state)
         outcome, ride = yield from _measured(carry(exchange, rider), stats)
         stats.sent += outcome.update.count
         return outcome, ride
 
-    def _scheme_now(self, everything: bool) -> Scheme[Any]:
-        """The scheme at the density of this step."""
-        self._density = 1.0 if everything else self.treatment.density_at(self.step, self.scheme.density)
-        return (
-            self.scheme
-            if self._density == self.scheme.density
-            else replace(self.scheme, density=self._density)
-        )
-
     def settle(self, states: list[Any]) -> None:
         """The step was good on all ranks. One that sent everything told the scheme nothing."""
-        if self._density < 1.0 or self.scheme.lossless:
-            states = replace(self.scheme, density=self._density).settle(states)
-        self.states = states
+        scheme = self._scheme_now
+        self.states = scheme.settle(states) if scheme.density < 1.0 or scheme.lossless else states
         self.step += 1
 
 

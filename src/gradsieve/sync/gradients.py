@@ -10,7 +10,7 @@ then all of it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from gradsieve.feedback.units import Unit, flat_view
 from gradsieve.feedback.velocity import Momentum, Velocity
 from gradsieve.kernels import is_finite
 from gradsieve.schemes.base import Scheme
-from gradsieve.sync.base import UNIT_CAP_MB, Pipeline, Stats, by_slot
+from gradsieve.sync.base import UNIT_CAP_MB, Memory, Pipeline, Stats, by_slot
 from gradsieve.types import Outcome, Program, Sparse
 
 PLAIN = Treatment(exchange="gradients")
@@ -180,13 +180,8 @@ class GradientPipeline(Pipeline):
     def waiting(self) -> list[Tensor]:
         return [residual.kept for residual in self.residuals]
 
-    def memories(self) -> Mapping[str, Tensor]:
-        return {
-            f"{kind}/{name}": part
-            for memory in (*self.residuals, *self.velocities)
-            for kind, parts in memory.by_kind().items()
-            for name, part in parts.items()
-        }
+    def remembering(self) -> Sequence[Memory]:
+        return [*self.residuals, *self.velocities]
 
 
 def _only_used(outcome: Outcome[Any], unit: Unit, ride: Tensor) -> Outcome[Any]:

@@ -11,20 +11,21 @@ finite takes no step and has nothing new to tell; the others go on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradsieve.comm.meter import Meter
+from gradsieve.errors import GradsieveError
 from gradsieve.feedback.coherence import Coherence, probe
 from gradsieve.feedback.local_steps import LocalSteps
 from gradsieve.feedback.treatment import Treatment
 from gradsieve.feedback.units import flat_view
 from gradsieve.kernels import is_finite
 from gradsieve.schemes.base import Scheme
-from gradsieve.sync.base import UNIT_CAP_MB, Pipeline, Stats
+from gradsieve.sync.base import UNIT_CAP_MB, Memory, Pipeline, Stats
 from gradsieve.types import Outcome, Program
 
 
@@ -54,6 +55,8 @@ class StepPipeline(Pipeline):
         if index == 0:
             self._staged = []
             self._fresh = Stats(Meter(self.rank, self.world))
+        if len(self._staged) != index:
+            raise GradsieveError(f"rank {self.rank}: an earlier unit of this step has failed")
         stats = self._fresh
         with stats.stage("accumulate"):
             acc, dense = self.local[index].accumulate(tensors)
@@ -104,10 +107,5 @@ class StepPipeline(Pipeline):
     def waiting(self) -> list[Tensor]:
         return [local.kept for local in self.local]
 
-    def memories(self) -> Mapping[str, Tensor]:
-        return {
-            f"{kind}/{name}": part
-            for local in self.local
-            for kind, parts in local.by_kind().items()
-            for name, part in parts.items()
-        }
+    def remembering(self) -> Sequence[Memory]:
+        return self.local
