@@ -13,9 +13,11 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gradsieve.errors import ConfigError
@@ -36,6 +38,39 @@ def replicated_fields(state: Any) -> list[str]:
 Program: TypeAlias = Generator[Any, Tensor, Result]
 """A computation that yields communication ops (`gradsieve.comm.ops`) and is sent their replies."""
 
+Host: TypeAlias = NDArray[np.int64]
+"""Indices in the host's memory: numpy there, torch on the device, so that a synchronisation shows."""
+
+
+def to_host(tensor: Tensor) -> NDArray[Any]:
+    """A tensor's elements for numpy. On an accelerator the host waits here for all that was queued."""
+    array: NDArray[Any] = tensor.cpu().numpy()
+    return array
+
+
+class Vector(Protocol):
+    """A vector whose elements are computed when they are read."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def numel(self) -> int: ...
+
+    def between(self, start: int, stop: int) -> Tensor: ...
+
+    def select(
+        self, start: int, stop: int, threshold: float, capacity: int, phase: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `kernels.select` of the elements from `start` to `stop`; indices are relative to `start`."""
+        ...
+
+    def at(self, host: Host, indices: Tensor) -> Tensor:
+        """The values at sorted indices, given on the host and on the device."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
@@ -47,6 +82,8 @@ class Sparse:
     indices: Tensor | None
     values: Tensor
     numel: int
+    host: Host | None = None
+    """The indices once more, where they were on the host before they were on the device."""
 
     @classmethod
     def full(cls, values: Tensor) -> Sparse:
@@ -55,6 +92,11 @@ class Sparse:
     @property
     def count(self) -> int:
         return self.values.numel()
+
+    def on_host(self) -> Host:
+        """The indices, where the host can read them."""
+        assert self.indices is not None
+        return to_host(self.indices) if self.host is None else self.host
 
     def to_dense(self) -> Tensor:
         if self.indices is None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from gradsieve.comm import lockstep
 from gradsieve.comm.ops import AllGather, AllReduce
 from gradsieve.errors import Malformed
+from gradsieve.schemes.exclusive import HEADER
 from gradsieve.types import Ctx, Outcome, Program
 from hostile.evil import COUNTS_FIRST, EVIL, WORLD, Forgery, N, Target, bits_of, same_message, target
 from laws.cases import registered
@@ -92,7 +93,7 @@ def test_a_message_with_some_words_changed_is_refused_or_harmless(
     def forge(turn: int, message: Tensor) -> Tensor:
         words = message.view(-1)
         for place, value in edits if turn == last else ():
-            words[place % words.numel()] = value
+            words[place % words.numel()] = value % 256 if words.dtype == torch.uint8 else value
         return message
 
     survives(victim(name, steps), forge)
@@ -178,17 +179,16 @@ def test_the_fuzz_reaches_both_ends() -> None:
     """The twin: one lie is harmless and one is refused, so that neither branch of `survives` is dead."""
     goal = victim("exdyna", 4)
 
-    def fewer(turn: int, message: Tensor) -> Tensor:
-        message[0] = 1
+    def none(turn: int, message: Tensor) -> Tensor:
+        return message.zero_()
+
+    def emptied(turn: int, message: Tensor) -> Tensor:
+        message[HEADER:] = 0
         return message
 
-    def doubled(turn: int, message: Tensor) -> Tensor:
-        message[3] = message[2]
-        return message
-
-    assert goal.attack(fewer)[0].update.count < goal.attack(same_message)[0].update.count
+    assert goal.attack(none)[0].update.count < goal.attack(same_message)[0].update.count
     with pytest.raises(Malformed):
-        goal.attack(doubled)
+        goal.attack(emptied)
 
 
 def test_every_scheme_that_gathers_indices_is_under_this_fire() -> None:

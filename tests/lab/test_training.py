@@ -39,7 +39,7 @@ def train(scheme: str, folder: Path, diverge: bool = False) -> None:
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.02)
     # Exchanging steps, what a rank changes by itself is its own step; with gradients it is an error.
     preset = gradsieve.Treatment(exchange="gradients") if diverge else gradsieve.Treatment()
-    sync = gradsieve.attach(ddp, optimizer, scheme=scheme, density=0.02, preset=preset)
+    sync = gradsieve.attach(ddp, optimizer, scheme=scheme, density=0.02, preset=preset, dense_if_faster=False)
     source = torch.Generator().manual_seed(rank)
     for step in range(STEPS):
         inputs = torch.randn(16, 64, generator=source)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +26,8 @@ def same_bits(left: Any, right: Any) -> bool:
             return False
         bits = _BITS.get(left.dtype)
         return torch.equal(left.view(bits), right.view(bits)) if bits else torch.equal(left, right)
+    if isinstance(left, np.ndarray):
+        return np.array_equal(left, right)
     if is_dataclass(left):
         return all(same_bits(getattr(left, f.name), getattr(right, f.name)) for f in fields(left))
     if isinstance(left, list | tuple):

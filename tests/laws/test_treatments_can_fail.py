@@ -49,21 +49,25 @@ class ForgetsToWrite(LocalSteps):
 class SharesItsOwn(LocalSteps):
     def settle(self, *others: Any) -> None:
         super().settle(*others)
-        self.shared += self.kept
+        self.shared += others[3][self.unit.sparse[0].name].sum()
 
 
 def exactly(ranks: Stepping) -> None:
     check_steps_conserved(ranks, exact=True)
 
 
+def models(ranks: Stepping) -> None:
+    check_models(ranks, exact=True)
+
+
 @pytest.mark.parametrize(
     ("broken", "check", "said"),
     [
         (KeepsWhatItSpent, exactly, "lost or made up"),
-        (ForgetsToWrite, check_models, "is not w - preview e"),
+        (ForgetsToWrite, models, "is not the shared one"),
         (SharesItsOwn, check_shared, "shares another model"),
         (KeepsWhatItSpent, check_one_model, "still waiting"),
-        (ForgetsToWrite, check_one_model, "another model"),
+        (ForgetsToWrite, check_one_model, "still waiting"),
     ],
 )
 def test_a_broken_memory_of_steps_is_flagged(
@@ -80,6 +84,19 @@ def test_a_broken_memory_of_steps_is_flagged(
     monkeypatch.setattr("gradsieve.sync.steps.LocalSteps", broken)
     with pytest.raises(AssertionError, match=said):
         check(trained())
+
+
+def test_a_model_that_is_never_folded_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train() -> None:
+        ranks = Stepping(CASE, "topk", STEPS["half"])
+        for step in range(2):
+            ranks.advance(step)
+            models(ranks)
+
+    train()
+    monkeypatch.setattr(LocalSteps, "fold", lambda *_: None)
+    with pytest.raises(AssertionError, match="from w - preview e"):
+        train()
 
 
 class NeverFades(Velocity):

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradsieve.comm import lockstep
+from gradsieve.feedback.local_steps import WINDOWS
 from gradsieve.feedback.treatment import Treatment
-from gradsieve.feedback.units import flat_view
+from gradsieve.feedback.units import flat_view, parts_of
 from gradsieve.feedback.velocity import Momentum
 from gradsieve.schemes import make
 from gradsieve.schemes.base import Scheme
@@ -197,26 +198,39 @@ def shared_of(pipeline: StepPipeline) -> list[Tensor]:
     return [part for key, part in pipeline.memories().items() if key.startswith("shared/")]
 
 
+def waiting_of(ranks: Stepping, rank: int) -> dict[str, Tensor]:
+    """What waits on a rank, by parameter; a dense one has nothing that waits after an exchange."""
+    pipeline = ranks.pipelines[rank]
+    vectors = zip(pipeline.units, pipeline.waiting(), strict=True)
+    return {name: part for unit, e in vectors for name, part in parts_of(e, unit.sparse).items()}
+
+
 def check_steps_conserved(ranks: Stepping, exact: bool) -> None:
     """P w - sum of e == P w at first - all that the optimizers moved."""
-    memories = ranks.memories()
+    shared = ranks.memories()[0]
+    waiting = [waiting_of(ranks, rank) for rank in range(ranks.world)]
     for name, owed in ranks.owed.items():
-        shared = memories[0][f"shared/{name}"].double()
-        held = ranks.world * shared - total(memories, f"residual/{name}")
+        held = ranks.world * shared[f"shared/{name}"].double() - total(waiting, name)
         room = 0.0 if exact else 1e-5 * ranks.world
         worst = float((held - owed).abs().max())
         assert worst <= room, f"{name}: steps lost or made up, by {worst:g}"
 
 
-def check_models(ranks: Stepping) -> None:
-    """x = w - preview e, where e waits; elsewhere x = w."""
+def check_models(ranks: Stepping, exact: bool) -> None:
+    """In the window that was folded last x = w - preview e; what goes dense never waits."""
     for rank, (pipeline, own) in enumerate(zip(ranks.pipelines, ranks.memories(), strict=True)):
-        (preview,) = {local.preview for local in pipeline.local}
-        assert 0.0 <= preview <= 1.0
-        for name, x in ranks.flat[rank].items():
-            w, e = own[f"shared/{name}"], own.get(f"residual/{name}")
-            expected = w if e is None else torch.sub(w, e, alpha=preview)
-            assert same_bits(x, expected), f"rank {rank}: {name} is not w - preview e"
+        assert 0.0 <= pipeline.preview <= 1.0
+        window = (pipeline.step - 1) % WINDOWS
+        for unit, e in zip(pipeline.units, pipeline.waiting(), strict=True):
+            x = torch.cat([ranks.flat[rank][slot.name] for slot in unit.sparse]) if unit.n else e
+            w = torch.cat([own[f"shared/{slot.name}"] for slot in unit.sparse]) if unit.n else e
+            here = slice(unit.n * window // WINDOWS, unit.n * (window + 1) // WINDOWS)
+            off = (x - torch.sub(w, e, alpha=pipeline.preview))[here].abs()
+            worst = float(off.max()) if off.numel() else 0.0
+            assert worst <= (0.0 if exact else 1e-6), f"rank {rank}: {worst:g} from w - preview e"
+            for slot in unit.dense:
+                same = same_bits(ranks.flat[rank][slot.name], own[f"shared/{slot.name}"])
+                assert same, f"rank {rank}: {slot.name} is not the shared one"
 
 
 def check_one_model(ranks: Stepping) -> None:
@@ -231,7 +245,7 @@ def check_one_model(ranks: Stepping) -> None:
 def check_steps(ranks: Stepping, exact: bool) -> None:
     check_shared(ranks)
     check_steps_conserved(ranks, exact)
-    check_models(ranks)
+    check_models(ranks, exact)
 
 
 # -- laws of gradients ----------------------------------------------------------------------------------

@@ -35,6 +35,9 @@ VARIANTS: dict[str, Build] = {
     "exdyna without balancing": lambda density, world: ExDyna(density=density, balance=False),
     "exdyna without control": lambda density, world: ExDyna(density=density, control=False),
     "exdyna, one block": lambda density, world: ExDyna(density=density, blocks_per_partition=1),
+    "exdyna, bf16 values": lambda density, world: ExDyna(density=density, values="bf16"),
+    "exdyna, int8 values": lambda density, world: ExDyna(density=density, values="int8"),
+    "micro, bf16 values": lambda density, world: Micro(density=density, values="bf16"),
     "micro without control": lambda density, world: Micro(density=density, control=False),
     "oktopk, other periods": lambda density, world: OkTopk(
         density=density, local_period=1, global_period=3, region_period=2

@@ -175,7 +175,8 @@ def test_metrics_tell_of_the_last_step(two: Ranks, scheme: str) -> None:
         assert 0 < metrics["bytes_sent"] <= 8 * sizes
         assert 0 < metrics["bytes_received"] <= 8 * sizes
         assert 3 <= metrics["collectives"] <= 30
-        assert set(metrics["seconds"]) == {"accumulate", "select", "exchange", "apply", "commit"}
+        stages = {"accumulate", "select", "exchange", "apply", "commit"}
+        assert stages <= set(metrics["seconds"]) <= stages | {"encode", "decode", "waiting"}
         assert all(0 <= seconds < 10 for seconds in metrics["seconds"].values())
         lossless = gradsieve.SCHEMES[scheme].lossless
         assert (metrics["residual_norm"] == 0) == lossless

@@ -35,6 +35,7 @@ class ByHand(Run):
             scheme=plan.scheme,
             density=plan.density,
             preset=plan.preset,
+            dense_if_faster=False,
             group=group,
             bucket_cap_mb=plan.cap_mb,
         )

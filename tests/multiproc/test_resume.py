@@ -31,7 +31,9 @@ class Learning:
         self.rank, self.model = rank, Mlp()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
         self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=0.01)
-        self.sync = gradsieve.attach(self.ddp, self.optimizer, scheme=scheme, density=0.02)
+        self.sync = gradsieve.attach(
+            self.ddp, self.optimizer, scheme=scheme, density=0.02, dense_if_faster=False
+        )
         assert len(self.sync.pipeline.units) > 1
 
     def train(self, begin: int, end: int) -> dict[str, Tensor]:

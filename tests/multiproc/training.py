@@ -117,6 +117,7 @@ class Run:
             density=plan.density,
             preset=plan.preset,
             scaler=self.scaler,
+            dense_if_faster=False,
         )
 
     def train(self, steps: int | None = None) -> Run:

@@ -179,7 +179,7 @@ def test_one_bad_value_anywhere_is_seen_and_a_sum_that_overflows_is_not_one(bad:
     assert not fast.is_finite(torch.tensor([torch.inf, -torch.inf]))
 
 
-def test_the_package_offers_the_fast_ones_and_the_reference_knows_all_of_them() -> None:
-    for name in kernels.__all__:
-        assert getattr(kernels, name) is getattr(fast, name)
+def test_the_reference_knows_every_kernel_the_package_offers() -> None:
+    for name in set(kernels.__all__) - {"active", "using"}:
         assert callable(getattr(reference, name))
+        assert callable(getattr(fast, name))

@@ -1,89 +1,102 @@
-"""A rank's own model when nothing comes of an exchange, and in a narrow type."""
+"""A rank's own model when nothing comes of an exchange, in a narrow type, and read in parts."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from gradsieve.errors import GradsieveError
-from gradsieve.feedback.local_steps import LocalSteps
+from gradsieve.feedback.local_steps import WINDOWS, LocalSteps
 from gradsieve.feedback.units import lay_units
 from gradsieve.schemes import make
 from gradsieve.sync import StepPipeline
 from gradsieve.types import Sparse
 
 N = 2048
+CLOSE = {"rtol": 0.0, "atol": 2.0**-20}
+"""What waits is a difference of two models: it is rounded as they are."""
 
 
 def local_steps(dtype: torch.dtype = torch.float32) -> tuple[LocalSteps, dict[str, Tensor]]:
     source = torch.Generator().manual_seed(0)
-    parameter = torch.randn(N, generator=source).to(dtype)
-    (unit,) = lay_units([("p", parameter.view(2, -1))], 1 << 30, small=1)
-    return LocalSteps(unit, {"p": parameter}), {"p": parameter}
+    parameters = {name: torch.randn(N // 2, generator=source).to(dtype) for name in ("p", "q")}
+    (unit,) = lay_units([(name, part.view(2, -1)) for name, part in parameters.items()], 1 << 30, small=1)
+    return LocalSteps(unit, parameters), parameters
+
+
+def whole(local: LocalSteps, parameters: dict[str, Tensor]) -> Tensor:
+    return local.waiting(parameters).between(0, N)
 
 
 def nothing() -> Sparse:
     return Sparse(torch.empty(0, dtype=torch.long), torch.empty(0), N)
 
 
-def settle(local: LocalSteps, parameters: dict[str, Tensor], preview: float) -> None:
-    local.accumulate(parameters)
-    local.settle(nothing(), nothing(), torch.empty(0), parameters, 4, preview)
-
-
 @pytest.mark.parametrize("preview", [1.0, 0.5, 0.0])
-def test_a_step_is_counted_once_although_its_exchange_failed(preview: float) -> None:
+def test_a_step_is_counted_once_however_often_it_is_looked_at_or_folded(preview: float) -> None:
     local, parameters = local_steps()
-    settle(local, parameters, preview)
-    parameters["p"] -= 0.25
-    for _ in range(3):
-        local.accumulate(parameters)
-        local.reopen(parameters)
-    waiting, _ = local.accumulate(parameters)
-    torch.testing.assert_close(waiting, torch.full((N,), 0.25))
-
-
-def test_it_would_be_counted_again_without_writing_the_model_anew() -> None:
-    local, parameters = local_steps()
-    settle(local, parameters, 0.5)
-    parameters["p"] -= 0.25
-    for _ in range(2):
-        waiting, _ = local.accumulate(parameters)
-    torch.testing.assert_close(waiting, torch.full((N,), 0.375))
-
-
-def test_what_was_not_accumulated_is_not_written() -> None:
-    """The programs of later units had not begun when the exchange failed: their steps are in x alone."""
-    local, parameters = local_steps()
-    parameters["p"] -= 0.25
-    moved = parameters["p"].clone()
-    local.reopen(parameters)
-    assert torch.equal(parameters["p"], moved)
+    for part in parameters.values():
+        part -= 0.25
+    for window in (*range(WINDOWS), 0):
+        torch.testing.assert_close(whole(local, parameters), torch.full((N,), 0.25), **CLOSE)
+        local.fold(parameters, preview, window)
+    torch.testing.assert_close(whole(local, parameters), torch.full((N,), 0.25))
+    own = torch.cat([*reversed(parameters.values())])  # units go backward
+    torch.testing.assert_close(local.shared - own, torch.full((N,), 0.25 * preview), **CLOSE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_rank_that_does_not_move_moves_nothing(dtype: torch.dtype) -> None:
     local, parameters = local_steps(dtype)
     parameters["p"] -= 0.125
-    settle(local, parameters, 0.3)
-    first = local.kept.clone()
-    for _ in range(5):
-        settle(local, parameters, 0.3)
-    assert torch.equal(local.kept, first)
+    before = whole(local, parameters)
+    for step in range(3 * WINDOWS):
+        local.settle(nothing(), nothing(), torch.empty(0), parameters, 4, 0.3)
+        local.fold(parameters, 0.3, step % WINDOWS)
+    torch.testing.assert_close(whole(local, parameters), before, **CLOSE)
 
 
-def test_units_after_one_that_failed_are_not_accumulated() -> None:
-    """Their programs are queued already; what they would count now, nobody would write."""
+def test_what_is_sent_is_gone_and_the_rest_waits() -> None:
+    local, parameters = local_steps()
+    parameters["q"] -= 0.5
+    local.fold(parameters, 0.5, 0)
+    places = torch.tensor([0, 5, 1023, 1024, 2047])
+    before, shared = whole(local, parameters), local.shared.clone()
+    spent = Sparse(places, before[places] / 2, N)
+    update = Sparse(places, torch.ones(5), N)
+    local.settle(update, spent, torch.empty(0), parameters, 4, 0.25)
+    expected = before.clone()
+    expected[places] /= 2
+    torch.testing.assert_close(whole(local, parameters), expected, **CLOSE)
+    shared[places] -= 0.25
+    torch.testing.assert_close(local.shared, shared)
+
+
+def test_parts_of_what_waits_are_parts_of_the_whole() -> None:
+    local, parameters = local_steps()
+    for number, part in enumerate(parameters.values()):
+        part -= torch.randn(N // 2, generator=torch.Generator().manual_seed(number))
+    local.fold(parameters, 0.5, 1)
+    waiting, all_of_it = local.waiting(parameters), whole(local, parameters)
+    assert torch.equal(waiting.between(1000, 1500), all_of_it[1000:1500])
+    places = np.array([3, 1023, 1024, 2000])
+    assert torch.equal(waiting.at(places, torch.from_numpy(places)), all_of_it[places])
+    expected = (all_of_it[100:1900].abs() >= 0.5).nonzero().flatten()
+    found, demand, _ = waiting.select(100, 1900, 0.5, expected.numel() + 1, 0.0)
+    assert torch.equal(found[:-1], expected)
+    assert int(demand) == expected.numel()
+
+
+def test_units_after_one_that_failed_are_not_exchanged() -> None:
+    """Their programs are queued already; nobody would take over what they give."""
     parameters = {"a": torch.zeros(40, 40), "b": torch.zeros(40, 40)}
     pipeline = StepPipeline(parameters.items(), make("topk", 0.1), 0, 2, bucket_cap_mb=0.001)
     assert len(pipeline.units) == 2
     flat = {name: parameter.view(-1) for name, parameter in parameters.items()}
-    for part in flat.values():
-        part -= 1.0
     first, second = (pipeline.program(index, flat) for index in range(2))
     next(first)  # its exchange is under way, and fails there
     first.close()
     with pytest.raises(GradsieveError, match="an earlier unit"):
         next(second)
-    assert [bool(waiting.any()) for waiting in pipeline.waiting()] == [True, False]

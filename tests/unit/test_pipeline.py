@@ -284,7 +284,13 @@ def test_stats_are_those_of_the_last_step(scheme: str) -> None:
     first = pipeline.stats
     virtual.step(gradients_of(plan, 1, 2))
     assert pipeline.stats is not first
-    assert set(pipeline.stats.seconds) == {"accumulate", "select", "exchange", "apply", "commit"}
+    assert set(pipeline.stats.seconds) - {"encode", "decode"} == {
+        "accumulate",
+        "select",
+        "exchange",
+        "apply",
+        "commit",
+    }
     assert pipeline.stats.sent > 0
     assert pipeline.stats.meter.collectives >= len(pipeline.units)
 

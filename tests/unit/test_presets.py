@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from gradsieve.errors import ConfigError
 from gradsieve.feedback.clip import clip
-from gradsieve.feedback.coherence import Coherence, probe
+from gradsieve.feedback.coherence import Coherence, probe, squares
 from gradsieve.feedback.treatment import Treatment
 from gradsieve.feedback.velocity import Momentum, MovedMomentum
 from gradsieve.presets import choose, parse
@@ -99,11 +100,22 @@ def test_the_density_of_a_step(warm_up: int, refresh: int, wanted: list[float]) 
 # -- coherence ------------------------------------------------------------------------------------------
 
 
+class Whole:
+    """A tensor, read as what waits is."""
+
+    def __init__(self, vector: torch.Tensor) -> None:
+        self.vector, self.numel = vector, vector.numel
+        self.device, self.dtype = vector.device, vector.dtype
+
+    def at(self, host: Any, indices: torch.Tensor) -> torch.Tensor:
+        return self.vector[indices]
+
+
 def preview(waiting: list[torch.Tensor], steps: int = 1) -> float:
     coherence = Coherence()
     for step in range(steps):
-        total = torch.stack([probe(own, step) for own in waiting]).sum(0)
-        coherence = coherence.after([total], len(waiting))
+        total = torch.stack([probe(Whole(own), step) for own in waiting]).sum(0)
+        coherence = coherence.after(squares(total)[None].numpy(), len(waiting))
     return coherence.preview(len(waiting))
 
 

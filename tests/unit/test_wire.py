@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -75,13 +76,13 @@ def test_any_other_indices_are_refused(indices: list[int]) -> None:
 
 @pytest.mark.parametrize("tail", [0.0, 1e-45, 3e38])
 def test_possible_tails_pass(tail: float) -> None:
-    check.tails_within(torch.tensor([tail, 1.0]), "in step 3")
+    check.tails_within(np.array([tail, 1.0], np.float32), "in step 3")
 
 
 @pytest.mark.parametrize("tail", [-1e-45, -1e38, float("nan"), float("inf"), -float("inf")])
 def test_impossible_tails_are_refused_and_the_rank_named(tail: float) -> None:
     with pytest.raises(Malformed, match=r"rank 1 .* in step 3"):
-        check.tails_within(torch.tensor([1.0, tail]), "in step 3")
+        check.tails_within(np.array([1.0, tail], np.float32), "in step 3")
 
 
 @pytest.mark.parametrize("row", [[0, 1, 2], [7, 8, 9], [0, 10, 10], [10, 10, 10]])

@@ -5,49 +5,39 @@
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from gradsieve.bench.in_lab import rows_from_hosts
-from gradsieve.bench.results import table, writable, write
-from gradsieve.bench.rivals import SYNCS, syncs_of
-from gradsieve.bench.workloads import WORKLOADS
-from gradsieve.types import check_density
+from gradsieve.bench.in_lab import Rows, rows_from_hosts
+from gradsieve.bench.rivals import RIVALS
+from gradsieve.bench.timeline import Step, read
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--hosts", type=int, default=4, metavar="N", help="hosts in the lab (default: 4)")
-    parser.add_argument("--rate", metavar="R", help="of each link, e.g. 1gbit (default: unshaped)")
-    parser.add_argument("--delay", metavar="D", help="one way, e.g. 5ms (default: none)")
-    parser.add_argument("--workload", choices=WORKLOADS, default="mlp", help="what is trained (default: mlp)")
-    parser.add_argument("--params", type=float, default=25e6, metavar="N", help="model size (default: 25e6)")
-    parser.add_argument("--density", type=float, default=0.001, metavar="D", help="default: 0.001")
-    parser.add_argument(
-        "--syncs",
-        default="noop,dense,fp16,powersgd,topk,exdyna",
-        metavar="LIST",
-        help=f"from {', '.join(SYNCS)} (default: %(default)s)",
-    )
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns for each sync (default: 5)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
+COLUMNS = ["sync", "step_ms", "vs_noop", "vs_dense", "bytes_sent", "density", "hidden"]
+ALWAYS = ["noop", "dense"]
 
 
-def run(args: argparse.Namespace) -> int:
-    config = {
-        "hosts": args.hosts,
-        "rate": args.rate,
-        "delay": args.delay,
-        "workload": args.workload,
-        "params": int(args.params),
-        "density": args.density,
-        "syncs": syncs_of(args.syncs, always=["noop", "dense"]),
-        "rounds": args.rounds,
-    }
-    check_density(args.density)
-    writable(args.json)
-    rows = rows_from_hosts("gradsieve.bench.step_worker", config)
-    columns = ["sync", "step_ms", "vs_noop", "vs_dense", "bytes_sent", "density"]
-    print(table(rows, columns))
-    if args.json is not None:
-        write(args.json, config, rows)
-    return 0
+@dataclass(frozen=True, slots=True)
+class Plan:
+    hosts: int
+    rate: str | None
+    delay: str | None
+    workload: str
+    params: int
+    density: float
+    syncs: list[str]
+    rounds: int
+
+
+def ours(plan: Plan) -> list[str]:
+    return [sync for sync in plan.syncs if sync not in (*ALWAYS, *RIVALS)]
+
+
+def measure(plan: Plan) -> tuple[Rows, list[Step]]:
+    """One row a sync, and the last step of each of ours."""
+    rows: list[dict[str, Any]] = rows_from_hosts("gradsieve.bench.step_worker", asdict(plan))
+    steps = [
+        Step(row["sync"], [read(events) for events in row.pop("timeline")])
+        for row in rows
+        if "timeline" in row
+    ]
+    return rows, steps

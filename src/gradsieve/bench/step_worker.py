@@ -4,6 +4,10 @@ A turn is a few consecutive training steps between two barriers. Turns go round-
 machine is noisy for all syncs alike; ratios are formed within a round. Two models stand ready because
 torch's PowerSGD hook needs one large bucket on gloo (it mismatches collectives with more); the others use
 DDP's default buckets.
+
+Our syncs remember the model as they left it: what others' turns did to the parameters would look like steps
+of this rank's own, and be sent. So each of ours has its own optimizer, and finds its own parameters when its
+turn begins.
 """
 
 from __future__ import annotations
@@ -11,23 +15,41 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsieve.bench.in_lab import bytes_out, most_anywhere, run_rank, tell
 from gradsieve.bench.rivals import bucket_cap_mb, torch_hook
+from gradsieve.bench.timeline import Event, events_of, from_all_ranks, hidden
 from gradsieve.bench.workloads import batch_for, build
 from gradsieve.integrations.ddp import DdpSync
+from gradsieve.sync.base import Stats
+from gradsieve.telemetry import Span
 
-_WARM_STATEFUL, _WARM = 10, 2
-"""Steps before the clock runs: thresholds and partitions settle, DDP rebuilds its buckets."""
+_WARM_STATEFUL, _WARM = 16, 2
+"""Steps before the clock runs: thresholds and partitions settle, dense is tried where it could be faster, DDP
+rebuilds its buckets."""
 _TURN_SECONDS, _MOST_STEPS = 1.5, 5
+
+
+class Laps:
+    """What a training loop did when."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self._since = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.spans.append(Span(name, -1, self._since, now))
+        self._since = now
 
 
 class Arena:
@@ -37,40 +59,48 @@ class Arena:
         self.ddp = DistributedDataParallel(
             model, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True, init_sync=False
         )
-        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.01, momentum=0.9)
-        # Set by whoever's turn it is:
-        self.hook: Callable[[Any], Any]
-        self.before_step: Callable[[], None]
+        self.parameters = list(self.ddp.parameters())
+        self.optimizer = self.new_optimizer()
+        """For those whose syncs do not look at it."""
+        self.hook: Callable[[Any], Any]  # set by whoever's turn it is
         self.ddp.register_comm_hook(None, lambda _, bucket: self.hook(bucket))
 
-    def step(self, inputs: Tensor, target: Tensor) -> None:
-        self.optimizer.zero_grad()
-        torch.autograd.backward(nn.functional.mse_loss(self.ddp(inputs), target))
-        self.before_step()
-        self.optimizer.step()
+    def new_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters, lr=0.01, momentum=0.9)
 
 
 class Contestant:
     """One sync: its hook on its arena, and what was measured of it."""
 
     def __init__(self, name: str, arena: Arena, density: float) -> None:
-        self.name, self.arena = name, arena
+        self.name, self.arena, self.optimizer = name, arena, arena.optimizer
         self.seconds: list[float] = []
         self.bytes = 0
+        self.worked = 0.0
         self.steps = 0
         self.sent = 0
         self.stages: dict[str, float] = {}
+        self.behind = self.exchange = 0.0
+        """Seconds of exchange that forward and backward hid, and all of them."""
+        self.last_step: list[Event] = []
         self.sync: DdpSync | None = None
+        self.own: list[Tensor] = []
+        """The parameters as a sync of ours left them."""
+        self._laps = Laps()
         self.hook = self._hook(density)
 
     def _hook(self, density: float) -> Callable[[Any], Any]:
+        if self.name == "noop":
+            return _keep_own_gradient
         torchs = torch_hook(self.name)
         if torchs is not None:
             state, hook = torchs
             return partial(hook, state)
-        # Replicas drift apart in noop's turns, so the sync must not watch this optimizer for divergence.
-        unwatched = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
-        self.sync = DdpSync(self.arena.ddp, unwatched, scheme=self.name, density=density)
+        self.optimizer = self.arena.new_optimizer()
+        self.own = [parameter.detach().clone() for parameter in self.arena.parameters]
+        self.sync = DdpSync(self.arena.ddp, self.optimizer, scheme=self.name, density=density)
+        self.sync.hooks.pop().remove()  # forward's, which is everybody's: called in this one's turn instead
+        self.optimizer.register_step_pre_hook(lambda *_: self._laps.lap("sync"))  # after the sync's own
         return self.sync.hook
 
     @property
@@ -79,28 +109,47 @@ class Contestant:
 
     def run(self, batch: tuple[Tensor, Tensor], steps: int, measured: bool) -> float:
         """`steps` training steps between two barriers; seconds a step."""
-        self.arena.hook, self.arena.before_step = self.hook, self._before_step
+        self.arena.hook = self.hook
+        _copy(self.own, self.arena.parameters)
+        seen: list[tuple[Laps, Stats]] = []
         dist.barrier()
-        before, start = bytes_out(), time.perf_counter()
+        before, start, worked = bytes_out(), time.perf_counter(), time.process_time()
         for _ in range(steps):
-            self.arena.step(*batch)
-            if self.sync is not None and measured:
-                stats = self.sync.pipeline.stats
-                self.sent += stats.sent
-                for stage, seconds in stats.seconds.items():
-                    self.stages[stage] = self.stages.get(stage, 0.0) + seconds
+            self._step(*batch)
+            if self.sync is not None:
+                seen.append((self._laps, self.sync.pipeline.stats))
         dist.barrier()
         seconds = (time.perf_counter() - start) / steps
         if measured:
             self.seconds.append(seconds)
             self.bytes += bytes_out() - before
+            self.worked += time.process_time() - worked
             self.steps += steps
+            for laps, stats in seen:
+                self._note(laps, stats)
+        _copy(self.arena.parameters, self.own)
         return seconds
 
-    def _before_step(self) -> None:
-        """What a sync that watches this optimizer does there."""
+    def _step(self, inputs: Tensor, target: Tensor) -> None:
+        laps = self._laps = Laps()
+        self.optimizer.zero_grad()
         if self.sync is not None:
-            self.sync.before_optimizer_step()
+            self.sync.before_forward(self.arena.ddp)
+        loss = nn.functional.mse_loss(self.arena.ddp(inputs), target)
+        laps.lap("forward")
+        torch.autograd.backward(loss)
+        laps.lap("backward")
+        self.optimizer.step()  # after the sync has finished: it watches the optimizer
+        laps.lap("optimizer")
+
+    def _note(self, laps: Laps, stats: Stats) -> None:
+        self.sent += stats.sent
+        for stage, seconds in stats.seconds.items():
+            self.stages[stage] = self.stages.get(stage, 0.0) + seconds
+        self.last_step = events_of(laps.spans, stats.timeline.spans)
+        behind, exchange = hidden(self.last_step)
+        self.behind += behind
+        self.exchange += exchange
 
     def density(self) -> float | None:
         if self.name in ("noop", "dense", "fp16"):
@@ -110,10 +159,30 @@ class Contestant:
         return self.sent / self.steps / sum(unit.n for unit in self.sync.pipeline.units)
 
 
+def _keep_own_gradient(bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+@torch.no_grad()
+def _copy(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
+    """From the one to the other, where both are there: only our syncs have parameters of their own."""
+    for one, other in zip(source, target, strict=False):
+        other.copy_(one)
+
+
 def _same_everywhere(value: float) -> float:
     tensor = torch.tensor([value], dtype=torch.float64)
     dist.broadcast(tensor, 0)
     return float(tensor)
+
+
+def _sums(*values: float) -> list[float]:
+    """Over ranks."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor)
+    return tensor.tolist()
 
 
 def measure(config: dict[str, Any]) -> list[dict[str, Any]]:
@@ -153,16 +222,22 @@ def _row(contestant: Contestant, contestants: list[Contestant]) -> dict[str, Any
     def ratio(top: list[float], bottom: list[float]) -> float:
         return round(statistics.median(a / b for a, b in zip(top, bottom, strict=True)), 3)
 
-    return {
+    row = {
         "sync": contestant.name,
         "step_ms": round(1e3 * statistics.median(mine), 1),
         "vs_noop": ratio(mine, by_name["noop"]),
         "vs_dense": ratio(by_name["dense"], mine),
         "bytes_sent": int(most_anywhere(contestant.bytes / contestant.steps)),
         "density": contestant.density(),
+        "cpu_ms": round(1e3 * contestant.worked / contestant.steps, 1),
         "step_ms_all": [round(1e3 * seconds, 1) for seconds in mine],
         "stage_ms": {name: round(1e3 * s / contestant.steps, 1) for name, s in contestant.stages.items()},
     }
+    if contestant.sync is not None:
+        behind, exchange = _sums(contestant.behind, contestant.exchange)
+        row["hidden"] = round(behind / exchange, 3) if exchange else None
+        row["timeline"] = from_all_ranks(contestant.last_step)
+    return row
 
 
 if __name__ == "__main__":

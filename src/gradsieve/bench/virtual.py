@@ -160,7 +160,7 @@ class Watch:
 
     def _look(self, step: int, index: int, update: Sparse) -> None:
         pipelines = [member.pipeline for member in self.members]
-        left = torch.stack([pipeline.waiting()[index] for pipeline in pipelines])
+        left = torch.stack([list(pipeline.waiting())[index] for pipeline in pipelines])
         spent = torch.stack([pipeline.outcomes[index].spent.to_dense() for pipeline in pipelines])
         self.course.ages.append(float((step - self._sent_in[index][update.indices]).float().mean()))
         self.course.waiting.append(float(left.norm() / spent.norm()))

@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gradsieve.cli import bench_accuracy, bench_lost, bench_memory, bench_schemes, bench_time_to_accuracy
+from gradsieve.cli import (
+    bench_accuracy,
+    bench_exchange,
+    bench_lost,
+    bench_memory,
+    bench_overhead,
+    bench_schemes,
+    bench_step,
+    bench_time_to_accuracy,
+)
 from gradsieve.cli.arguments import Commands, add_command, drawable, schemes, size, worlds
 from gradsieve.cli.progress import progress
-
-_STEP = """\
-How long a training step takes with each way of exchanging gradients.
-
-Trains a real model on a lab network (see `gradsieve lab run --help`), all ways in turn in one run, beside
-dense and beside no exchange at all, the limit. Needs root.
-"""
 
 _TRAFFIC = """\
 How many words each scheme moves as the number of ranks grows.
@@ -46,20 +48,15 @@ example:
 def add_parser(subparsers: Commands) -> None:
     bench = subparsers.add_parser("bench", help="measure schemes against dense and against the limit")
     commands = bench.add_subparsers(metavar="COMMAND", required=True)
-    _add_step(commands)
+    bench_step.add_parser(commands)
+    bench_overhead.add_parser(commands)
+    bench_exchange.add_parser(commands)
     bench_time_to_accuracy.add_parser(commands)
     _add_traffic(commands)
     bench_schemes.add_parser(commands)
     bench_memory.add_parser(commands)
     bench_lost.add_parser(commands)
     bench_accuracy.add_parser(commands)
-
-
-def _add_step(commands: Commands) -> None:
-    from gradsieve.bench import step
-
-    summary = "seconds a training step takes, on a lab network"
-    step.add_arguments(add_command(commands, "step", step.run, summary, _STEP))
 
 
 def _add_traffic(commands: Commands) -> None:

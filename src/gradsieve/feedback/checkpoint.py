@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gradsieve.errors import Malformed
 
-FORMAT = 2
+FORMAT = 3
 
 AnyState = TypeVar("AnyState")
 

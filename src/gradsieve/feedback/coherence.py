@@ -13,8 +13,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from gradsieve.types import Vector
 
 PROBES = 256
 """Elements of a unit that are looked at in a step."""
@@ -34,18 +38,22 @@ class Coherence:
     def preview(self, world: int) -> float:
         return min(max(self.alike / self.all, 1.0 / world), 1.0) if self.all > 0.0 else 1.0
 
-    def after(self, totals: list[Tensor], world: int) -> Coherence:
-        """With the probes of this step: of every unit, the sum over ranks of what `probe` gave."""
-        alike = sum(float(total[:-1].double().square().sum()) for total in totals) / world
-        every = sum(float(total[-1]) for total in totals)
-        return Coherence(MEMORY * self.alike + alike, MEMORY * self.all + every)
+    def after(self, seen: NDArray[np.float64], world: int) -> Coherence:
+        """With what `squares` gave of this step, one row a unit."""
+        alike, every = seen.sum(0).tolist()
+        return Coherence(MEMORY * self.alike + alike / world, MEMORY * self.all + every)
 
 
-def probe(waiting: Tensor, step: int) -> Tensor:
+def probe(waiting: Vector, step: int) -> Tensor:
     """What waits at the elements that are looked at in this step, then the sum of its squares."""
     if not waiting.numel():
-        return waiting.new_zeros(1)
-    random = torch.Generator().manual_seed(step)
-    places = torch.randint(waiting.numel(), (PROBES,), generator=random).to(waiting.device)
-    values = waiting[places]
+        return torch.zeros(1, dtype=waiting.dtype, device=waiting.device)
+    places = np.sort(np.random.default_rng(step).integers(waiting.numel(), size=PROBES))
+    values = waiting.at(places, torch.from_numpy(places).to(waiting.device))
     return torch.cat([values, values.square().sum()[None]])
+
+
+def squares(total: Tensor) -> Tensor:
+    """Of a unit's probes, summed over ranks: the square of the sums, and the sum of the squares."""
+    total = total.double()
+    return torch.stack([total[:-1].square().sum(), total[-1]])

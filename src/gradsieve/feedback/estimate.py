@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gradsieve.feedback.units import Unit, parts_of
+from gradsieve.kernels import accumulate
 from gradsieve.types import Sparse
 
 
@@ -27,13 +28,14 @@ class Estimate:
         self._acc = torch.empty_like(self.kept)
         self._scale = 1.0
 
-    def accumulate(self, gradients: Mapping[str, Tensor], scale: float = 1.0) -> Tensor:
-        """acc = g - scale h, where `scale` takes the estimate to the units of the gradient."""
-        self._scale = scale
+    def accumulate(self, gradients: Mapping[str, Tensor], scale: float = 1.0) -> tuple[Tensor, bool]:
+        """acc = g - scale h, where `scale` takes the estimate to the units of the gradient; whether it is
+        finite."""
+        self._scale, good = scale, True
         for slot in self.unit.sparse:
             here = slice(slot.start, slot.stop)
-            torch.add(gradients[slot.name], self.kept[here], alpha=-scale, out=self._acc[here])
-        return self._acc
+            good &= accumulate(self.kept[here], gradients[slot.name], -scale, self._acc[here])
+        return self._acc, good
 
     def without_gradient(self) -> Tensor:
         """Nothing to say, where this rank's gradient cannot be used."""

@@ -1,15 +1,17 @@
 """A rank's own model beside the one that all ranks share.
 
     w   the shared model: the same bits on every rank
-    e   what this rank's steps moved and the others have not been told
-    x   the model this rank trains: x = w - a e, where a is the preview
+    x   the model this rank trains: its parameters, which its optimizer steps
+    m   the mark that x is measured from
+    e   what waits: m - x, all that this rank's steps moved and the others have not been told
 
-    accumulate   e += (w - a e) - x      what the optimizer moved since x was last written
-    settle       w -= update / P;  e -= spent;  x = w - a e
+    waiting   e, wherever it is asked for: nothing is accumulated, a step is in x the moment it is made
+    settle    where elements were sent: w -= update / P, e -= spent
+    fold      in one window of the vector a step: x = w - a e, and m follows; a is the preview
 
-The law: P w - sum over ranks of e is changed by the optimizers alone, not by the exchange; with a = 1 that is
-the sum of the ranks' models. Where an exchange fails, what was to be sent is still in e; x is then written
-anew (`reopen`), or what the optimizer moved would be counted again.
+A window comes round every WINDOWS steps, so that x has the last few steps in full and of what is older the
+part a. The law: P w - sum over ranks of e is changed by the optimizers alone; neither the exchange, whether
+it succeeds or not, nor folding changes it.
 
 Memory: 2 n elements.
 """
@@ -17,39 +19,37 @@ Memory: 2 n elements.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from gradsieve.feedback.units import Slot, Unit, parts_of
-from gradsieve.kernels import is_finite
-from gradsieve.types import Sparse
+from gradsieve.feedback.units import Slot, Unit, by_slot, parts_of
+from gradsieve.kernels import fold, select, waiting, waiting_above
+from gradsieve.kernels.fast import window
+from gradsieve.types import Host, Sparse
 
-_PIECE = 1 << 17
+WINDOWS = 4
+"""Windows of the vector, one of which is folded in a step."""
 
 
 class LocalSteps:
     def __init__(self, unit: Unit, parameters: Mapping[str, Tensor]) -> None:
         self.unit = unit
-        self.preview = 1.0
-        """With which x was last written."""
-        self._counted = False
-        """Whether what the optimizer moved is in e already, while x was not yet written anew."""
         self.shared = _concatenate(unit, unit.sparse, parameters)
-        self.kept = torch.zeros_like(self.shared)
+        self.mark = self.shared.clone()
         self.shared_dense = _concatenate(unit, unit.dense, parameters)
 
-    def accumulate(self, parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """e, and the differences of the dense slots, which are exchanged in full."""
-        for here, own in self._pieces(parameters):
-            written = torch.sub(self.shared[here], self.kept[here], alpha=self.preview)
-            self.kept[here] += _moved(written, own)
-        dense = torch.empty_like(self.shared_dense)
+    def waiting(self, parameters: Mapping[str, Tensor]) -> Waiting:
+        return Waiting(self, parameters)
+
+    def waiting_dense(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        """Of the dense slots, which are exchanged in full: their mark is the shared model."""
+        out = torch.empty_like(self.shared_dense)
         for slot in self.unit.dense:
             here = slice(slot.start, slot.stop)
-            dense[here] = _moved(self.shared_dense[here], parameters[slot.name])
-        self._counted = True
-        return self.kept, dense
+            waiting(self.shared_dense[here], parameters[slot.name], out[here])
+        return out
 
     def settle(
         self,
@@ -60,44 +60,113 @@ class LocalSteps:
         world: int,
         preview: float,
     ) -> None:
-        Sparse(update.indices, update.values / world, update.numel).subtract_from(self.shared)
-        spent.subtract_from(self.kept)
+        """Take over what an exchange gave."""
+        left = self.waiting(parameters).of(spent) - spent.values
+        if spent.indices is not update.indices:
+            self._write(replace(spent, values=left), self._shared_at(spent), parameters, preview)
+            left = self.waiting(parameters).of(update)
+        # Two roundings, not a fused one: replicas on unlike processors must stay the same bits.
+        shared = self._shared_at(update) - update.values / world
+        if update.indices is None:
+            self.shared.copy_(shared)
+        else:
+            self.shared.index_copy_(0, update.indices, shared)
+        self._write(replace(update, values=left), shared, parameters, preview)
         self.shared_dense -= dense_mean
-        self.preview = preview
-        self._write(parameters)
         for slot in self.unit.dense:
             parameters[slot.name].copy_(self.shared_dense[slot.start : slot.stop])
 
-    def reopen(self, parameters: Mapping[str, Tensor]) -> None:
-        """After `accumulate`, where nothing came of the exchange: x holds the preview of all that waits."""
-        if self._counted:
-            self._write(parameters)
+    def fold(self, parameters: Mapping[str, Tensor], preview: float, window: int) -> None:
+        """In one of the windows, x = w - a e."""
+        n = self.unit.n
+        for here, own in self.pieces(parameters, n * window // WINDOWS, n * (window + 1) // WINDOWS):
+            fold(self.shared[here], own, self.mark[here], preview)
 
-    def _write(self, parameters: Mapping[str, Tensor]) -> None:
-        for here, own in self._pieces(parameters):
-            own.copy_(torch.sub(self.shared[here], self.kept[here], alpha=self.preview))
-        self._counted = False
+    def _shared_at(self, part: Sparse) -> Tensor:
+        return self.shared if part.indices is None else self.shared.index_select(0, part.indices)
 
-    def _pieces(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[slice, Tensor]]:
-        """The sparse vector, and this rank's model, in pieces that a processor's cache can hold."""
+    def _write(self, left: Sparse, shared: Tensor, parameters: Mapping[str, Tensor], preview: float) -> None:
+        """x and m where e is now `left`."""
+        own = torch.sub(shared, left.values, alpha=preview)
+        for slot, indices, values in by_slot(self.unit.sparse, replace(left, values=own)):
+            parameter = parameters[slot.name]
+            narrow = values.to(parameter.dtype)
+            if indices is None:
+                parameter.copy_(narrow)
+            else:
+                parameter.index_copy_(0, indices, narrow)
+            if narrow.dtype != values.dtype:
+                values.copy_(narrow)
+        mark = own.add_(left.values)
+        if left.indices is None:
+            self.mark.copy_(mark)
+        else:
+            self.mark.index_copy_(0, left.indices, mark)
+
+    def pieces(
+        self, parameters: Mapping[str, Tensor], start: int, stop: int
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """The vector from `start` to `stop` and this rank's model there, slot by slot."""
         for slot in self.unit.sparse:
-            own = parameters[slot.name]
-            for begin in range(0, slot.numel, _PIECE):
-                piece = own[begin : begin + _PIECE]
-                yield slice(slot.start + begin, slot.start + begin + piece.numel()), piece
+            first, last = max(start, slot.start), min(stop, slot.stop)
+            if first < last:
+                yield slice(first, last), parameters[slot.name][first - slot.start : last - slot.start]
 
     def by_kind(self) -> dict[str, dict[str, Tensor]]:
         shared = parts_of(self.shared, self.unit.sparse) | parts_of(self.shared_dense, self.unit.dense)
-        return {"shared": shared, "residual": parts_of(self.kept, self.unit.sparse)}
+        return {"shared": shared, "mark": parts_of(self.mark, self.unit.sparse)}
 
 
-def _moved(written: Tensor, now: Tensor) -> Tensor:
-    """What the optimizer did to a parameter; where it overflowed, nothing.
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """e of one unit, a `Vector`: computed where it is read."""
 
-    A narrow parameter holds what was written rounded: that is not a step.
-    """
-    moved = written.to(now.dtype).to(written.dtype) - now
-    return moved if is_finite(moved) else moved.nan_to_num_(0.0, 0.0, 0.0)
+    local: LocalSteps
+    parameters: Mapping[str, Tensor]
+
+    @property
+    def device(self) -> torch.device:
+        return self.local.mark.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local.mark.dtype
+
+    def numel(self) -> int:
+        return self.local.mark.numel()
+
+    def between(self, start: int, stop: int) -> Tensor:
+        out = self.local.mark.new_empty(stop - start)
+        for here, own in self.local.pieces(self.parameters, start, stop):
+            waiting(self.local.mark[here], own, out[here.start - start : here.stop - start])
+        return out
+
+    def select(
+        self, start: int, stop: int, threshold: float, capacity: int, phase: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if self.device.type != "cpu":
+            return select(self.between(start, stop), threshold, capacity, phase)
+        found, there = [torch.empty(0, dtype=torch.long)], [self.local.mark.new_empty(0)]
+        for here, own in self.local.pieces(self.parameters, start, stop):
+            indices, values = waiting_above(self.local.mark[here], own, threshold)
+            found.append(indices.add_(here.start - start))
+            there.append(values)
+        return window(torch.cat(found), torch.cat(there), stop - start, threshold, capacity, phase)
+
+    def at(self, host: Host, indices: Tensor) -> Tensor:
+        mark = self.local.mark.index_select(0, indices)
+        own = torch.empty_like(mark)
+        for slot, places, values in by_slot(self.local.unit.sparse, Sparse(indices, own, self.numel(), host)):
+            assert places is not None
+            values.copy_(self.parameters[slot.name].index_select(0, places))
+        waiting(mark, own, own)
+        return own
+
+    def of(self, part: Sparse) -> Tensor:
+        """Where `part` has elements."""
+        if part.indices is None:
+            return self.between(0, self.numel())
+        return self.at(part.on_host(), part.indices)
 
 
 def _concatenate(unit: Unit, slots: tuple[Slot, ...], parameters: Mapping[str, Tensor]) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gradsieve.feedback.units import Unit, parts_of
+from gradsieve.kernels import accumulate
 from gradsieve.types import Sparse
 
 
@@ -21,12 +22,14 @@ class Residual:
         self.kept = torch.zeros(unit.n, dtype=unit.dtype, device=unit.device)
         self._staged = torch.empty_like(self.kept)
 
-    def accumulate(self, gradients: Mapping[str, Tensor], scale: float = 1.0) -> Tensor:
-        """acc = scale e + g, where `scale` takes the residual to the units of the gradient."""
+    def accumulate(self, gradients: Mapping[str, Tensor], scale: float = 1.0) -> tuple[Tensor, bool]:
+        """acc = scale e + g, where `scale` takes the residual to the units of the gradient; whether it is
+        finite."""
+        good = True
         for slot in self.unit.sparse:
             here = slice(slot.start, slot.stop)
-            torch.add(gradients[slot.name], self.kept[here], alpha=scale, out=self._staged[here])
-        return self._staged
+            good &= accumulate(self.kept[here], gradients[slot.name], scale, self._staged[here])
+        return self._staged, good
 
     def without_gradient(self) -> Tensor:
         """acc = e, where this rank's gradient cannot be used."""

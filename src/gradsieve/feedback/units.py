@@ -7,13 +7,15 @@ partitions or the order of collectives.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gradsieve.errors import ConfigError
+from gradsieve.types import Sparse
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,19 @@ class Unit:
 def parts_of(vector: Tensor, slots: Iterable[Slot]) -> dict[str, Tensor]:
     """Views of a unit's sparse (or dense) vector, by parameter name."""
     return {slot.name: vector[slot.start : slot.stop] for slot in slots}
+
+
+def by_slot(slots: tuple[Slot, ...], update: Sparse) -> Iterator[tuple[Slot, Tensor | None, Tensor]]:
+    """The update in each slot, with indices relative to it."""
+    if update.indices is None:
+        for slot in slots:
+            yield slot, None, update.values[slot.start : slot.stop]
+        return
+    stops = np.searchsorted(update.on_host(), [slot.stop for slot in slots])
+    start = 0
+    for slot, stop in zip(slots, stops.tolist(), strict=True):
+        yield slot, update.indices[start:stop] - slot.start, update.values[start:stop]
+        start = stop
 
 
 def flat_view(tensor: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ BLIND = 0.05
 _SAMPLE = 1 << 16
 
 
-def signs(waiting: Sequence[Tensor], outcomes: Sequence[Outcome[Any]]) -> dict[str, float]:
+def signs(waiting: Iterable[Tensor], outcomes: Sequence[Outcome[Any]]) -> dict[str, float]:
     """Of the last step, on this rank; a pass over what waits, and a look at a sample of it."""
     left = gone = left_energy = gone_energy = best = 0.0
     for kept, outcome in zip(waiting, outcomes, strict=False):

@@ -1,5 +1,6 @@
 """`attach`: sparse exchange behind DistributedDataParallel's communication hook.
 
+Steps are exchanged from forward on: what is sent was moved by the optimizer before. Gradients:
 DDP hands over buckets, whose layout it changes after the first iteration; the pipeline's units do not
 change. A unit is submitted when all of its gradients have arrived and all units before it were submitted;
 a bucket is done when all units with a part in it are.
@@ -35,6 +36,7 @@ class DdpSync(GradientSync):
         density: float | None = None,
         preset: Preset = "default",
         scaler: torch.amp.GradScaler | None = None,
+        dense_if_faster: bool = True,
     ) -> None:
         if not isinstance(ddp, DistributedDataParallel):
             raise ConfigError(f"attach() wants a DistributedDataParallel model, not {type(ddp).__name__}")
@@ -48,6 +50,7 @@ class DdpSync(GradientSync):
             density=density,
             preset=preset,
             scaler=scaler,
+            dense_if_faster=dense_if_faster,
             group=ddp.process_group,
             bucket_cap_mb=UNIT_CAP_MB if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap / 2**20,
         )
@@ -62,17 +65,33 @@ class DdpSync(GradientSync):
         self._arrived: dict[str, Tensor] = {}
         self._next_unit = 0
         self._unit_done: dict[int, torch.futures.Future[int]] = {}
-        # A rank that skips its optimizer's step takes over here what it was sent: between forward and
-        # backward autograd would not allow it.
-        ddp.register_forward_pre_hook(lambda module, inputs: self._finish_exchange())
+        self._begun = False
+        """Whether the exchange that belongs to the coming backward is under way."""
+        self.hooks.append(ddp.register_forward_pre_hook(lambda module, inputs: self.before_forward(module)))
+
+    def before_forward(self, ddp: torch.nn.Module) -> None:
+        """What the optimizer moved is known: exchange it while forward and backward compute.
+
+        A rank that skipped its optimizer's step takes over here what it was sent before that; between forward
+        and backward autograd would not allow it.
+        """
+        if self._exchanges_steps and not self._begun and ddp.training and torch.is_grad_enabled():
+            self._refuse_join()
+            self._start_exchange()
+            self._begun = True
+
+    @property
+    def _exchanges_steps(self) -> bool:
+        return isinstance(self.pipeline, StepPipeline) and not self.scheme.silent
 
     def hook(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """DDP's communication hook: queue what can be queued and let backward go on."""
         buffer = bucket.buffer()
-        if self.scheme.silent or isinstance(self.pipeline, StepPipeline):
-            if bucket.index() == 0 and not self.scheme.silent:
-                self._refuse_join()
-                self._start_exchange()  # of what the optimizer moved before, while backward goes on
+        if self.scheme.silent or self._exchanges_steps:
+            if self._exchanges_steps and bucket.index() == 0:
+                if not self._begun:  # a model in evaluation mode is trained
+                    self._start_exchange()
+                self._begun = False
             done: torch.futures.Future[Tensor] = torch.futures.Future()
             done.set_result(buffer)  # a rank's own gradient, for its own optimizer
             return done
@@ -131,6 +150,7 @@ def attach(
     density: float | None = None,
     preset: Preset = "default",
     scaler: torch.amp.GradScaler | None = None,
+    dense_if_faster: bool = True,
 ) -> DdpSync:
     """Replace DDP's dense all-reduce by the sparse exchange of `scheme`.
 
@@ -139,10 +159,22 @@ def attach(
     (the scheme as published) or a `gradsieve.Treatment`. Where gradients are exchanged, hand a `GradScaler`
     over as `scaler`: residuals then follow its scale.
 
+    Where a dense exchange turns out to be faster than the scheme (a fast link, a small model, a high
+    density), it is used instead, bucket by bucket. Which steps that are depends on time: runs that must be
+    the same bits again want `dense_if_faster=False`.
+
     Call it once, after wrapping the model and before the first backward, and `flush()` before the model is
     saved or judged: until then every rank's model is a little its own.
     """
-    sync = DdpSync(ddp, optimizer, scheme=scheme, density=density, preset=preset, scaler=scaler)
+    sync = DdpSync(
+        ddp,
+        optimizer,
+        scheme=scheme,
+        density=density,
+        preset=preset,
+        scaler=scaler,
+        dense_if_faster=dense_if_faster,
+    )
     ddp.register_comm_hook(sync, _hook)
     return sync
 

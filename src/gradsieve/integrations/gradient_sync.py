@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
 from typing import Any
@@ -18,7 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
+from gradsieve import kernels
 from gradsieve.comm.c10d import Engine
 from gradsieve.comm.ops import AllGather, AllReduce
 from gradsieve.errors import ConfigError, DivergenceError, Malformed
@@ -27,13 +30,14 @@ from gradsieve.feedback.digest import digest
 from gradsieve.feedback.residual import Residual
 from gradsieve.feedback.units import flat_view, parts_of, shaped_like
 from gradsieve.integrations.advice import Advisor, signs
-from gradsieve.kernels import is_finite
 from gradsieve.presets import Preset, choose
 from gradsieve.schemes import make
 from gradsieve.schemes.base import Scheme
+from gradsieve.schemes.teams import measure_links
 from gradsieve.sync import UNIT_CAP_MB, GradientPipeline, StepPipeline
 from gradsieve.sync.fitted import Fitted
-from gradsieve.types import Program, replicated_fields
+from gradsieve.telemetry import Span
+from gradsieve.types import Ctx, Program, replicated_fields
 
 VERIFY_EVERY = 100
 """Steps between two comparisons of the replicas' fingerprints: a few bytes and one pass over the model."""
@@ -53,6 +57,7 @@ class GradientSync:
         density: float | None = None,
         preset: Preset = "default",
         scaler: torch.amp.GradScaler | None = None,
+        dense_if_faster: bool = True,
         group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float = UNIT_CAP_MB,
     ) -> None:
@@ -66,27 +71,34 @@ class GradientSync:
                 "a ZeroRedundancyOptimizer steps each parameter on one rank, by that rank's gradient alone: "
                 "use preset=gradsieve.Treatment(exchange='gradients')"
             )
+        active = kernels.active()  # numba is loaded here and not in the first step
         self.engine = Engine(group)
         rank, world = self.engine.rank, self.engine.world
         self.fitted = Fitted(
             self.parameters, optimizer, self.scheme, self.treatment, rank, world, bucket_cap_mb
         )
         self.pipeline = self.fitted.pipeline
+        if dense_if_faster and world > 1 and not self.scheme.lossless and not self.scheme.silent:
+            here = self.pipeline.units[0].device
+            self.pipeline.fall_back(self.engine.run(measure_links(Ctx(rank, world, 0)), "the links", here))
         self._scaler = scaler
         self._under_way: tuple[dict[str, Tensor], list[Future[None]]] | None = None
         self._compared = 0  # the step after which replicas were last compared
         adaptive = not isinstance(optimizer, torch.optim.SGD)
         self._advisor = Advisor(self.scheme.density, adaptive, rank)
-        optimizer.register_step_pre_hook(lambda *_: self.before_optimizer_step())
-        optimizer.register_step_post_hook(lambda *_: self._after_optimizer_step())
+        self.hooks: list[RemovableHandle] = [
+            optimizer.register_step_pre_hook(lambda *_: self.before_optimizer_step()),
+            optimizer.register_step_post_hook(lambda *_: self._after_optimizer_step()),
+        ]
         if rank == 0:
             _log.info(
-                "%s at density %g among %d ranks for %s: %s",
+                "%s at density %g among %d ranks for %s: %s; kernels: %s",
                 type(self.scheme).__name__,
                 self.scheme.density,
                 world,
                 type(optimizer).__name__,
                 self.treatment.describe(),
+                active,
             )
 
     # -- a step ---------------------------------------------------------------------------------------
@@ -119,14 +131,13 @@ class GradientSync:
         if self._under_way is None:
             return
         (tensors, futures), self._under_way = self._under_way, None
+        start = time.perf_counter()
         wait(futures)  # all of them: nobody reads what is written now
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            self.fitted.abandon(tensors)
-            raise
+        for future in futures:
+            future.result()
+        waited = Span("waiting", -1, start, time.perf_counter())
         self.fitted.finish(tensors)
+        self.pipeline.stats.timeline.spans.append(waited)
         if isinstance(self.pipeline, StepPipeline):
             self._compare()  # now, and not after an optimizer's step: a rank may skip its own
 
@@ -146,7 +157,7 @@ class GradientSync:
         self._finish_exchange()
         if isinstance(self.pipeline, StepPipeline):
             gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-            self.pipeline.last_step_good = all(is_finite(gradient) for gradient in gradients)
+            self.pipeline.last_step_good = all(kernels.is_finite(gradient) for gradient in gradients)
             self.pipeline.skipped += not self.pipeline.last_step_good
         if not self.pipeline.last_step_good:
             for parameter in self.parameters.values():
@@ -293,10 +304,12 @@ class GradientSync:
         pipeline.last_step_good = True
 
     def close(self) -> None:
-        """End the communication thread and its process group, and give the optimizer its momentum back.
+        """Let go of model and optimizer, with its momentum; end the communication thread and its group.
 
         A sync that is not closed ends with Python.
         """
+        for hook in self.hooks:
+            hook.remove()
         self.fitted.give_back()
         self.engine.close()
 

@@ -1,8 +1,64 @@
-"""Which elements: selection and summation on whatever device the tensors live on.
+"""Which elements: selection, summation and passes over whole models, on the tensors' own device.
 
-`reference.py` says what each kernel means, `fast.py` computes the same with fewer passes over memory.
+`reference.py` says what each kernel means, `fast.py` computes the same with fewer passes over memory. Those
+that pass over all n elements have compiled forms too, and `choice.py` takes the one that suits the tensors.
 """
 
-from gradsieve.kernels.fast import above, candidates, is_finite, largest, largest_of_each, sum_by_index
+from torch import Tensor
 
-__all__ = ["above", "candidates", "is_finite", "largest", "largest_of_each", "sum_by_index"]
+from gradsieve.kernels.choice import active, form_for, using
+from gradsieve.kernels.fast import candidates, is_finite, largest, largest_of_each, sum_by_index
+
+__all__ = [
+    "above",
+    "accumulate",
+    "active",
+    "candidates",
+    "fold",
+    "is_finite",
+    "largest",
+    "largest_of_each",
+    "select",
+    "sum_by_index",
+    "using",
+    "waiting",
+    "waiting_above",
+]
+
+
+def above(x: Tensor, threshold: float) -> Tensor:
+    """Sorted indices with |x| >= threshold. NaN is never above."""
+    return form_for(x).above(x, threshold)
+
+
+def accumulate(residual: Tensor, gradient: Tensor, scale: float, out: Tensor) -> bool:
+    """out = scale * residual + gradient; whether all of it is finite. `out` may be the residual."""
+    return form_for(residual, gradient, out).accumulate(residual, gradient, scale, out)
+
+
+def waiting(mark: Tensor, own: Tensor, out: Tensor) -> None:
+    """out = mark - own; what is not finite counts as 0: an optimizer overflowed there. `out` may be `own`."""
+    form_for(mark, own, out).waiting(mark, own, out)
+
+
+def waiting_above(mark: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """Sorted indices where |waiting| >= threshold, and what waits there; no vector of n is written."""
+    return form_for(mark, own).waiting_above(mark, own, threshold)
+
+
+def fold(shared: Tensor, own: Tensor, mark: Tensor, preview: float) -> None:
+    """In place: own = shared - preview * waiting, rounded to its dtype, and the mark goes along.
+
+    `waiting` is the same afterwards, up to rounding.
+    """
+    form_for(shared, own, mark).fold(shared, own, mark, preview)
+
+
+def select(x: Tensor, threshold: float, capacity: int, phase: float) -> tuple[Tensor, Tensor, Tensor]:
+    """`capacity` of the sorted indices with |x| >= threshold, how many there are (demand), and their tail.
+
+    Where there are more than fit, the run of them from rank floor(phase * (demand - capacity)) on; where
+    there are fewer, filled up with x.numel(). The tail is the sum of ln(|x| / threshold) over the demand, as
+    a finite float32 from 0 up. On an accelerator the host waits for nothing.
+    """
+    return form_for(x).select(x, threshold, capacity, phase)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -10,8 +11,8 @@ from torch import Tensor
 _CHUNK = 1 << 17
 """Elements whose magnitudes and marks stay in a CPU core's cache between the passes over them."""
 
-_WORD = 8
-"""Marks looked at together: eight one-byte marks are one int64, and at low density most are zero."""
+_ROW = 64
+"""Elements of which only the largest is compared first: at low density most rows are done with that."""
 
 _SAMPLED = 50
 """Elements among the largest that a sample should contain."""
@@ -30,22 +31,26 @@ def is_finite(x: Tensor) -> bool:
 
 def above(x: Tensor, threshold: float) -> Tensor:
     """Sorted indices with |x| >= threshold. NaN is never above."""
-    if x.device.type != "cpu" or x.numel() < _CHUNK:
+    if not x.is_cpu or x.numel() < _CHUNK:
         return (x.abs() >= threshold).nonzero().flatten()
-    body = x.numel() - x.numel() % _WORD
-    marks = torch.empty(body, dtype=torch.bool)
-    magnitude = torch.empty(_CHUNK, dtype=x.dtype)
-    words = []
-    for start in range(0, body, _CHUNK):
-        stop = min(start + _CHUNK, body)
-        torch.abs(x[start:stop], out=magnitude[: stop - start])
-        chunk = torch.ge(magnitude[: stop - start], threshold, out=marks[start:stop])
-        words.append(chunk.view(torch.int64).nonzero().flatten().add_(start // _WORD))
-    hot = torch.cat(words)
-    inside = marks.view(-1, _WORD)[hot].nonzero()
-    found = hot[inside[:, 0]].mul_(_WORD).add_(inside[:, 1])
-    tail = (x[body:].abs() >= threshold).nonzero().flatten().add_(body)
-    return torch.cat([found, tail])
+    magnitude = x.new_empty(_CHUNK)
+    found = [
+        _places_above(torch.abs(x[here], out=magnitude[: here.stop - here.start]), threshold).add_(here.start)
+        for here in _pieces(x)
+    ]
+    return torch.cat(found)
+
+
+def _places_above(magnitude: Tensor, threshold: float) -> Tensor:
+    """Sorted places with magnitude >= threshold, found by looking into the rows that can contain one."""
+    body = magnitude.numel() - magnitude.numel() % _ROW
+    rows = magnitude[:body].view(-1, _ROW)
+    hot = (rows.amax(1) < threshold).logical_not_().nonzero().flatten()  # also where a NaN hides the largest
+    inside = (rows[hot] >= threshold).flatten().nonzero().flatten()
+    found = hot[inside // _ROW].mul_(_ROW).add_(inside % _ROW)
+    if body == magnitude.numel():
+        return found
+    return torch.cat([found, (magnitude[body:] >= threshold).nonzero().flatten().add_(body)])
 
 
 def largest(x: Tensor, k: int) -> Tensor:
@@ -151,3 +156,111 @@ def sum_by_index(indices: Tensor, values: Tensor, n: int) -> tuple[Tensor, Tenso
     ordered, order = indices.sort(stable=True)
     present, lengths = torch.unique_consecutive(ordered, return_counts=True)
     return present, torch.segment_reduce(values[order], "sum", lengths=lengths, initial=0)
+
+
+def accumulate(residual: Tensor, gradient: Tensor, scale: float, out: Tensor) -> bool:
+    """out = scale * residual + gradient; whether all of it is finite. `out` may be the residual.
+
+    The product is rounded before it is added, which every machine can do: not all have a fused multiply-add.
+    """
+    sums = []
+    for here in _pieces(out):
+        if scale == 1.0:
+            torch.add(gradient[here], residual[here], out=out[here])
+        else:
+            torch.mul(residual[here], scale, out=out[here]).add_(gradient[here])
+        sums.append(out[here].sum())
+    return is_finite(torch.stack(sums)) or is_finite(out)
+
+
+def waiting(mark: Tensor, own: Tensor, out: Tensor) -> None:
+    """out = mark - own; what is not finite counts as 0: an optimizer overflowed there."""
+    own = own.detach()
+    for here in _pieces(mark):
+        _wait(mark[here], own[here], out[here])
+
+
+def waiting_above(mark: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """Sorted indices where |waiting| >= threshold, and what waits there; no vector of n is written."""
+    own = own.detach()
+    indices, values = [], []
+    for here, waits in _pieces_with_room(mark):
+        _wait(mark[here], own[here], waits)
+        found = _places_above(waits.abs(), threshold)
+        values.append(waits[found])
+        indices.append(found.add_(here.start))
+    return torch.cat(indices), torch.cat(values)
+
+
+def fold(shared: Tensor, own: Tensor, mark: Tensor, preview: float) -> None:
+    """own = shared - preview * waiting, rounded to its dtype; the mark goes along, so that as much waits."""
+    own = own.detach()
+    for here, waits in _pieces_with_room(shared):
+        _wait(mark[here], own[here], waits)
+        own[here].copy_(torch.mul(waits, -preview, out=mark[here]).add_(shared[here]))
+        torch.add(waits, own[here], out=mark[here])
+
+
+def select(x: Tensor, threshold: float, capacity: int, phase: float) -> tuple[Tensor, Tensor, Tensor]:
+    """`capacity` of the sorted indices with |x| >= threshold, how many there are, and their tail sum.
+
+    Where there are more than fit, the run of them that starts at the share `phase` of what is too many;
+    where there are fewer, filled up with x.numel(). The tail is the sum of ln(|x| / threshold).
+    """
+    if x.is_cpu:
+        found = above(x, threshold)
+        return window(found, x[found], x.numel(), threshold, capacity, phase)
+    return _select_without_waiting(x, threshold, capacity, phase)
+
+
+def _select_without_waiting(
+    x: Tensor, threshold: float, capacity: int, phase: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For accelerators: no shape depends on the data and the host waits for nothing."""
+    magnitude = x.abs()
+    marks = magnitude >= threshold
+    tail = torch.where(marks, (magnitude / threshold).log(), 0.0).sum()
+    seen = marks.cumsum(0)
+    demand = seen[-1:].sum()
+    wanted = window_start(demand, capacity, phase) + torch.arange(1, capacity + 1, device=x.device)
+    return torch.searchsorted(seen, wanted), demand, sendable(tail)
+
+
+def window(
+    found: Tensor, values: Tensor, n: int, threshold: float, capacity: int, phase: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`select` from n elements of which all indices above the threshold are known, and the values there."""
+    tail = (values.abs() / threshold).log().sum()
+    begin = math.floor(phase * max(found.numel() - capacity, 0))
+    taken = found[begin : begin + capacity]
+    filling = taken.new_full((capacity - taken.numel(),), n)
+    return torch.cat([taken, filling]), torch.tensor(found.numel()), sendable(tail)
+
+
+def window_start(demand: Tensor, capacity: int, phase: float) -> Tensor:
+    """Rank of the first element taken, of `demand` in index order, without the host's waiting for it."""
+    return (phase * (demand - capacity).clamp(min=0).double()).floor().long()
+
+
+def sendable(tail: Tensor) -> Tensor:
+    """As a finite float32, whatever strange values were in the gradient."""
+    largest_float = torch.finfo(torch.float32).max
+    return tail.nan_to_num(nan=largest_float).clamp(0.0, largest_float).float()
+
+
+def _wait(mark: Tensor, own: Tensor, out: Tensor) -> None:
+    torch.sub(mark, own, out=out)
+    if not (out.is_cpu and is_finite(out)):
+        out.nan_to_num_(0.0, 0.0, 0.0)
+
+
+def _pieces(x: Tensor) -> Iterator[slice]:
+    """All of x, on a CPU in pieces that stay in a core's cache; of an empty x, one empty piece."""
+    step = _CHUNK if x.is_cpu else max(x.numel(), 1)
+    return (slice(begin, min(begin + step, x.numel())) for begin in range(0, max(x.numel(), 1), step))
+
+
+def _pieces_with_room(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Each piece with the same room to compute it in: what is new to the cache pushes something out."""
+    room = x.new_empty(min(x.numel(), _CHUNK) if x.is_cpu else x.numel())
+    return ((here, room[: here.stop - here.start]) for here in _pieces(x))

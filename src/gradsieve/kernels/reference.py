@@ -1,6 +1,8 @@
-"""Each kernel in its plainest form. Tests hold `fast.py` to these, ties and NaN included."""
+"""Each kernel in its plainest form. Tests hold all others to these, ties and NaN included."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -51,3 +53,49 @@ def sum_by_index(indices: Tensor, values: Tensor, n: int) -> tuple[Tensor, Tenso
         total[index] += value
     present = torch.unique(indices)
     return present, total[present]
+
+
+def accumulate(residual: Tensor, gradient: Tensor, scale: float, out: Tensor) -> bool:
+    """out = scale * residual + gradient; whether all of it is finite."""
+    out.copy_(residual * scale + gradient)
+    return is_finite(out)
+
+
+def waiting(mark: Tensor, own: Tensor, out: Tensor) -> None:
+    """out = mark - own; what is not finite counts as 0."""
+    out.copy_(_waits(mark, own))
+
+
+def waiting_above(mark: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """Sorted indices where |waiting| >= threshold, and what waits there."""
+    waits = _waits(mark, own)
+    found = above(waits, threshold)
+    return found, waits[found]
+
+
+def fold(shared: Tensor, own: Tensor, mark: Tensor, preview: float) -> None:
+    """own = shared - preview * waiting, rounded to its dtype; the mark goes along, so that as much waits."""
+    waits = _waits(mark, own)
+    own.copy_(shared - preview * waits)
+    mark.copy_(own + waits)
+
+
+def _waits(mark: Tensor, own: Tensor) -> Tensor:
+    waits = mark - own
+    return torch.where(waits.isfinite(), waits, 0.0)
+
+
+def select(x: Tensor, threshold: float, capacity: int, phase: float) -> tuple[Tensor, Tensor, Tensor]:
+    """`capacity` of the sorted indices with |x| >= threshold, how many there are, and their tail sum.
+
+    Where there are more than fit, the run of them that starts at the share `phase` of what is too many;
+    where there are fewer, filled up with x.numel(). The tail is the sum of ln(|x| / threshold).
+    """
+    found = above(x, threshold)
+    begin = math.floor(phase * max(found.numel() - capacity, 0))
+    taken = found[begin : begin + capacity]
+    indices = torch.full((capacity,), x.numel(), dtype=torch.int64, device=x.device)
+    indices[: taken.numel()] = taken
+    largest_float = torch.finfo(torch.float32).max
+    tail = (x[found].abs() / threshold).log().sum().nan_to_num(nan=largest_float)
+    return indices, torch.tensor(found.numel(), device=x.device), tail.clamp(0.0, largest_float).float()

@@ -14,7 +14,7 @@ from typing import ClassVar, Generic
 from torch import Tensor
 
 from gradsieve.comm.ops import AllReduce
-from gradsieve.types import Ctx, Outcome, Program, Sparse, State, check_density, target_count
+from gradsieve.types import Ctx, Outcome, Program, Sparse, State, Vector, check_density, target_count
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,9 @@ class Scheme(ABC, Generic[State]):
 
     silent: ClassVar[bool] = False
     """True for the one scheme that never communicates."""
+
+    reads_parts: ClassVar[bool] = False
+    """True where `step` also takes a Vector, and reads of it only what it needs."""
 
     def __post_init__(self) -> None:
         check_density(self.density)
@@ -107,9 +110,14 @@ class Scheme(ABC, Generic[State]):
     def k(self, n: int) -> int:
         return target_count(self.density, n)
 
-    def exchange(self, acc: Tensor, state: State, ctx: Ctx) -> Program[Outcome[State]]:
+    def exchange(self, acc: Tensor | Vector, state: State, ctx: Ctx) -> Program[Outcome[State]]:
         """The door every driver uses: density 1 is the dense exchange, whatever the scheme."""
-        if self.density < 1.0 or self.lossless:
+        sparse = self.density < 1.0 or self.lossless
+        if sparse and self.reads_parts:
+            return (yield from self.step(acc, state, ctx))  # type: ignore[arg-type]  # it takes both
+        if not isinstance(acc, Tensor):
+            acc = acc.between(0, acc.numel())
+        if sparse:
             return (yield from self.step(acc, state, ctx))
         total = yield AllReduce(acc.clone())
         return Outcome(Sparse.full(total), Sparse.full(acc), state)

@@ -3,9 +3,9 @@
 Every element belongs to one partition, every partition to one rank for this step. The owner alone decides
 which of its elements travel, so no two ranks pick the same index and nothing builds up.
 
-The index message of a rank is one row of fixed length, known to all before it is sent:
+The message of a rank is one row of bytes, its length known to all before it is sent:
 
-    [ demand | tail | index 0 | index 1 | ... | padding ]
+    [ demand | tail | indices, packed (`wire/indices.py`) ]
 
 `demand` is how many elements were above the threshold, also those that did not fit (they are not spent and
 stay in the residual). `tail` is one float that tells where the threshold should go:
@@ -16,65 +16,39 @@ stay in the residual). `tail` is one float that tells where the threshold should
                `tail` is count * smallest of them; the threshold becomes the mean of the smallest.
 
 Both sums are linear, so that they add up over ranks and over buckets to one threshold for the whole model.
+
+What a rank selects is decided on the device of its vector, without a look from the host; the rows of all
+ranks come to the host in one copy, and all that follows from them (checks, balance, threshold) is numpy
+there. So an exchange waits for the device once.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import ClassVar, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from gradsieve.comm.ops import AllGather
-from gradsieve.kernels import above, largest
+from gradsieve.comm.ops import AllGather, AllReduce, AllToAll
+from gradsieve.kernels import largest, select
+from gradsieve.kernels.fast import sendable
 from gradsieve.schemes.base import Scheme, log2_ceil
-from gradsieve.types import Ctx, Program
-from gradsieve.wire.check import counts_within, strictly_increasing, tails_within
-from gradsieve.wire.frame import from_bits, index_dtype, to_bits
+from gradsieve.schemes.quota import phase
+from gradsieve.schemes.threshold import AnyPartitioned, settle_threshold
+from gradsieve.telemetry import stage
+from gradsieve.types import Ctx, Host, Program, Sparse, Vector, to_host
+from gradsieve.wire import indices
+from gradsieve.wire.check import counts_within, inside_its_partition, tails_within
+from gradsieve.wire.values import VALUE_CODECS
 
-HEADER = 2
+HEADER = 12
+"""Bytes of demand (int64) and tail (float32)."""
 SLACK = 1.125
 """Room in a row over the expected count; what does not fit waits one step."""
-PROPORTIONAL, INTEGRAL = 0.8, 0.3
-"""Share of the estimated correction applied at once, and added to the threshold's drift per step. Residuals
-grow and drain, so that a constant count often needs a threshold that keeps moving (and less so with time:
-what fills up linearly grows by 1/t)."""
-FAR = 0.7
-"""Error of ln(count) beyond which the whole correction is applied."""
-SURPRISE = 0.25
-"""Errors teach the drift as much as one of this size at most; beyond, it is a jump and not a trend."""
-SATURATED = 3.0
-"""Mean of ln(|x| / threshold) from which on a lower threshold has nothing left to find."""
-SHARE_MEMORY = 0.5
-"""Weight of the past in a bucket's share of k."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Partitioned:
-    """State of one bucket, the same on every rank."""
-
-    n: int
-    threshold: float
-    """Of the whole model. 0: none known, the next step locks."""
-    drift: float = 0.0
-    """Change of ln(threshold) per step that keeps the count, learnt so far."""
-    tracked: int = 0
-    """Steps since the threshold was found."""
-    share: float
-    """How many of the model's k elements are expected from this bucket."""
-    demand: float = 0.0
-    tail: float = 0.0
-    sent: int = 0
-    imbalance: float = 1.0
-    """Longest row over the mean row of the last step: the f of the cost formula."""
-
-
-_TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-
-AnyPartitioned = TypeVar("AnyPartitioned", bound=Partitioned)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +57,11 @@ class Exclusive(Scheme[AnyPartitioned]):
 
     control: bool = True
     """False, for ablation: the threshold stays as it was found, and is found anew when it selects nothing."""
+    values: Literal["exact", "bf16", "int8"] = "exact"
+    """How values travel. Who rounds keeps the rounding error, so that nothing is lost; half the bytes, or a
+    third, for one round more."""
+
+    reads_parts: ClassVar[bool] = True
 
     def settle(self, states: Sequence[AnyPartitioned]) -> list[AnyPartitioned]:
         return settle_threshold(states, self.k(sum(state.n for state in states)), self.control)
@@ -94,6 +73,11 @@ class Exclusive(Scheme[AnyPartitioned]):
         imbalance, sent = (state.imbalance, state.sent) if state else (1.0, self.k(n))
         return sent * (imbalance + 2.0) * (world - 1) / world
 
+    def words_band(self, n: int, world: int, state: AnyPartitioned | None = None) -> tuple[float, float]:
+        """From values alone, a byte each, up: packed, an index needs a part of its word in the formula."""
+        words = self.expected_words(n, world, state)
+        return words / 6.0, 1.1 * words
+
     def expected_rounds(self, n: int, world: int, state: AnyPartitioned | None = None) -> int:
         """As published; ours are 3 log P, since counts travel with the indices."""
         return 4 * log2_ceil(world)
@@ -101,66 +85,104 @@ class Exclusive(Scheme[AnyPartitioned]):
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """What every rank knows after the index gather, in partition order."""
+    """What every rank knows after the index gather, in partition order, on the host."""
 
-    picked: Tensor
+    picked: Host
     """All indices, sorted."""
-    sent: Tensor
+    sent: Host
     """Indices from each partition."""
-    demand: Tensor
+    demand: Host
     """Elements above the threshold in each partition."""
-    tail: Tensor
+    tail: NDArray[np.float64]
 
 
 def gather_selected(
-    acc: Tensor, cuts: Tensor, quotas: Tensor, capacity: int, threshold: float, ctx: Ctx
+    acc: Tensor | Vector, cuts: Host, quotas: Host, capacity: int, threshold: float, ctx: Ctx
 ) -> Program[Gathered]:
     """Select in this rank's partition, gather the rows of all ranks, put them in partition order."""
-    n, world = acc.numel(), ctx.world
+    world, spans = ctx.world, np.diff(cuts)
     part = (ctx.step + ctx.rank) % world
     start, stop = int(cuts[part]), int(cuts[part + 1])
-    selected, demand, tail = _select(acc[start:stop], threshold, int(quotas[part]), capacity)
-    row = torch.zeros(HEADER + capacity, dtype=index_dtype(n), device=acc.device)
-    row[0] = demand
-    row[1] = to_bits(tail)
-    row[HEADER : HEADER + selected.numel()] = selected + start
+    span = max(1, int(spans.max()))
+    capacity = min(capacity, span)
+    codec = indices.choose(capacity, span)
+    selected, demand, tail = _select(acc, start, stop, threshold, int(quotas[part]), capacity, ctx.step)
+    with stage("encode"):
+        kept = demand.clamp(max=capacity)
+        header = [demand[None].view(torch.uint8), tail[None].view(torch.uint8)]
+        row = torch.cat([*header, codec.encode(selected, kept, capacity, span)])
     rows = yield AllGather(row)
-
-    counts_within(rows[:, 0], n, f"elements in step {ctx.step}")
-    tails_within(from_bits(rows[:, 1], torch.float32), f"in step {ctx.step}")
-    rows = rows.roll(ctx.step % world, 0)  # partition p was with rank (p - step) mod P
-    demands = rows[:, 0].long()
-    sent = demands.clamp(max=capacity)
-    filled = torch.arange(capacity, device=acc.device) < sent[:, None]
-    picked = rows[:, HEADER:][filled].long()
-    strictly_increasing(picked, n, f"indices gathered in step {ctx.step}")
-    return Gathered(picked, sent, demands, from_bits(rows[:, 1], torch.float32).double())
-
-
-def _select(x: Tensor, threshold: float, quota: int, capacity: int) -> tuple[Tensor, int, Tensor]:
-    """Indices to send, how many were wanted, and the tail sum."""
-    if threshold == 0.0:
-        selected = largest(x, min(quota, capacity))
-        smallest = x[selected].abs().min() if selected.numel() else x.new_zeros(())
-        return selected, selected.numel(), _sendable(selected.numel() * smallest)
-    selected = above(x, threshold)
-    magnitude = x[selected].abs()
-    tail = _sendable((magnitude / threshold).log().sum())
-    demand = selected.numel()
-    if demand > capacity:
-        selected = selected[largest(magnitude, capacity)]
-    return selected, demand, tail
+    with stage("decode"):
+        arrived = to_host(rows)
+        demands = arrived[:, :8].copy().view(np.int64).flatten()
+        tails = arrived[:, 8:HEADER].copy().view(np.float32).flatten()
+        counts_within(demands, acc.numel(), f"elements in step {ctx.step}")
+        tails_within(tails, f"in step {ctx.step}")
+        sent = demands.clip(max=capacity)
+        places = codec.decode(arrived[:, HEADER:], sent, capacity, span)
+        rank = np.repeat(np.arange(world), sent)
+        owned = (rank + ctx.step) % world  # the partition of each index
+        inside_its_partition(places, spans[owned], rank, f"in step {ctx.step}")
+        turn = ctx.step % world  # partition p was with rank (p - step) mod P
+        picked = np.roll(places + cuts[owned], sent[world - turn :].sum())
+        return Gathered(
+            picked, np.roll(sent, turn), np.roll(demands, turn), np.roll(tails, turn).astype(np.float64)
+        )
 
 
-def _sendable(tail: Tensor) -> Tensor:
-    """As a finite float32, whatever strange values were in the gradient."""
-    return tail.nan_to_num(nan=_HUGE).clamp(0.0, _HUGE).float()
+def _select(
+    acc: Tensor | Vector, start: int, stop: int, threshold: float, quota: int, capacity: int, step: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the partition: as many indices as fit, then filler; how many were wanted; the tail sum."""
+    if threshold:
+        if isinstance(acc, Tensor):
+            return select(acc[start:stop], threshold, capacity, phase(step))
+        return acc.select(start, stop, threshold, capacity, phase(step))
+    x = acc[start:stop] if isinstance(acc, Tensor) else acc.between(start, stop)
+    chosen = largest(x, min(quota, capacity))
+    smallest = x[chosen].abs().min() if chosen.numel() else x.new_zeros(())
+    filled = torch.nn.functional.pad(chosen, (0, capacity - chosen.numel()))
+    return filled, torch.tensor(chosen.numel(), device=x.device), sendable(chosen.numel() * smallest)
+
+
+def sum_values(
+    acc: Tensor | Vector, gathered: Gathered, values: str, ctx: Ctx
+) -> Program[tuple[Sparse, Sparse]]:
+    """The sum over ranks at the gathered indices, and what this rank gave to it."""
+    n, host = acc.numel(), gathered.picked
+    picked = torch.from_numpy(host).to(acc.device, non_blocking=True)
+    mine = acc[picked] if isinstance(acc, Tensor) else acc.at(host, picked)
+    if values == "exact":
+        total = yield AllReduce(mine.clone())
+        return Sparse(picked, total, n, host), Sparse(picked, mine, n, host)
+    codec, world, turn = VALUE_CODECS[values], ctx.world, ctx.step % ctx.world
+    width = int(gathered.sent.max())
+    filled = np.flatnonzero(np.arange(width) < gathered.sent[:, None])
+    where = torch.from_numpy(filled).to(acc.device, non_blocking=True)
+    table = mine.new_zeros(world * width).index_copy_(0, where, mine).view(world, width)  # a row a partition
+    with stage("encode"):
+        rows = codec.encode(table)
+        told = codec.decode(rows, width, mine.dtype)
+    one_each = (1,) * world
+    arrived = yield AllToAll(rows.roll(-turn, 0), one_each, one_each)
+    with stage("decode"):
+        exact = codec.decode(arrived, width, mine.dtype).sum(0)
+        row = codec.encode(exact[None])[0]
+    sums = yield AllGather(row)
+    with stage("decode"):
+        believed = codec.decode(sums.roll(turn, 0), width, mine.dtype)
+        own = (ctx.step + ctx.rank) % world
+        told[own] += believed[own] - exact  # who rounded the sum keeps the error
+    return (
+        Sparse(picked, believed.view(-1)[where], n, host),
+        Sparse(picked, told.view(-1)[where], n, host),
+    )
 
 
 def absorb(state: AnyPartitioned, gathered: Gathered) -> AnyPartitioned:
     """The bucket's figures of this step, for `settle`."""
     sent = int(gathered.sent.sum())
-    mean = sent / gathered.sent.numel()
+    mean = sent / gathered.sent.size
     return replace(
         state,
         demand=float(gathered.demand.sum()),
@@ -168,42 +190,3 @@ def absorb(state: AnyPartitioned, gathered: Gathered) -> AnyPartitioned:
         sent=sent,
         imbalance=float(gathered.sent.max()) / mean if sent else 1.0,
     )
-
-
-def settle_threshold(states: Sequence[AnyPartitioned], k: int, control: bool = True) -> list[AnyPartitioned]:
-    """One threshold for all buckets, and each bucket's share of k, from what all of them saw."""
-    demand = sum(state.demand for state in states)
-    sent = sum(state.sent for state in states)
-    tail = sum(state.tail for state in states)
-    threshold, drift, tracked = states[0].threshold, states[0].drift, states[0].tracked
-    if threshold == 0.0:
-        found = min(max(tail / sent, _TINY), _HUGE) if sent else 0.0
-        return [replace(state, threshold=found, drift=0.0, tracked=0) for state in states]
-    if not sent:
-        return [replace(state, threshold=0.0, share=_share(state, demand, k)) for state in states]
-    if not control:
-        return [replace(state, share=_share(state, demand, k)) for state in states]
-    spread = min(tail / demand, 1.0)
-    error = math.log(_ratio(sent, demand, k))
-    gain = 1.0 if abs(error) > FAR else PROPORTIONAL
-    drift = drift * tracked / (tracked + 1) + INTEGRAL * min(max(error, -SURPRISE), SURPRISE) * spread
-    move = gain * error * spread + drift
-    if error < 0 and tail / demand > SATURATED:
-        move, drift = 0.0, 0.0
-    threshold = min(max(threshold * math.exp(move), _TINY), _HUGE)
-    return [
-        replace(state, threshold=threshold, drift=drift, tracked=tracked + 1, share=_share(state, demand, k))
-        for state in states
-    ]
-
-
-def _ratio(sent: int, demand: float, k: int) -> float:
-    """Count over target. The count is what was sent, also where rows cut a good deal off: other partitions
-    must then send more. Rows hide what goes far beyond, so there it is what was demanded."""
-    weight = min(max((demand / k - 4.0) / 4.0, 0.0), 1.0)
-    return float(sent / k * (demand / sent) ** weight)
-
-
-def _share(state: Partitioned, demand: float, k: int) -> float:
-    now = k * state.demand / demand if demand else state.share
-    return SHARE_MEMORY * state.share + (1 - SHARE_MEMORY) * now

@@ -15,29 +15,39 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from gradsieve.comm.ops import AllReduce
 from gradsieve.errors import ConfigError
 from gradsieve.schemes.exclusive import (
     SLACK,
     Exclusive,
     Gathered,
-    Partitioned,
     absorb,
     gather_selected,
+    sum_values,
 )
 from gradsieve.schemes.quota import quota
 from gradsieve.schemes.speeds import check_speeds, shares_of_work
-from gradsieve.types import Ctx, Outcome, Program, Sparse
+from gradsieve.schemes.threshold import Partitioned
+from gradsieve.types import Ctx, Outcome, Program, Vector
+
+Edges: TypeAlias = NDArray[np.float64]
 
 _MOVE = 0.2
 """How far the cuts move toward this step's quantiles. These are noisy where a rank sends few elements."""
 
 _FINER = 16
 """Pieces a rank in which the load is known where partitions are of unequal size."""
+
+
+_EVEN = 8
+"""Every so many times P steps all partitions are equal, whatever the speeds: every rank then owns everything
+once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,46 +81,45 @@ class ExDyna(Exclusive[State]):
         cuts = torch.arange(pieces + 1, dtype=torch.float64) * n / pieces
         return State(n=n, threshold=threshold, share=float(self.k(n)), cuts=cuts)
 
-    def step(self, acc: Tensor, state: State, ctx: Ctx) -> Program[Outcome[State]]:
+    def step(self, acc: Tensor | Vector, state: State, ctx: Ctx) -> Program[Outcome[State]]:
         n, world = state.n, ctx.world
-        parts = shares_of_work(self.speeds, world).roll(ctx.step % world)  # in partition order
+        # Where a slow rank's parts are small, they would never come to lie over some elements.
+        even = ctx.step // world % _EVEN == _EVEN - 1
+        parts = shares_of_work(None if even else self.speeds, world).roll(ctx.step % world)  # by partition
         # 1.
         block = max(1, n // (world * self.blocks_per_partition))
-        cuts = ((_in_proportion(state.cuts, parts) / block).round() * block).long()
+        cuts = (np.round(_in_proportion(state.cuts.numpy(), parts.numpy()) / block) * block).astype(np.int64)
         cuts[-1] = n
         # 2. and 3.
-        quotas = quota(parts, state.share, ctx.step)
-        capacity = min(n, max(1, math.ceil(SLACK * state.share * float(parts.max()))))
+        quotas = quota(parts, state.share, ctx.step).numpy()
+        capacity = min(n, max(1, math.ceil(SLACK * state.share * float(parts.numpy().max()))))
         gathered = yield from gather_selected(acc, cuts, quotas, capacity, state.threshold, ctx)
         # 4.
-        mine = acc[gathered.picked]
-        total = yield AllReduce(mine.clone())
+        update, spent = yield from sum_values(acc, gathered, self.values, ctx)
         # 5. and 6. The threshold is scaled in `settle`, when all buckets of the model are known.
-        cuts = _balanced(state, gathered) if self.balance else state.cuts
-        new = replace(absorb(state, gathered), cuts=cuts, age=state.age + 1)
-        return Outcome(Sparse(gathered.picked, total, n), Sparse(gathered.picked, mine, n), new)
+        new = absorb(state, gathered)
+        if self.balance:
+            new = replace(new, cuts=_balanced(state, gathered))
+        return Outcome(update, spent, replace(new, age=state.age + 1))
 
 
-def _in_proportion(cuts: Tensor, parts: Tensor) -> Tensor:
+def _in_proportion(cuts: Edges, parts: Edges) -> Edges:
     """From cuts that divide the load evenly, those that divide it in proportion to `parts`."""
-    pieces = cuts.numel() - 1
-    place = torch.cat([parts.new_zeros(1), parts.cumsum(0)]) * pieces
-    lower = place.floor().clamp(max=pieces - 1)
-    left = lower.long()
-    return cuts[left] + (place - lower) * (cuts[left + 1] - cuts[left])
+    place = np.concatenate([[0.0], parts.cumsum()]) * (cuts.size - 1)
+    moved: Edges = np.interp(place, np.arange(cuts.size), cuts)
+    return moved
 
 
 def _balanced(state: State, gathered: Gathered) -> Tensor:
     """Cuts moved toward the quantiles of the selected indices."""
-    pieces = state.cuts.numel() - 1
-    if not gathered.picked.numel():
+    if not gathered.picked.size:
         return state.cuts
+    pieces = state.cuts.numel() - 1
     # An index stands for the demand of its partition that did not fit into the row as well.
-    weight = (gathered.demand / gathered.sent.clamp(min=1)).double()
-    load = weight.repeat_interleave(gathered.sent).cumsum(0)
-    goals = torch.arange(1, pieces, device=load.device) / pieces * load[-1]
-    quantiles = gathered.picked[torch.searchsorted(load, goals)].cpu()
-    cuts = state.cuts.clone()
-    move = max(_MOVE, 1 / (state.age + 1))
-    cuts[1:-1] += move * (quantiles - cuts[1:-1])
-    return cuts
+    weight = gathered.demand / gathered.sent.clip(min=1)
+    load = np.repeat(weight, gathered.sent).cumsum()
+    goals = np.arange(1, pieces) / pieces * load[-1]
+    quantiles = gathered.picked[np.searchsorted(load, goals)]
+    cuts = state.cuts.numpy().copy()
+    cuts[1:-1] += max(_MOVE, 1 / (state.age + 1)) * (quantiles - cuts[1:-1])
+    return torch.from_numpy(cuts)

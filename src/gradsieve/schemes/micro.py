@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from gradsieve.comm.ops import AllReduce
-from gradsieve.schemes.exclusive import Exclusive, Partitioned, absorb, gather_selected
+from gradsieve.schemes.exclusive import Exclusive, absorb, gather_selected, sum_values
 from gradsieve.schemes.quota import quota
-from gradsieve.types import Ctx, Outcome, Program, Sparse
+from gradsieve.schemes.threshold import Partitioned
+from gradsieve.types import Ctx, Outcome, Program, Vector
 
 _SLACK = 1.03
 """Room in a row over what the heaviest partition had lately. Every rank's row is as long, so that room costs
@@ -40,19 +41,19 @@ class Micro(Exclusive[State]):
         load = torch.full((world,), 1.0 / world, dtype=torch.float64)
         return State(n=n, threshold=threshold, share=float(self.k(n)), load=load)
 
-    def step(self, acc: Tensor, state: State, ctx: Ctx) -> Program[Outcome[State]]:
+    def step(self, acc: Tensor | Vector, state: State, ctx: Ctx) -> Program[Outcome[State]]:
         n, world = state.n, ctx.world
         # 1.
-        cuts = torch.arange(world + 1) * n // world
+        cuts = np.arange(world + 1) * n // world
         # 2. and 3.
-        quotas = quota(state.load + 0.1 / world, state.share, ctx.step)
-        capacity = min(n, 1 + int(_SLACK * state.share * float(state.load.max())))
+        quotas = quota(state.load + 0.1 / world, state.share, ctx.step).numpy()
+        capacity = min(n, 1 + int(_SLACK * state.share * float(state.load.numpy().max())))
         gathered = yield from gather_selected(acc, cuts, quotas, capacity, state.threshold, ctx)
         # 4.
-        mine = acc[gathered.picked]
-        total = yield AllReduce(mine.clone())
+        update, spent = yield from sum_values(acc, gathered, self.values, ctx)
         # 5. The threshold is scaled in `settle`, when all buckets of the model are known.
         new = absorb(state, gathered)
         if new.demand:
-            new = replace(new, load=(state.load + gathered.demand.cpu() / new.demand) / 2)
-        return Outcome(Sparse(gathered.picked, total, n), Sparse(gathered.picked, mine, n), new)
+            load = torch.from_numpy(gathered.demand / new.demand)
+            new = replace(new, load=(state.load + load) / 2)
+        return Outcome(update, spent, new)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
@@ -23,9 +22,12 @@ from gradsieve.comm.meter import Meter
 from gradsieve.errors import ConfigError
 from gradsieve.feedback.rider import carry
 from gradsieve.feedback.treatment import Treatment
-from gradsieve.feedback.units import Slot, lay_units
-from gradsieve.schemes.base import Scheme
-from gradsieve.types import Ctx, Outcome, Program, Result, Sparse
+from gradsieve.feedback.units import lay_units
+from gradsieve.schemes.base import Scheme, log2_ceil
+from gradsieve.schemes.teams import Links
+from gradsieve.sync.fallback import Fallback
+from gradsieve.telemetry import Timeline
+from gradsieve.types import Ctx, Outcome, Program, Result, Sparse, Vector, to_host
 
 UNIT_CAP_MB = 100.0
 """Gradient in one unit of exchange. Larger than DDP's 25 MB: what travels is a small part of it, so that
@@ -37,14 +39,27 @@ class Stats:
     """The last step in figures."""
 
     meter: Meter
-    seconds: dict[str, float] = field(default_factory=dict)
+    timeline: Timeline = field(default_factory=Timeline)
     sent: int = 0
 
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+    @property
+    def seconds(self) -> dict[str, float]:
+        """By stage."""
+        return self.timeline.seconds()
+
+
+@dataclass(slots=True)
+class Way:
+    """How a unit is exchanged."""
+
+    scheme: Scheme[Any]
+    """At the density of this step."""
+    fallback: Fallback | None = None
+    dense: bool = False
+    was_dense: bool = False
+    """In this exchange, and in the last one that was settled."""
+    told: Tensor = field(default_factory=lambda: torch.empty(0))
+    """Seconds of that one, summed over ranks."""
 
 
 class Memory(Protocol):
@@ -83,8 +98,7 @@ class Pipeline(ABC):
         """Steps skipped because a gradient was not finite."""
         self.last_step_good = True
         self.stats = Stats(Meter(rank, world))
-        self._scheme_now = scheme
-        """At the density of this step."""
+        self._ways = [Way(scheme) for _ in self.units]
 
     @abstractmethod
     def program(self, index: int, tensors: Mapping[str, Tensor], everything: bool = False) -> Program[None]:
@@ -115,60 +129,67 @@ class Pipeline(ABC):
         """Of the last exchange, by unit."""
 
     @abstractmethod
-    def waiting(self) -> list[Tensor]:
-        """What this rank has not sent, by unit."""
+    def waiting(self) -> Iterator[Tensor]:
+        """What this rank has not sent, unit by unit."""
 
     def exchange(
-        self, index: int, acc: Tensor, rider: Tensor, stats: Stats, everything: bool
+        self, index: int, acc: Tensor | Vector, rider: Tensor, stats: Stats, everything: bool
     ) -> Program[tuple[Outcome[Any], Tensor]]:
         """The scheme's own part, at the density of this step, with the rider."""
         ctx = Ctx(self.rank, self.world, self.step)
         state = self.states[index]
-        density = 1.0 if everything else self.treatment.density_at(self.step, self.scheme.density)
-        if density != self._scheme_now.density:
-            self._scheme_now = replace(self.scheme, density=density)
-        scheme = self._scheme_now
-        exchange = scheme.exchange(acc, state, ctx) if self.units[index].n else _nothing(acc, state)
-        outcome, ride = yield from _measured(carry(exchange, rider), stats)
+        way = self._ways[index]
+        way.dense = everything or (way.fallback is not None and way.fallback.goes_dense)
+        density = 1.0 if way.dense else self.treatment.density_at(self.step, self.scheme.density)
+        scheme = self.scheme if density == self.scheme.density else replace(self.scheme, density=density)
+        exchange = scheme.exchange(acc, state, ctx) if self.units[index].n else _nothing(rider, state)
+        seconds = rider.new_tensor([self._seconds(index)] if way.fallback else [])
+        outcome, ride = yield from _measured(carry(exchange, torch.cat([rider, seconds])), stats, index)
         stats.sent += outcome.update.count
-        return outcome, ride
+        way.scheme, way.told = scheme, ride[rider.numel() :]
+        return outcome, ride[: rider.numel()]
 
     def settle(self, states: list[Any]) -> None:
-        """The step was good on all ranks. One that sent everything told the scheme nothing."""
-        scheme = self._scheme_now
-        self.states = scheme.settle(states) if scheme.density < 1.0 or scheme.lossless else states
+        """The step was good on all ranks. Units that sent everything told the scheme nothing."""
+        sparse = [way.scheme for way in self._ways if way.scheme.density < 1.0 or way.scheme.lossless]
+        self.states = sparse[0].settle(states) if sparse else states
+        told = to_host(torch.cat([way.told for way in self._ways])) / self.world
+        for way, seconds in zip(self._ways if told.size else (), told.tolist(), strict=True):
+            assert way.fallback is not None
+            way.fallback = way.fallback.after(seconds, way.was_dense) if seconds else way.fallback
+            way.was_dense = way.dense
         self.step += 1
 
+    def fall_back(self, links: Links) -> None:
+        """From now on, dense where that is faster."""
+        for way, unit in zip(self._ways, self.units, strict=True):
+            words = 2.0 * unit.n * unit.dtype.itemsize / 4 * (self.world - 1) / self.world
+            way.fallback = Fallback(links.seconds(2 * log2_ceil(self.world), words))
 
-def _nothing(acc: Tensor, state: Any) -> Program[Outcome[Any]]:
+    def _seconds(self, index: int) -> float:
+        """What this rank's last exchange of a unit took; 0 before the first."""
+        spans = self.stats.timeline.spans
+        return sum(span.stop - span.start for span in spans if span.unit == index)
+
+
+def _nothing(like: Tensor, state: Any) -> Program[Outcome[Any]]:
     """The exchange of a unit whose tensors all go dense."""
     yield from ()
-    return Outcome(Sparse.full(acc), Sparse.full(acc), state)
+    nothing = Sparse.full(like.new_empty(0))
+    return Outcome(nothing, nothing, state)
 
 
-def _measured(program: Program[Result], stats: Stats) -> Program[Result]:
+def _measured(program: Program[Result], stats: Stats, unit: int) -> Program[Result]:
     """Count the ops; time spent waiting for replies is the exchange, the rest is the scheme's own."""
     reply: Tensor | None = None
     while True:
-        with stats.stage("select"):
+        with stats.timeline.stage("select", unit):
             try:
                 op = program.send(reply)  # type: ignore[arg-type]  # None starts a generator
             except StopIteration as end:
                 result: Result = end.value
                 return result
         stats.meter.count(op)
-        with stats.stage("exchange"):
-            reply = yield op
-
-
-def by_slot(slots: tuple[Slot, ...], update: Sparse) -> Iterator[tuple[Slot, Tensor | None, Tensor]]:
-    """The update in each slot, with indices relative to it."""
-    if update.indices is None:
-        for slot in slots:
-            yield slot, None, update.values[slot.start : slot.stop]
-        return
-    edges = torch.tensor([slot.stop for slot in slots], device=update.indices.device)
-    start = 0
-    for slot, stop in zip(slots, torch.searchsorted(update.indices, edges).tolist(), strict=True):
-        yield slot, update.indices[start:stop] - slot.start, update.values[start:stop]
-        start = stop
+        start = time.perf_counter()
+        reply = yield op
+        stats.timeline.add("exchange", unit, start)

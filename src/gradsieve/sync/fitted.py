@@ -65,11 +65,6 @@ class Fitted:
         if isinstance(self.pipeline, StepPipeline):
             self.pipeline.finish(tensors)
 
-    def abandon(self, tensors: Mapping[str, Tensor]) -> None:
-        """The exchange failed: what was to be sent waits on."""
-        if isinstance(self.pipeline, StepPipeline):
-            self.pipeline.abandon(tensors)
-
     def give_back(self) -> None:
         """The optimizer as the user made it."""
         if self.moved is not None:

@@ -10,7 +10,7 @@ then all of it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +22,11 @@ from gradsieve.feedback.clip import clip
 from gradsieve.feedback.estimate import Estimate
 from gradsieve.feedback.residual import Residual
 from gradsieve.feedback.treatment import Treatment
-from gradsieve.feedback.units import Unit, flat_view
+from gradsieve.feedback.units import Unit, by_slot, flat_view
 from gradsieve.feedback.velocity import Momentum, Velocity
 from gradsieve.kernels import is_finite
 from gradsieve.schemes.base import Scheme
-from gradsieve.sync.base import UNIT_CAP_MB, Memory, Pipeline, Stats, by_slot
+from gradsieve.sync.base import UNIT_CAP_MB, Memory, Pipeline, Stats
 from gradsieve.types import Outcome, Program, Sparse
 
 PLAIN = Treatment(exchange="gradients")
@@ -83,11 +83,11 @@ class GradientPipeline(Pipeline):
             self._staged = []
             self._fresh = Stats(Meter(self.rank, self.world))
         stats = self._fresh
-        with stats.stage("accumulate"):
+        with stats.timeline.stage("accumulate", index):
             acc, good = self._accumulate(index, gradients)
             rider = self._rider(unit, gradients, good)
         outcome, ride = yield from self.exchange(index, acc, rider, stats, everything)
-        with stats.stage("apply"):
+        with stats.timeline.stage("apply", index):
             if self.may_have_unused and not self.scheme.lossless:
                 outcome = _only_used(outcome, unit, ride)
             released = self.residuals[index].released(outcome.update) if self.residuals else outcome.update
@@ -95,7 +95,7 @@ class GradientPipeline(Pipeline):
             good &= self._apply(unit, gradients, released, ride)
         self._staged.append(Staged(outcome, released, good))
         if index == len(self.units) - 1:
-            with stats.stage("commit"):
+            with stats.timeline.stage("commit"):
                 self._decide(gradients)
 
     def _accumulate(self, index: int, gradients: Mapping[str, Tensor]) -> tuple[Tensor, bool]:
@@ -113,8 +113,8 @@ class GradientPipeline(Pipeline):
             self.velocities[index].correct(gradients, scale, self.loss_scale)
         if self.residual_rate > 0:
             scale *= self.residual_rate / self._rate
-        acc = self.residuals[index].accumulate(gradients, scale)
-        if is_finite(acc) and all(is_finite(gradients[slot.name]) for slot in unit.dense):
+        acc, good = self.residuals[index].accumulate(gradients, scale)
+        if good and all(is_finite(gradients[slot.name]) for slot in unit.dense):
             return acc, True
         return self.residuals[index].without_gradient(), False
 
@@ -177,8 +177,8 @@ class GradientPipeline(Pipeline):
     def outcomes(self) -> list[Outcome[Any]]:
         return [staged.outcome for staged in self._staged]
 
-    def waiting(self) -> list[Tensor]:
-        return [residual.kept for residual in self.residuals]
+    def waiting(self) -> Iterator[Tensor]:
+        return (residual.kept for residual in self.residuals)
 
     def remembering(self) -> Sequence[Memory]:
         return [*self.residuals, *self.velocities]

@@ -1,8 +1,8 @@
 """Exchange of steps: every rank's optimizer steps the rank's own model, and what it moved is exchanged.
 
-    accumulate   e = what this rank's steps moved and the others have not been told
+    waiting      e = what this rank's steps moved and the others have not been told
     exchange     the scheme, while backward computes the next gradient; nothing that backward reads is written
-    finish       shared model -= update / P;  e -= spent;  own model = shared model - preview * e
+    finish       shared model -= update / P;  e -= spent;  own model = shared model - preview * e, by windows
     step         the optimizer, with this rank's own gradient
 
 A gradient meets the others' news one step late, and its own rank's at once. A rank whose gradient is not
@@ -11,7 +11,7 @@ finite takes no step and has nothing new to tell; the others go on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,14 +19,14 @@ from torch import Tensor
 
 from gradsieve.comm.meter import Meter
 from gradsieve.errors import GradsieveError
-from gradsieve.feedback.coherence import Coherence, probe
-from gradsieve.feedback.local_steps import LocalSteps
+from gradsieve.feedback.coherence import Coherence, probe, squares
+from gradsieve.feedback.local_steps import WINDOWS, LocalSteps
 from gradsieve.feedback.treatment import Treatment
 from gradsieve.feedback.units import flat_view
 from gradsieve.kernels import is_finite
 from gradsieve.schemes.base import Scheme
 from gradsieve.sync.base import UNIT_CAP_MB, Memory, Pipeline, Stats
-from gradsieve.types import Outcome, Program
+from gradsieve.types import Outcome, Program, to_host
 
 
 class StepPipeline(Pipeline):
@@ -45,10 +45,12 @@ class StepPipeline(Pipeline):
         treatment = treatment or Treatment()
         super().__init__(named.items(), scheme, rank, world, bucket_cap_mb, treatment)
         flat = {name: flat_view(parameter.detach()) for name, parameter in named.items()}
+        self._parameters = flat
         self.local = [LocalSteps(unit, flat) for unit in self.units]
         self._staged: list[tuple[Outcome[Any], Tensor]] = []
         self._fresh = self.stats
         self.coherence = Coherence()
+        self.preview = 1.0
 
     def program(self, index: int, tensors: Mapping[str, Tensor], everything: bool = False) -> Program[None]:
         """Exchange unit `index`, given flat parameters; they are written in `finish`, and only there."""
@@ -57,11 +59,11 @@ class StepPipeline(Pipeline):
             self._fresh = Stats(Meter(self.rank, self.world))
         if len(self._staged) != index:
             raise GradsieveError(f"rank {self.rank}: an earlier unit of this step has failed")
-        stats = self._fresh
-        with stats.stage("accumulate"):
-            acc, dense = self.local[index].accumulate(tensors)
-            rider = torch.cat([dense, probe(acc, self.step)])
-        outcome, ride = yield from self.exchange(index, acc, rider, stats, everything)
+        stats, local = self._fresh, self.local[index]
+        waiting = local.waiting(tensors)
+        with stats.timeline.stage("accumulate", index):
+            rider = torch.cat([local.waiting_dense(tensors), probe(waiting, self.step)])
+        outcome, ride = yield from self.exchange(index, waiting, rider, stats, everything)
         self._staged.append((outcome, ride))
 
     def finish(self, parameters: Mapping[str, Tensor]) -> None:
@@ -70,42 +72,40 @@ class StepPipeline(Pipeline):
         A sum that overflowed is the same on all ranks, and they all leave it: it still waits.
         """
         stats = self.stats = self._fresh
-        if not all(is_finite(outcome.update.values) and is_finite(ride) for outcome, ride in self._staged):
-            self.skipped += 1
-            self.abandon(parameters)
-            return
-        with stats.stage("commit"):
+        with stats.timeline.stage("apply"):
             dense = [local.shared_dense.numel() for local in self.local]
             rides = [ride for _, ride in self._staged]
             probes = [ride[length:] for ride, length in zip(rides, dense, strict=True)]
-            self.coherence = self.coherence.after(probes, self.world)
-            fixed = self.treatment.preview
-            preview = self.coherence.preview(self.world) if fixed is None else fixed
-            for local, (outcome, ride), length in zip(self.local, self._staged, dense, strict=True):
-                mean = ride[:length] / self.world
-                local.settle(outcome.update, outcome.spent, mean, parameters, self.world, preview)
-            self.settle([outcome.state for outcome, _ in self._staged])
-
-    def abandon(self, parameters: Mapping[str, Tensor]) -> None:
-        """Nothing came of the exchange: what was to be sent waits on."""
-        for local in self.local:
-            local.reopen(parameters)
+            seen = to_host(torch.stack([squares(probe) for probe in probes]))
+            good = all(is_finite(outcome.update.values) and is_finite(ride) for outcome, ride in self._staged)
+        if not good:
+            self.skipped += 1
+            return
+        self.coherence = self.coherence.after(seen, self.world)
+        fixed = self.treatment.preview
+        self.preview = self.coherence.preview(self.world) if fixed is None else fixed
+        for index, (outcome, ride) in enumerate(self._staged):
+            local = self.local[index]
+            with stats.timeline.stage("apply", index):
+                mean = ride[: dense[index]] / self.world
+                local.settle(outcome.update, outcome.spent, mean, parameters, self.world, self.preview)
+            with stats.timeline.stage("commit", index):
+                local.fold(parameters, self.preview, self.step % WINDOWS)
+        self.settle([outcome.state for outcome, _ in self._staged])
 
     def figures(self) -> dict[str, float]:
-        preview = self.local[0].preview
-        return {"preview": preview, "alike": self.coherence.alike, "all": self.coherence.all}
+        return {"preview": self.preview, "alike": self.coherence.alike, "all": self.coherence.all}
 
     def set_figures(self, figures: Mapping[str, float]) -> None:
         self.coherence = Coherence(figures["alike"], figures["all"])
-        for local in self.local:
-            local.preview = figures["preview"]
+        self.preview = figures["preview"]
 
     @property
     def outcomes(self) -> list[Outcome[Any]]:
         return [outcome for outcome, _ in self._staged]
 
-    def waiting(self) -> list[Tensor]:
-        return [local.kept for local in self.local]
+    def waiting(self) -> Iterator[Tensor]:
+        return (local.waiting(self._parameters).between(0, local.unit.n) for local in self.local)
 
     def remembering(self) -> Sequence[Memory]:
         return self.local

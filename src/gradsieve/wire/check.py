@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gradsieve.errors import Malformed
+from gradsieve.types import Host, to_host
 
 
-def counts_within(counts: Tensor, limit: int, what: str) -> None:
+def counts_within(counts: Tensor | Host, limit: int, what: str) -> None:
     """Every rank's count is in 0..limit."""
-    bad = ((counts < 0) | (counts > limit)).nonzero().flatten()
-    if bad.numel():
-        rank = int(bad[0])
-        raise Malformed(
-            f"rank {rank} announced {int(counts[rank])} {what}; between 0 and {limit} are possible"
-        )
+    seen = to_host(counts) if isinstance(counts, Tensor) else counts
+    bad = (seen < 0) | (seen > limit)
+    if bad.any():
+        rank = int(bad.argmax())
+        raise Malformed(f"rank {rank} announced {seen[rank]} {what}; between 0 and {limit} are possible")
 
 
-def tails_within(tails: Tensor, what: str) -> None:
+def tails_within(tails: NDArray[np.float32], what: str) -> None:
     """Every rank's tail sum is a finite number from 0 up."""
-    bad = (~tails.isfinite() | (tails < 0)).nonzero().flatten()
-    if bad.numel():
-        rank = int(bad[0])
-        raise Malformed(f"rank {rank} sent a tail sum of {float(tails[rank])} {what}")
+    bad = ~np.isfinite(tails) | (tails < 0)
+    if bad.any():
+        rank = int(bad.argmax())
+        raise Malformed(f"rank {rank} sent a tail sum of {tails[rank]} {what}")
+
+
+def inside_its_partition(places: Host, spans: Host, ranks: Host, what: str) -> None:
+    """Every index, relative to the partition it is from, lies in it; `spans` and `ranks` say whose it is."""
+    bad = places >= spans
+    if bad.any():
+        first = int(bad.argmax())
+        raise Malformed(
+            f"rank {ranks[first]} sent index {places[first]} {what} of a partition that has {spans[first]}"
+        )
 
 
 def rows_increasing(rows: Tensor, n: int, what: str) -> None:

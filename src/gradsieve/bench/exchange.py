@@ -1,0 +1,24 @@
+"""`gradsieve bench exchange`: a scheme's collectives through our engine, and the same through bare gloo."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from gradsieve.bench.in_lab import Rows, rows_from_hosts
+
+COLUMNS = ["what", "ms", "ratio", "bytes_sent"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    hosts: int
+    rate: str | None
+    delay: str | None
+    scheme: str
+    params: int
+    density: float
+    rounds: int
+
+
+def measure(plan: Plan) -> Rows:
+    return rows_from_hosts("gradsieve.bench.exchange_worker", asdict(plan))

@@ -1,0 +1,56 @@
+"""`gradsieve bench exchange`: a scheme's collectives through our engine, and the same through bare gloo."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+
+from gradsieve.cli.arguments import Commands, add_command, size
+
+_DESCRIPTION = """\
+What our engine adds to the collectives of a step: the same ones bare, in turn, in one run on a lab network.
+
+A few real steps tell which collectives the scheme asks for, and of what size. Needs root.
+
+rows:
+  bare gloo   these collectives by torch.distributed, called from the main thread
+  engine      the same, asked for by a program on our engine
+  in a step   the collectives of whole steps: a rank waits there also for ranks that select more slowly
+columns:
+  ms          the median over turns
+  ratio       to bare gloo of the same round, the median; of the steps, to the median of bare gloo
+  bytes_sent  by the busiest rank, as its network interface counts them
+"""
+_EXAMPLE = "example:\n  gradsieve bench exchange --hosts 4 --rate 1gbit --params 25e6 --json exchange.json\n"
+
+
+def add_parser(commands: Commands) -> None:
+    summary = "collectives through the engine against bare gloo, on a lab network"
+    add = add_command(commands, "exchange", run, summary, _DESCRIPTION, _EXAMPLE).add_argument
+    add("--hosts", type=size, default="4", metavar="N", help="hosts in the lab (default: 4)")
+    add("--rate", metavar="R", help="of each link, e.g. 1gbit (default: unshaped)")
+    add("--delay", metavar="D", help="one way, e.g. 5ms (default: none)")
+    add("--scheme", default="exdyna", metavar="NAME", help="settings follow a colon (default: exdyna)")
+    add("--params", type=size, default="25e6", metavar="N", help="length of the gradient (default: 25e6)")
+    add("--density", type=float, default=0.001, metavar="D", help="share that is sent (default: 0.001)")
+    add("--rounds", type=size, default="15", metavar="N", help="turns (default: 15)")
+    add("--json", type=Path, metavar="FILE", help="write the result there")
+
+
+def run(args: argparse.Namespace) -> int:
+    from gradsieve.bench import exchange, results
+    from gradsieve.schemes.spec import parse
+    from gradsieve.types import check_density
+
+    check_density(args.density)
+    parse(args.scheme, args.density)  # refused here rather than by every host
+    results.writable(args.json)
+    plan = exchange.Plan(
+        args.hosts, args.rate, args.delay, args.scheme, args.params, args.density, args.rounds
+    )
+    rows = exchange.measure(plan)
+    print(results.table(rows, exchange.COLUMNS))
+    if args.json is not None:
+        results.write(args.json, asdict(plan), rows)
+    return 0

@@ -1,0 +1,108 @@
+"""`gradsieve bench step`: how long a training step takes with each sync; `step-plot` draws several runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from gradsieve.cli.arguments import Commands, add_command, drawable, size
+from gradsieve.errors import ConfigError
+
+_DESCRIPTION = """\
+How long a training step takes with each way of exchanging gradients.
+
+Trains a real model on a lab network (see `gradsieve lab run --help`), all ways in turn in one run, beside
+dense and beside no exchange at all, the limit. Needs root.
+
+columns:
+  step_ms      of a whole training step, the median of the rounds
+  vs_noop      over that of the limit in the same round; 1 is best
+  vs_dense     dense's over it in the same round: how many times as fast
+  bytes_sent   by the busiest rank in a step, as its network interface counts them
+  density      elements in the update over all; of what does not go dense by itself
+  hidden       share of the time in collectives that passed while forward or backward computed
+"""
+_EXAMPLES = """\
+examples:
+  gradsieve bench step --rate 1gbit --syncs exdyna,topk --json step.json
+  gradsieve bench step --rate 100mbit --syncs exdyna --trace trace.json --timeline timeline.png
+"""
+
+_PLOT = """\
+Step time against link rate, from the files of several runs of `bench step --json`.
+
+The runs are of one workload, with the same hosts, parameters, density and delay, at different rates.
+"""
+_PLOT_EXAMPLE = (
+    "example:\n  gradsieve bench step-plot step-100mbit.json step-1gbit.json step.json --plot step.png\n"
+)
+
+
+def add_parser(commands: Commands) -> None:
+    from gradsieve.bench.rivals import SYNCS
+    from gradsieve.bench.workloads import WORKLOADS
+
+    summary = "seconds a training step takes, on a lab network"
+    add = add_command(commands, "step", run, summary, _DESCRIPTION, _EXAMPLES).add_argument
+    add("--hosts", type=size, default="4", metavar="N", help="hosts in the lab (default: 4)")
+    add("--rate", metavar="R", help="of each link, e.g. 1gbit (default: unshaped)")
+    add("--delay", metavar="D", help="one way, e.g. 5ms (default: none)")
+    add("--workload", choices=WORKLOADS, default="mlp", help="what is trained (default: mlp)")
+    add("--params", type=size, default="25e6", metavar="N", help="model size (default: 25e6)")
+    add("--density", type=float, default=0.001, metavar="D", help="default: 0.001")
+    add(
+        "--syncs",
+        default="noop,dense,fp16,powersgd,topk,exdyna",
+        metavar="LIST",
+        help=f"from {', '.join(SYNCS)} (default: %(default)s)",
+    )
+    add("--rounds", type=size, default="5", metavar="N", help="turns for each sync (default: 5)")
+    add("--json", type=Path, metavar="FILE", help="write the result there")
+    add("--trace", type=Path, metavar="FILE.json", help="write the last step of each of our syncs there, for "
+        "chrome://tracing or Perfetto")  # fmt: skip
+    add("--timeline", type=Path, metavar="FILE.png", help="draw these steps there")
+
+    summary = "step time against link rate, from the results of bench step"
+    add = add_command(commands, "step-plot", run_plot, summary, _PLOT, _PLOT_EXAMPLE).add_argument
+    add("files", type=Path, nargs="+", metavar="FILE.json", help="results of `bench step`")
+    add("--plot", type=Path, required=True, metavar="FILE.png", help="draw there")
+
+
+def run(args: argparse.Namespace) -> int:
+    from gradsieve.bench import results, step
+    from gradsieve.bench.rivals import syncs_of
+    from gradsieve.bench.timeline import chrome_trace
+    from gradsieve.bench.timeline_plot import plot
+    from gradsieve.types import check_density
+
+    check_density(args.density)
+    syncs = syncs_of(args.syncs, always=step.ALWAYS)
+    plan = step.Plan(
+        args.hosts, args.rate, args.delay, args.workload, args.params, args.density, syncs, args.rounds
+    )
+    if (args.trace or args.timeline) and not step.ours(plan):
+        raise ConfigError("only syncs of ours have a timeline: add one to --syncs, such as exdyna")
+    drawable(args.timeline)
+    for path in (args.json, args.trace, args.timeline):
+        results.writable(path)
+    rows, steps = step.measure(plan)
+    print(results.table(rows, step.COLUMNS))
+    if args.json is not None:
+        results.write(args.json, asdict(plan), rows)
+    if args.trace is not None:
+        args.trace.write_text(json.dumps(chrome_trace(steps)))
+    if args.timeline is not None:
+        plot(steps, plan, args.timeline)
+    return 0
+
+
+def run_plot(args: argparse.Namespace) -> int:
+    from gradsieve.bench import results
+    from gradsieve.bench.step_plot import plot, read
+
+    drawable(args.plot)
+    results.writable(args.plot)
+    plot(read(args.files), args.plot)
+    return 0

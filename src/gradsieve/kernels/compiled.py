@@ -1,0 +1,296 @@
+"""The kernels that pass over whole models, compiled for this CPU by numba.
+
+For contiguous float32 vectors of one length on the CPU; `choice.py` sees to that, since nothing here checks a
+bound. Every kernel releases the GIL: backward runs in one thread while another one exchanges. Vectors come as
+addresses: `Tensor.numpy()` would forbid their owner to resize them, for ever.
+
+Kernels are given with their signatures, so that numba compiles them when they are loaded and not in some
+later step. Where a loop has to be vectorised, indices are `uint64`: a signed one is tested for its sign.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from llvmlite import ir
+from numba import carray, float32, int32, int64, njit, types, uint64  # type: ignore[attr-defined]
+from numba.extending import intrinsic, register_jitable
+from torch import Tensor
+
+from gradsieve.kernels import fast
+
+_LARGEST = torch.finfo(torch.float32).max
+_LANES = 16
+"""float32 in the 64 bytes that memory is written by."""
+_VECTOR = ir.VectorType(ir.FloatType(), _LANES)
+_BLOCK = 64
+"""Elements of which it is asked at once whether any is above the threshold."""
+_STREAMED = 1 << 21
+"""Elements from which on a result is written past the cache: a shorter one is still there when it is read."""
+_EXPECTED = 256
+"""Of so many elements one is expected above the threshold; buffers grow where it is more."""
+
+
+def _sums(builder: Any, residual: Any, gradient: Any, scale: Any) -> tuple[Any, Any]:
+    value = builder.fadd(builder.fmul(scale, residual), gradient)
+    return value, _not_finite(builder, value)
+
+
+def _not_finite(builder: Any, value: Any) -> Any:
+    """Marks where every bit of the exponent is set."""
+    bits = ir.VectorType(ir.IntType(32), _LANES)
+    exponent = ir.Constant(bits, [0x7F800000] * _LANES)
+    return builder.icmp_unsigned("==", builder.and_(builder.bitcast(value, bits), exponent), exponent)
+
+
+def _type_lanes(formula: Callable[..., Any], streamed: bool) -> Callable[..., Any]:
+    """out[place : place + 16] = formula of the same elements of a, b and c; returns 0 where none is spoiled.
+
+    Memory is read before a part of a cache line is written. A non-temporal store of a whole line spares that:
+    a quarter of all traffic of `accumulate`. numba has none, so these are written in LLVM's language.
+    """
+
+    def typed(_: Any, a: Any, b: Any, c: Any, out: Any, place: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            def pointer(which: int) -> Any:
+                array = context.make_array(signature.args[which])(context, builder, arguments[which])
+                return builder.bitcast(builder.gep(array.data, [arguments[4]]), _VECTOR.as_pointer())
+
+            def lanes(which: int) -> Any:
+                if isinstance(signature.args[which], types.Array):
+                    return builder.load(pointer(which), align=4)
+                empty, first = ir.Constant(_VECTOR, ir.Undefined), ir.Constant(ir.IntType(32), 0)
+                alone = builder.insert_element(empty, arguments[which], first)
+                everywhere = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), [0] * _LANES)
+                return builder.shuffle_vector(alone, empty, everywhere)
+
+            value, spoiled = formula(builder, lanes(0), lanes(1), lanes(2))
+            store = builder.store(value, pointer(3), align=4 * _LANES)
+            if streamed:
+                one = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+                store.set_metadata("nontemporal", one)
+            return builder.zext(builder.bitcast(spoiled, ir.IntType(_LANES)), ir.IntType(64))
+
+        return types.int64(a, b, c, out, place), generate
+
+    return typed
+
+
+def _type_fence(_: Any) -> Any:
+    """What was written past the cache is seen by every thread that runs after this one."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+def _type_pointer(kind: Any) -> Callable[..., Any]:
+    def typed(_: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(kind)(address), generate  # type: ignore[no-untyped-call]
+
+    return typed
+
+
+_sum_past_the_cache: Any = intrinsic(_type_lanes(_sums, streamed=True))
+_sum_into_the_cache: Any = intrinsic(_type_lanes(_sums, streamed=False))
+_fence: Any = intrinsic(_type_fence)
+_float_pointer: Any = intrinsic(_type_pointer(float32))
+_integer_pointer: Any = intrinsic(_type_pointer(int64))
+
+
+@register_jitable
+def _floats(address: Any, n: Any) -> Any:
+    return carray(_float_pointer(address), n)
+
+
+@register_jitable
+def _integers(address: Any, n: Any) -> Any:
+    return carray(_integer_pointer(address), n)
+
+
+@register_jitable
+def _finite(value: Any) -> Any:
+    return abs(value) <= float32(_LARGEST)
+
+
+@register_jitable
+def _either(flag: Any, condition: Any) -> Any:
+    """As wide as an element, or the loop works on half as many at once."""
+    return int32(flag | int32(condition))
+
+
+@register_jitable
+def _wait(mark: Any, own: Any, i: Any) -> Any:
+    """What waits at i."""
+    moved = mark[i] - own[i]
+    return moved if _finite(moved) else float32(0)
+
+
+def _accumulate(n: Any, residual: Any, gradient: Any, scale: Any, out: Any, ahead: Any, streamed: Any) -> Any:
+    residual, gradient, out = _floats(residual, n), _floats(gradient, n), _floats(out, n)
+    whole = ahead + (n - ahead) // _LANES * _LANES
+    spoiled = 0
+    for place in range(ahead, whole, _LANES):
+        if streamed:
+            spoiled |= _sum_past_the_cache(residual, gradient, scale, out, place)
+        else:
+            spoiled |= _sum_into_the_cache(residual, gradient, scale, out, place)
+    for begin, end in ((0, ahead), (whole, n)):
+        for i in range(begin, end):
+            out[i] = scale * residual[i] + gradient[i]
+            spoiled |= not _finite(out[i])
+    _fence()
+    return spoiled == 0
+
+
+def _waiting(n: Any, mark: Any, own: Any, out: Any) -> None:
+    mark, own, out = _floats(mark, n), _floats(own, n), _floats(out, n)
+    for i in range(n):
+        out[i] = _wait(mark, own, i)
+
+
+def _fold(n: Any, shared: Any, own: Any, mark: Any, preview: Any) -> None:
+    shared, own, mark = _floats(shared, n), _floats(own, n), _floats(mark, n)
+    for i in range(n):
+        waits = _wait(mark, own, i)
+        own[i] = shared[i] - preview * waits
+        mark[i] = own[i] + waits
+
+
+@register_jitable
+def _list_above(x: Any, threshold: Any, begin: Any, end: Any, found: Any, count: Any) -> Any:
+    for i in range(begin, end):
+        found[count] = i
+        count += abs(x[i]) >= threshold
+    return count
+
+
+def _above(n: Any, x: Any, threshold: Any, begin: Any, room: Any, found: Any, count: Any) -> Any:
+    """Go on from `begin` until x ends or the room is full; how far that was, and the count."""
+    x, found = _floats(x, n), _integers(found, room)
+    whole = begin + (n - begin) // _BLOCK * _BLOCK
+    for place in range(begin, whole, _BLOCK):
+        if count + 2 * _BLOCK > room:
+            return place, count
+        any_above = int32(0)
+        for j in range(_BLOCK):
+            any_above = _either(any_above, abs(x[uint64(place + j)]) >= threshold)
+        if any_above:
+            count = _list_above(x, threshold, place, place + _BLOCK, found, count)
+    return n, _list_above(x, threshold, whole, n, found, count)
+
+
+@register_jitable
+def _list_waiting(
+    mark: Any, own: Any, threshold: Any, begin: Any, end: Any, found: Any, values: Any, count: Any
+) -> Any:
+    for i in range(begin, end):
+        waits = _wait(mark, own, i)
+        found[count], values[count] = i, waits
+        count += abs(waits) >= threshold
+    return count
+
+
+def _waiting_above(
+    n: Any, mark: Any, own: Any, threshold: Any, begin: Any, room: Any, found: Any, values: Any, count: Any
+) -> Any:
+    """As `_above`."""
+    mark, own = _floats(mark, n), _floats(own, n)
+    found, values = _integers(found, room), _floats(values, room)
+    whole = begin + (n - begin) // _BLOCK * _BLOCK
+    for place in range(begin, whole, _BLOCK):
+        if count + 2 * _BLOCK > room:
+            return place, count
+        any_above = int32(0)
+        for j in range(_BLOCK):
+            any_above = _either(any_above, abs(_wait(mark, own, uint64(place + j))) >= threshold)
+        if any_above:
+            count = _list_waiting(mark, own, threshold, place, place + _BLOCK, found, values, count)
+    return n, _list_waiting(mark, own, threshold, whole, n, found, values, count)
+
+
+_KERNELS: dict[str, tuple[Callable[..., Any], str]] = {
+    "accumulate": (_accumulate, "boolean(int64, int64, int64, float32, int64, int64, boolean)"),
+    "waiting": (_waiting, "void(int64, int64, int64, int64)"),
+    "fold": (_fold, "void(int64, int64, int64, int64, float32)"),
+    "above": (_above, "UniTuple(int64, 2)(int64, int64, float32, int64, int64, int64, int64)"),
+    "waiting_above": (
+        _waiting_above,
+        "UniTuple(int64, 2)(int64, int64, int64, float32, int64, int64, int64, int64, int64)",
+    ),
+}
+
+
+class Compiled:
+    """All kernels, compiled; machine code is kept on disk where `cache` is set."""
+
+    def __init__(self, cache: bool) -> None:
+        self._run = {
+            name: njit(signature, nogil=True, cache=cache)(kernel)
+            for name, (kernel, signature) in _KERNELS.items()
+        }
+
+    def accumulate(self, residual: Tensor, gradient: Tensor, scale: float, out: Tensor) -> bool:
+        sources = residual.data_ptr(), gradient.data_ptr(), scale
+        way_out = _way_out(out, residual, gradient)
+        return bool(self._run["accumulate"](out.numel(), *sources, out.data_ptr(), *way_out))
+
+    def waiting(self, mark: Tensor, own: Tensor, out: Tensor) -> None:
+        self._run["waiting"](out.numel(), mark.data_ptr(), own.data_ptr(), out.data_ptr())
+
+    def fold(self, shared: Tensor, own: Tensor, mark: Tensor, preview: float) -> None:
+        self._run["fold"](shared.numel(), shared.data_ptr(), own.data_ptr(), mark.data_ptr(), preview)
+
+    def above(self, x: Tensor, threshold: float) -> Tensor:
+        n, find = x.numel(), self._run["above"]
+        place = count = 0
+        found = torch.empty(_room(n), dtype=torch.int64)
+        while True:
+            room = found.numel(), found.data_ptr()
+            place, count = find(n, x.data_ptr(), threshold, place, *room, count)
+            if place == n:
+                return found[:count].clone()
+            found = _doubled(found)
+
+    def waiting_above(self, mark: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+        n, find = mark.numel(), self._run["waiting_above"]
+        sources = mark.data_ptr(), own.data_ptr(), threshold
+        place = count = 0
+        found, values = torch.empty(_room(n), dtype=torch.int64), torch.empty(_room(n))
+        while True:
+            room = found.numel(), found.data_ptr(), values.data_ptr()
+            place, count = find(n, *sources, place, *room, count)
+            if place == n:
+                return found[:count].clone(), values[:count].clone()
+            found, values = _doubled(found), _doubled(values)
+
+    def select(
+        self, x: Tensor, threshold: float, capacity: int, phase: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        found = self.above(x, threshold)
+        return fast.window(found, x[found], x.numel(), threshold, capacity, phase)
+
+
+def _way_out(out: Tensor, *inputs: Tensor) -> tuple[int, bool]:
+    """Elements ahead of the first whole cache line, and whether to write past the cache.
+
+    Not where `out` is one of the inputs: it is in the cache when it is written.
+    """
+    ahead = min(-(out.data_ptr() // 4) % _LANES, out.numel())
+    in_place = any(out.data_ptr() == each.data_ptr() for each in inputs)
+    return ahead, not in_place and out.numel() >= _STREAMED
+
+
+def _room(n: int) -> int:
+    return n // _EXPECTED + 2 * _BLOCK
+
+
+def _doubled(full: Tensor) -> Tensor:
+    return torch.cat([full, torch.empty_like(full)])

@@ -1,0 +1,91 @@
+"""One threshold for the whole model that keeps the count at k, from what all ranks saw above it.
+
+A controller: the count's error times Hill's estimate of the tail says how far the threshold is from where it
+should be; most of that is made good at once, and what remains from step to step is learnt as a drift.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+
+PROPORTIONAL, INTEGRAL = 0.8, 0.3
+"""Share of the estimated correction applied at once, and added to the threshold's drift per step. Residuals
+grow and drain, so that a constant count often needs a threshold that keeps moving (and less so with time:
+what fills up linearly grows by 1/t)."""
+FAR = 0.7
+"""Error of ln(count) beyond which the whole correction is applied."""
+SURPRISE = 0.25
+"""Errors teach the drift as much as one of this size at most; beyond, it is a jump and not a trend."""
+SATURATED = 3.0
+"""Mean of ln(|x| / threshold) from which on a lower threshold has nothing left to find."""
+SHARE_MEMORY = 0.5
+"""Weight of the past in a bucket's share of k."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partitioned:
+    """State of one bucket, the same on every rank."""
+
+    n: int
+    threshold: float
+    """Of the whole model. 0: none known, the next step locks."""
+    drift: float = 0.0
+    """Change of ln(threshold) per step that keeps the count, learnt so far."""
+    tracked: int = 0
+    """Steps since the threshold was found."""
+    share: float
+    """How many of the model's k elements are expected from this bucket."""
+    demand: float = 0.0
+    tail: float = 0.0
+    sent: int = 0
+    imbalance: float = 1.0
+    """Longest row over the mean row of the last step: the f of the cost formula."""
+
+
+TINY, HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+
+AnyPartitioned = TypeVar("AnyPartitioned", bound=Partitioned)
+
+
+def settle_threshold(states: Sequence[AnyPartitioned], k: int, control: bool = True) -> list[AnyPartitioned]:
+    """One threshold for all buckets, and each bucket's share of k, from what all of them saw."""
+    demand = sum(state.demand for state in states)
+    sent = sum(state.sent for state in states)
+    tail = sum(state.tail for state in states)
+    threshold, drift, tracked = states[0].threshold, states[0].drift, states[0].tracked
+    if threshold == 0.0:
+        found = min(max(tail / sent, TINY), HUGE) if sent else 0.0
+        return [replace(state, threshold=found, drift=0.0, tracked=0) for state in states]
+    if not sent:
+        return [replace(state, threshold=0.0, share=_share(state, demand, k)) for state in states]
+    if not control:
+        return [replace(state, share=_share(state, demand, k)) for state in states]
+    spread = min(tail / demand, 1.0)
+    error = math.log(_ratio(sent, demand, k))
+    gain = 1.0 if abs(error) > FAR else PROPORTIONAL
+    drift = drift * tracked / (tracked + 1) + INTEGRAL * min(max(error, -SURPRISE), SURPRISE) * spread
+    move = gain * error * spread + drift
+    if error < 0 and tail / demand > SATURATED:
+        move, drift = 0.0, 0.0
+    threshold = min(max(threshold * math.exp(move), TINY), HUGE)
+    return [
+        replace(state, threshold=threshold, drift=drift, tracked=tracked + 1, share=_share(state, demand, k))
+        for state in states
+    ]
+
+
+def _ratio(sent: int, demand: float, k: int) -> float:
+    """Count over target. The count is what was sent, also where rows cut a good deal off: other partitions
+    must then send more. Rows hide what goes far beyond, so there it is what was demanded."""
+    weight = min(max((demand / k - 4.0) / 4.0, 0.0), 1.0)
+    return float(sent / k * (demand / sent) ** weight)
+
+
+def _share(state: Partitioned, demand: float, k: int) -> float:
+    now = k * state.demand / demand if demand else state.share
+    return SHARE_MEMORY * state.share + (1 - SHARE_MEMORY) * now

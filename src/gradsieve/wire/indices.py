@@ -1,0 +1,171 @@
+"""Indices of one partition in few bytes, as many for every rank.
+
+A row holds up to `capacity` sorted unique indices, each in 0..span-1 and relative to its partition. Rows of
+all ranks go through one all-gather, so their size depends on (capacity, span) alone, never on the data.
+
+    raw         four bytes an index, eight where span needs them
+    bitmap      one bit for each of the span elements
+    elias-fano  the low bits as they are, the lowest of all indices first; the high parts in unary, as a
+                bitmap in which bit i + (high part of index i) is set
+
+Encoding is torch on the indices' own device, with shapes known beforehand: nothing waits for a GPU. Decoding
+is numpy, on the host, where the caller has brought the bytes of all ranks in one copy. A peer's bytes are not
+trusted: what `decode` returns is safe to scatter with.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradsieve.errors import Malformed
+
+Bytes = NDArray[np.uint8]
+Integers = NDArray[np.int64]
+
+_INT32_MAX = 2**31 - 1
+
+
+class IndexCodec(ABC):
+    """One way to write indices. `span` is at least 1, `capacity` at least 0."""
+
+    name: str
+
+    @abstractmethod
+    def predict_size(self, capacity: int, span: int) -> int:
+        """Bytes of a row, whatever is in it."""
+
+    @abstractmethod
+    def encode(self, indices: Tensor, count: Tensor, capacity: int, span: int) -> Tensor:
+        """The first `count` of `capacity` int64 indices as a row of bytes. The others may be anything."""
+
+    def decode(self, rows: Bytes, counts: Integers, capacity: int, span: int) -> Integers:
+        """The counts[r] indices of every row r, row behind row. Row r is rank r's, and is named so if bad."""
+        _refuse((counts < 0) | (counts > capacity), f"announced a count outside 0..{capacity}")
+        indices = self._read(rows, counts, capacity, span)
+        row = np.repeat(np.arange(len(counts)), counts)
+        fine = (indices >= 0) & (indices < span)
+        fine[1:] &= (indices[1:] > indices[:-1]) | (row[1:] > row[:-1])
+        bad = np.bincount(row[~fine], minlength=len(counts)) > 0
+        _refuse(bad, f"sent indices that are not sorted, unique and inside 0..{span - 1}")
+        return indices
+
+    @abstractmethod
+    def _read(self, rows: Bytes, counts: Integers, capacity: int, span: int) -> Integers:
+        """As `decode`, for counts in 0..capacity; the indices need not be lawful."""
+
+
+class Raw(IndexCodec):
+    name = "raw"
+
+    def predict_size(self, capacity: int, span: int) -> int:
+        return capacity * (4 if span <= _INT32_MAX else 8)
+
+    def encode(self, indices: Tensor, count: Tensor, capacity: int, span: int) -> Tensor:
+        dtype = torch.int32 if span <= _INT32_MAX else torch.int64
+        return torch.where(_filled(indices, count), indices, span).to(dtype).view(torch.uint8)
+
+    def _read(self, rows: Bytes, counts: Integers, capacity: int, span: int) -> Integers:
+        table = rows.view(np.int32 if span <= _INT32_MAX else np.int64)
+        return table[np.arange(capacity) < counts[:, None]].astype(np.int64)
+
+
+class Bitmap(IndexCodec):
+    name = "bitmap"
+
+    def predict_size(self, capacity: int, span: int) -> int:
+        return _bytes(span)
+
+    def encode(self, indices: Tensor, count: Tensor, capacity: int, span: int) -> Tensor:
+        return _set_bits(indices, _filled(indices, count), span)
+
+    def _read(self, rows: Bytes, counts: Integers, capacity: int, span: int) -> Integers:
+        return _find_bits(rows, counts, span)
+
+
+class EliasFano(IndexCodec):
+    name = "elias-fano"
+
+    def predict_size(self, capacity: int, span: int) -> int:
+        low, high = _parts(_low_bits(capacity, span), capacity, span)
+        return _bytes(low) + _bytes(high)
+
+    def encode(self, indices: Tensor, count: Tensor, capacity: int, span: int) -> Tensor:
+        width = _low_bits(capacity, span)
+        filled = _filled(indices, count)
+        place = torch.arange(capacity, device=indices.device)
+        number = torch.arange(width, device=indices.device)[:, None]
+        planes = (indices >> number) & filled  # row b: bit b of every index, 0 where none is
+        high = _set_bits((indices >> width) + place, filled, _parts(width, capacity, span)[1])
+        return torch.cat([_pack(planes.to(torch.uint8).flatten()), high])
+
+    def _read(self, rows: Bytes, counts: Integers, capacity: int, span: int) -> Integers:
+        width = _low_bits(capacity, span)
+        low_bits, high_bits = _parts(width, capacity, span)
+        cut = _bytes(low_bits)
+        row = np.repeat(np.arange(len(counts)), counts)
+        place = np.arange(len(row)) - np.repeat(counts.cumsum() - counts, counts)
+        high = _find_bits(rows[:, cut:], counts, high_bits) - place
+        bits = np.unpackbits(rows[:, :cut], axis=1, count=low_bits, bitorder="little")
+        kind = np.dtype(np.uint16 if width <= 16 else np.uint64)  # the narrow one, four times as many at once
+        low = np.zeros((len(rows), capacity), kind)
+        for number, plane in enumerate(bits.reshape(len(rows), width, capacity).swapaxes(0, 1)):
+            low |= np.left_shift(plane.astype(kind), number, dtype=kind)
+        return (high << width) + low[row, place].astype(np.int64)
+
+
+INDEX_CODECS: tuple[IndexCodec, ...] = (Raw(), EliasFano(), Bitmap())
+
+
+def choose(capacity: int, span: int) -> IndexCodec:
+    """The codec with the smallest rows: the same on all ranks, as the size depends on nothing else."""
+    return min(INDEX_CODECS, key=lambda codec: codec.predict_size(capacity, span))
+
+
+def _bytes(bits: int) -> int:
+    return -(-bits // 8)
+
+
+def _low_bits(capacity: int, span: int) -> int:
+    """Bits of each index written as they are, so that a row is smallest."""
+    return min(range(span.bit_length()), key=lambda width: sum(_parts(width, capacity, span)))
+
+
+def _parts(width: int, capacity: int, span: int) -> tuple[int, int]:
+    """Bits of the low and of the high part: in unary, one for each index and one for each high value."""
+    return capacity * width, capacity + (span >> width) + 1
+
+
+def _filled(indices: Tensor, count: Tensor) -> Tensor:
+    return torch.arange(indices.numel(), device=indices.device) < count
+
+
+def _pack(bits: Tensor) -> Tensor:
+    """Eight ones and zeros a byte, the first one lowest."""
+    whole = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
+    return (whole << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(1, dtype=torch.uint8)
+
+
+def _set_bits(positions: Tensor, filled: Tensor, length: int) -> Tensor:
+    """A bitmap with the filled positions set. They are unique, so that adding bits is setting them."""
+    inside = torch.where(filled, positions, 0)
+    bits = (filled.to(torch.int64) << (inside & 7)).to(torch.uint8)
+    return torch.zeros(_bytes(length), dtype=torch.uint8, device=positions.device).index_add_(
+        0, inside >> 3, bits
+    )
+
+
+def _find_bits(rows: Bytes, counts: Integers, length: int) -> Integers:
+    """Positions of the set bits of every row, row behind row. There must be counts[r] of them in row r."""
+    bits = np.unpackbits(rows, axis=1, count=length, bitorder="little").view(np.bool_)
+    _refuse(np.count_nonzero(bits, axis=1) != counts, "sent another number of indices than it announced")
+    return np.flatnonzero(bits) - np.repeat(np.arange(len(counts)) * length, counts)
+
+
+def _refuse(bad: NDArray[np.bool_], what: str) -> None:
+    if bad.any():
+        raise Malformed(f"rank {int(bad.argmax())} {what}")

@@ -1,0 +1,114 @@
+"""Values of a row in their own precision or in less.
+
+What `decode(encode(v))` gives is what every receiver adds up, the sender included; the sender keeps the
+difference to v in its residual, so that rounding delays and does not lose.
+
+    exact   the values' own bits
+    bf16    two bytes a value: eight significant bits, the range of float32
+    int8    one byte a value, and before all values one for each block of 128, the exponent of its scale: the
+            smallest power of two of which 127 reach max|v|, so that sums of what arrives are mostly exact
+
+A value that is not finite decodes to one that is not finite, in int8 with its whole block: an overflow is
+seen, not turned into numbers. The same goes for values beyond what bf16 or the scale can hold.
+
+All is torch on the values' own device, with shapes known beforehand. Any bytes of the right size decode to
+floats; whether these are usable is for the caller to judge.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+_STEPS = 127
+_SMALLEST, _LARGEST, _NOT_FINITE = -127, 122, 127
+"""Exponents of scales for what float32 can hold, and a mark."""
+
+
+class ValueCodec(Protocol):
+    """One way to write float32 or float64 values."""
+
+    name: str
+
+    def predict_size(self, count: int, dtype: torch.dtype) -> int:
+        """Bytes of `count` values of this type."""
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Of values of shape (..., count) the bytes of shape (..., size); they may share memory."""
+
+    def decode(self, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+        """Of bytes of shape (..., size) the values of shape (..., count)."""
+
+
+class Exact:
+    name = "exact"
+
+    def predict_size(self, count: int, dtype: torch.dtype) -> int:
+        return count * dtype.itemsize
+
+    def encode(self, values: Tensor) -> Tensor:
+        return values.contiguous().view(torch.uint8)
+
+    def decode(self, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+        return _reread(data, count, dtype)
+
+
+class BF16:
+    name = "bf16"
+
+    def predict_size(self, count: int, dtype: torch.dtype) -> int:
+        return count * torch.bfloat16.itemsize
+
+    def encode(self, values: Tensor) -> Tensor:
+        return values.to(torch.bfloat16).contiguous().view(torch.uint8)
+
+    def decode(self, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+        return _reread(data, count, torch.bfloat16).to(dtype)
+
+
+class Int8:
+    name = "int8"
+
+    def predict_size(self, count: int, dtype: torch.dtype) -> int:
+        return _blocks(count) + count
+
+    def encode(self, values: Tensor) -> Tensor:
+        count = values.shape[-1]
+        padded = torch.nn.functional.pad(values, (0, -count % BLOCK))
+        blocks = padded.view(*values.shape[:-1], _blocks(count), BLOCK)
+        most = blocks.abs().amax(-1)
+        mantissa, exponent = torch.frexp(most / _STEPS)
+        exponent = exponent - (mantissa == 0.5).to(torch.int32)  # the smallest power of two that reaches
+        usable = most.isfinite() & (exponent <= _LARGEST)
+        exponent = torch.where(usable, exponent.clamp(min=_SMALLEST), _NOT_FINITE).to(torch.int8)
+        scale = _power(exponent, values.dtype)[..., None]
+        steps = (blocks / scale).nan_to_num(0.0, 0.0, 0.0).round()
+        quantised = steps.to(torch.int8).flatten(-2)[..., :count]
+        return torch.cat([exponent.view(torch.uint8), quantised.view(torch.uint8)], -1)
+
+    def decode(self, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+        cut = _blocks(count)
+        scale = _power(data[..., :cut].view(torch.int8), dtype)
+        return data[..., cut:].view(torch.int8) * scale.repeat_interleave(BLOCK, dim=-1)[..., :count]
+
+
+def _power(exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    """2 ** exponent, exactly; NaN for blocks that are not finite."""
+    power = torch.ldexp(torch.ones_like(exponent, dtype=dtype), exponent.to(torch.int32))
+    return torch.where(exponent == _NOT_FINITE, torch.nan, power)
+
+
+VALUE_CODECS: dict[str, ValueCodec] = {codec.name: codec for codec in (Exact(), BF16(), Int8())}
+
+
+def _blocks(count: int) -> int:
+    return -(-count // BLOCK)
+
+
+def _reread(data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """Bytes as `count` numbers of another type, copied: in a message they may lie where the type cannot."""
+    copied = data.clone(memory_format=torch.contiguous_format)
+    return copied.flatten().view(dtype).view(*data.shape[:-1], count)

@@ -1,0 +1,405 @@
+"""The kernels that have several forms: torch's and the compiled one do what the reference does.
+
+Bit for bit, but for two things that the definition leaves open: which NaN a NaN is, and the order in which
+`select` adds up its tail.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numba
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gradsieve import kernels
+from gradsieve.errors import ConfigError
+from gradsieve.kernels import choice, compiled, fast, reference
+from laws.checks import same_bits
+
+CHUNK = fast._CHUNK
+FORMS = ["torch", "compiled"]
+ODD = [0.0, -0.0, 1.0, -1.0, 1.5, 0.1, torch.nan, torch.inf, -torch.inf, 1e-42, -1e-42, 3e38, -3e38]
+"""Ties, both zeros, both infinities, denormals, and what overflows where it is added to itself."""
+THRESHOLDS = [0.0, 1e-42, 0.1, 1.0, 1.25, 3e38, float("inf"), float("nan"), 1e300]
+SCALES = [1.0, 0.9, 0.0, -2.0]
+LENGTHS = st.integers(0, 70) | st.integers(1000, 2200) | st.just(CHUNK + 77)
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest) -> Iterator[str]:
+    with kernels.using(request.param):
+        yield request.param
+
+
+@pytest.fixture(params=[0, 1 << 40], ids=["past the cache", "into the cache"])
+def streamed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_STREAMED", request.param)
+
+
+@st.composite
+def several(draw: st.DrawFn, count: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Vectors of one length, each beginning anywhere in a cache line, full of ties or without any."""
+    n = draw(LENGTHS)
+    source = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    table = torch.tensor(draw(st.sampled_from([ODD, [x for x in ODD if abs(x) < 2]])), dtype=dtype)
+    vectors = []
+    for _ in range(count):
+        start = draw(st.integers(0, 17))
+        values = table[torch.randint(0, len(table), (n + start,), generator=source)]
+        if draw(st.booleans()):
+            values = torch.randn(n + start, generator=source, dtype=dtype)
+        vectors.append(values[start:])
+    return vectors
+
+
+def alike(left: Tensor, right: Tensor) -> bool:
+    """The same bits, but for which NaN it is."""
+    return same_bits(left.isnan(), right.isnan()) and same_bits(
+        torch.where(left.isnan(), 0.0, left), torch.where(right.isnan(), 0.0, right)
+    )
+
+
+def test_alike_tells_zeros_apart_and_nan_from_numbers() -> None:
+    assert alike(torch.tensor([torch.nan, 1.0]), torch.tensor([-torch.nan, 1.0]))
+    assert not alike(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert not alike(torch.tensor([torch.nan]), torch.tensor([0.0]))
+
+
+@pytest.mark.usefixtures("streamed")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("in_place", [False, True])
+@given(vectors=several(3), scale=st.sampled_from(SCALES))
+def test_accumulate_adds_as_the_reference(
+    form: str, in_place: bool, vectors: list[Tensor], scale: float
+) -> None:
+    residual, gradient, out = vectors
+    wanted = torch.empty_like(out)
+    finite = reference.accumulate(residual, gradient, scale, wanted)
+    out = residual.clone() if in_place else out
+    with kernels.using(form):
+        assert kernels.accumulate(out if in_place else residual, gradient, scale, out) == finite
+    assert alike(out, wanted)
+
+
+@pytest.mark.usefixtures("streamed", "form")
+@given(vectors=several(3))
+def test_accumulate_with_scale_one_is_torchs_sum(vectors: list[Tensor]) -> None:
+    residual, gradient, out = vectors
+    wanted = torch.add(gradient, residual, alpha=1.0)
+    kernels.accumulate(residual, gradient, 1.0, out)
+    assert alike(out, wanted)
+
+
+@pytest.mark.usefixtures("streamed", "form")
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_accumulate_sees_a_single_bad_value_anywhere_and_waiting_leaves_it_out(bad: float) -> None:
+    n = CHUNK + 300
+    zeros, out = torch.zeros(n), torch.empty(n + 1)[1:]
+    assert kernels.accumulate(zeros, zeros, 1.0, out)
+    for place in (0, 14, 15, 16, 1023, 1038, 1039, CHUNK - 1, CHUNK, n - 2, n - 1):
+        spoiled = torch.zeros(n)
+        spoiled[place] = bad
+        assert not kernels.accumulate(zeros, spoiled, 1.0, out)
+        assert alike(out, spoiled)
+        kernels.waiting(zeros, spoiled, out)
+        assert not out.any()
+
+
+@pytest.mark.usefixtures("streamed")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("in_place", [False, True])
+@given(vectors=several(3))
+def test_waiting_is_the_references(form: str, in_place: bool, vectors: list[Tensor]) -> None:
+    mark, own, out = vectors
+    wanted = torch.empty_like(out)
+    reference.waiting(mark, own, wanted)
+    out = own.clone() if in_place else out
+    with kernels.using(form):
+        kernels.waiting(mark, out if in_place else own, out)
+    assert alike(out, wanted)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(vectors=several(2), threshold=st.sampled_from(THRESHOLDS))
+def test_waiting_above_finds_what_the_reference_finds(
+    form: str, vectors: list[Tensor], threshold: float
+) -> None:
+    before = [x.clone() for x in vectors]
+    with kernels.using(form):
+        found = kernels.waiting_above(*vectors, threshold)
+    assert same_bits(found, reference.waiting_above(*vectors, threshold))
+    assert same_bits(vectors, before)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(vectors=several(3), preview=st.sampled_from([0.0, 0.3, 1.0]))
+def test_fold_leaves_what_the_reference_leaves(form: str, vectors: list[Tensor], preview: float) -> None:
+    shared, own, mark = (x.clone() for x in vectors)
+    reference.fold(*vectors, preview)
+    with kernels.using(form):
+        kernels.fold(shared, own, mark, preview)
+    assert all(map(alike, (shared, own, mark), vectors))
+
+
+NARROW = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("preview", [0.0, 0.4, 1.0])
+def test_after_a_fold_as_much_waits_as_before(dtype: torch.dtype, preview: float) -> None:
+    shared = torch.randn(CHUNK + 5)
+    mark = shared + 0.01 * torch.randn_like(shared)
+    own = (shared + 0.01 * torch.randn_like(shared)).to(dtype)
+    own[3], own[CHUNK + 1] = torch.inf, torch.nan
+    before, after = torch.empty_like(shared), torch.empty_like(shared)
+    kernels.waiting(mark, own, before)
+    kernels.fold(shared, own, mark, preview)
+    kernels.waiting(mark, own, after)
+    assert torch.allclose(before, after, rtol=1e-6, atol=1e-6)
+    assert torch.equal(own, (shared - preview * before).to(dtype))
+
+
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("dtype", [*NARROW, torch.float64])
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
+def test_every_kernel_takes_other_dtypes(dtype: torch.dtype, wide: torch.dtype) -> None:
+    source = torch.Generator().manual_seed(1)
+    shared, mark = torch.randn(2, CHUNK + 9, generator=source, dtype=wide)
+    narrow = torch.randn(CHUNK + 9, generator=source).to(min(dtype, wide, key=lambda each: each.itemsize))
+    ours, theirs = torch.empty_like(shared), torch.empty_like(shared)
+    for scale in SCALES:
+        kernels.accumulate(shared, narrow, scale, ours)
+        reference.accumulate(shared, narrow, scale, theirs)
+        assert same_bits(ours, theirs)
+    kernels.waiting(mark, narrow, ours)
+    reference.waiting(mark, narrow, theirs)
+    assert same_bits(ours, theirs)
+    mine = kernels.waiting_above(mark, narrow, 2.5)
+    assert same_bits(mine, reference.waiting_above(mark, narrow, 2.5))
+    own, left = narrow.clone(), mark.clone()
+    kernels.fold(shared, own, left, 0.3)
+    reference.fold(shared, narrow, mark, 0.3)
+    assert same_bits((own, left), (narrow, mark))
+
+
+@pytest.mark.usefixtures("form")
+def test_parameters_that_require_gradients_are_taken() -> None:
+    shared, mark, out = torch.zeros(3), torch.zeros(3), torch.empty(3)
+    own = torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
+    kernels.waiting(mark, own, out)
+    assert out.tolist() == [-1.0, 2.0, -3.0]
+    assert kernels.waiting_above(mark, own, 2.0)[0].tolist() == [1, 2]
+    kernels.fold(shared, own, mark, 0.5)
+    assert own.tolist() == [0.5, -1.0, 1.5]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(
+    vectors=several(1),
+    threshold=st.sampled_from(THRESHOLDS),
+    capacity=st.integers(0, 80) | st.just(CHUNK),
+    phase=st.sampled_from([0.0, 0.3, 0.5, 0.999999]),
+)
+def test_select_takes_what_the_reference_takes(
+    form: str, vectors: list[Tensor], threshold: float, capacity: int, phase: float
+) -> None:
+    with kernels.using(form):
+        indices, demand, tail = kernels.select(*vectors, threshold, capacity, phase)
+    wanted, all_of_them, tail_sum = reference.select(*vectors, threshold, capacity, phase)
+    assert same_bits((indices, demand), (wanted, all_of_them))
+    assert (tail.dtype, tail.shape) == (torch.float32, ())
+    assert torch.allclose(tail, tail_sum, rtol=1e-4)
+    assert 0.0 <= float(tail) <= torch.finfo(torch.float32).max
+
+
+@given(
+    vectors=several(1),
+    threshold=st.sampled_from(THRESHOLDS),
+    capacity=st.integers(0, 80),
+    phase=st.sampled_from([0.0, 0.5, 0.999999]),
+)
+def test_the_way_of_accelerators_takes_the_same(
+    vectors: list[Tensor], threshold: float, capacity: int, phase: float
+) -> None:
+    indices, demand, tail = fast._select_without_waiting(*vectors, threshold, capacity, phase)
+    wanted, all_of_them, tail_sum = reference.select(*vectors, threshold, capacity, phase)
+    assert same_bits((indices, demand), (wanted, all_of_them))
+    assert torch.allclose(tail, tail_sum, rtol=1e-4)
+
+
+def test_select_on_an_accelerator_brings_nothing_to_the_host() -> None:
+    """A tensor without data has nothing to bring."""
+    x = torch.empty(100, device="meta")
+    indices, demand, tail = kernels.select(x, 1.0, 7, 0.5)
+    assert (indices.shape, demand.shape, tail.shape) == ((7,), (), ())
+    with pytest.raises(NotImplementedError):
+        kernels.above(x, 1.0)
+
+
+@pytest.mark.parametrize(("phase", "taken"), [(0.0, [0, 1, 2]), (0.5, [3, 4, 5]), (0.99, [6, 7, 8])])
+def test_the_phase_moves_the_window_over_what_is_above(phase: float, taken: list[int]) -> None:
+    indices, demand, _ = kernels.select(torch.ones(10), 1.0, 3, phase)
+    assert (indices.tolist(), demand.item()) == (taken, 10)
+    assert kernels.select(torch.ones(2), 1.0, 3, phase)[0].tolist() == [0, 1, 2]
+
+
+@given(vectors=several(1), threshold=st.sampled_from(THRESHOLDS))
+def test_above_compiled_is_above(vectors: list[Tensor], threshold: float) -> None:
+    with kernels.using("compiled"):
+        assert same_bits(kernels.above(*vectors, threshold), reference.above(*vectors, threshold))
+
+
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("n", [5000, CHUNK + 77])
+def test_more_than_was_expected_is_found_too(n: int) -> None:
+    x, zeros = torch.randn(n), torch.zeros(n)
+    x[: n // 2] = 0.0
+    for threshold in (0.0, 0.5):
+        wanted = reference.above(x, threshold)
+        assert same_bits(kernels.above(x, threshold), wanted)
+        assert same_bits(kernels.waiting_above(x, zeros, threshold), (wanted, x[wanted]))
+
+
+def test_float32_vectors_on_the_cpu_are_compiled_and_all_else_is_torchs() -> None:
+    x = torch.zeros(8)
+    assert choice.form_for(x, x) is choice.on_cpu() is not choice.TORCH
+    others = [x.double(), x.bfloat16(), x[::2], x[:4], x.view(2, 4), x.to("meta")]
+    assert [choice.form_for(x, other) for other in others] == [choice.TORCH] * len(others)
+    with kernels.using("torch"):
+        assert choice.form_for(x, x) is choice.TORCH
+        assert kernels.active() == "torch"
+    assert kernels.active() == "compiled"
+
+
+def test_whoever_owns_a_vector_may_resize_it_afterwards() -> None:
+    vectors = [torch.zeros(8) for _ in range(4)]
+    with kernels.using("compiled"):
+        kernels.accumulate(vectors[0], vectors[1], 1.0, vectors[2])
+        kernels.waiting(*vectors[:3])
+        kernels.fold(*vectors[:3], 1.0)
+        kernels.waiting_above(*vectors[:2], 1.0)
+        kernels.above(vectors[0], 1.0)
+    for x in vectors:
+        x.untyped_storage().resize_(0)
+    borrowed = torch.zeros(8)
+    borrowed.numpy()
+    with pytest.raises(RuntimeError, match="not resizable"):
+        borrowed.untyped_storage().resize_(0)
+
+
+def test_vectors_of_different_lengths_are_refused_and_not_read_past_their_end() -> None:
+    with pytest.raises(RuntimeError, match="size"):
+        kernels.accumulate(torch.zeros(5), torch.zeros(3), 1.0, torch.zeros(5))
+
+
+def test_a_form_nobody_knows_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not 'fortran'"), kernels.using("fortran"):
+        pass
+
+
+def test_the_form_is_the_former_one_after_an_error() -> None:
+    with pytest.raises(KeyError), kernels.using("torch"):
+        raise KeyError
+    assert kernels.active() == "compiled"
+
+
+def test_without_numba_it_is_torchs_form_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = choice._numba
+    monkeypatch.setattr(choice, "_numba", lambda: load())  # not what was loaded before
+    monkeypatch.setitem(sys.modules, "gradsieve.kernels.compiled", None)
+    assert choice.form_for(torch.zeros(3)) is choice.TORCH
+    assert kernels.active().startswith("torch (ModuleNotFoundError")
+    assert kernels.above(torch.ones(3), 0.5).tolist() == [0, 1, 2]
+    with pytest.raises(ConfigError, match=r"gradsieve\[cpu\]"), kernels.using("compiled"):
+        pass
+
+
+def test_numba_is_not_imported_before_the_first_call() -> None:
+    script = (
+        "import sys, torch, gradsieve, gradsieve.kernels as kernels\n"
+        "before = 'numba' in sys.modules\n"
+        "kernels.above(torch.ones(3), 0.5)\n"
+        "print(before, 'numba' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["False", "True"]
+
+
+@pytest.fixture
+def one_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A cache of its own, and only one kernel to compile."""
+    monkeypatch.setattr(compiled, "_KERNELS", {"fold": compiled._KERNELS["fold"]})
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def folds(form: choice.Kernels) -> bool:
+    shared, own, mark = torch.ones(3), torch.zeros(3), torch.ones(3)
+    form.fold(shared, own, mark, 0.25)
+    return own.tolist() == [0.75] * 3 and mark.tolist() == [1.75] * 3
+
+
+def test_machine_code_is_kept_on_disk_and_a_broken_file_breaks_nothing(one_kernel: Path) -> None:
+    assert folds(choice._numba())
+    files = [path for path in one_kernel.rglob("*") if path.is_file()]
+    assert files
+    for path in files:
+        path.write_bytes(path.read_bytes()[:20])
+    assert folds(choice._numba())
+
+
+@pytest.mark.usefixtures("one_kernel")
+def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("numba.core.caching.CacheImpl._locator_classes", [])  # no place that can be written
+    with pytest.raises(RuntimeError, match="cannot cache"):
+        compiled.Compiled(cache=True)
+    assert folds(choice._numba())
+
+
+def seen_while_running(work: Callable[[], object]) -> bool:
+    """Whether this thread ever runs while another one is inside `work`. None is made to yield."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    try:
+        return any(_seen_once(work) for _ in range(30))
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def _seen_once(work: Callable[[], object]) -> bool:
+    inside, done = threading.Event(), []
+
+    def run() -> None:
+        inside.set()
+        work()
+        done.append(True)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    inside.wait()
+    seen = not done
+    thread.join()
+    return seen
+
+
+def test_every_compiled_kernel_lets_other_threads_run() -> None:
+    a, b, c, d = (torch.zeros(1 << 20) for _ in range(4))
+    form = choice.on_cpu()
+    assert seen_while_running(lambda: form.accumulate(a, b, 1.0, c))
+    assert seen_while_running(lambda: form.waiting(a, b, c, d))
+    assert seen_while_running(lambda: form.fold(a, b, c, 1.0))
+    assert seen_while_running(lambda: form.above(a, 1.0))
+    assert seen_while_running(lambda: form.waiting_above(a, b, 1.0))
+
+
+def test_what_keeps_the_others_waiting_is_seen() -> None:
+    assert not seen_while_running(lambda: sum(range(100_000)))
