@@ -10,7 +10,7 @@ The limits are those beyond which trainings ended visibly worse in docs/studies/
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
