@@ -29,7 +29,7 @@ from gradsieve.kernels import fold, select, waiting, waiting_above
 from gradsieve.kernels.fast import window
 from gradsieve.types import Host, Sparse
 
-WINDOWS = 4
+WINDOWS = 6
 """Windows of the vector, one of which is folded in a step."""
 
 
