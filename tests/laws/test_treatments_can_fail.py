@@ -66,7 +66,6 @@ def models(ranks: Stepping) -> None:
         (KeepsWhatItSpent, exactly, "lost or made up"),
         (ForgetsToWrite, models, "is not the shared one"),
         (SharesItsOwn, check_shared, "shares another model"),
-        (KeepsWhatItSpent, check_one_model, "still waiting"),
         (ForgetsToWrite, check_one_model, "still waiting"),
     ],
 )

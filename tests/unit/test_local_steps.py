@@ -58,6 +58,26 @@ def test_a_rank_that_does_not_move_moves_nothing(dtype: torch.dtype) -> None:
     torch.testing.assert_close(whole(local, parameters), before, **CLOSE)
 
 
+@pytest.mark.parametrize("small", [1, 10**6])
+def test_what_a_narrow_parameter_rounds_away_is_kept_in_the_shared_model(small: int) -> None:
+    """A hundred means of a sixteenth of a unit in the last place: none of them shows, all of them count."""
+    parameter = torch.ones(4, 4).bfloat16()
+    (unit,) = lay_units([("p", parameter)], 1 << 30, small=small)
+    parameters = {"p": parameter.view(-1)}
+    local = LocalSteps(unit, parameters)
+    tiny = torch.full((16,), 2.0**-11)
+    for _ in range(100):
+        waits = local.waiting_dense(parameters) if small > 1 else local.waiting(parameters).between(0, 16)
+        assert not waits.any()
+        if small > 1:
+            local.settle(nothing(), nothing(), tiny, parameters, 1, 1.0)
+        else:
+            local.settle(Sparse.full(tiny), Sparse.full(tiny), torch.empty(0), parameters, 1, 1.0)
+    assert bool(parameter.lt(1).all())
+    shared = local.shared_dense if small > 1 else local.shared
+    assert torch.equal(shared, torch.full((16,), 1 - 100 * 2.0**-11))
+
+
 def test_what_is_sent_is_gone_and_the_rest_waits() -> None:
     local, parameters = local_steps()
     parameters["q"] -= 0.5

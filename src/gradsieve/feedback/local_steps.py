@@ -31,6 +31,8 @@ from gradsieve.types import Host, Sparse
 
 WINDOWS = 6
 """Windows of the vector, one of which is folded in a step."""
+_PIECE = 1 << 17
+"""Elements that stay in a processor's cache while all is done to them."""
 
 
 class LocalSteps:
@@ -39,16 +41,17 @@ class LocalSteps:
         self.shared = _concatenate(unit, unit.sparse, parameters)
         self.mark = self.shared.clone()
         self.shared_dense = _concatenate(unit, unit.dense, parameters)
+        self.mark_dense = self.shared_dense.clone()
 
     def waiting(self, parameters: Mapping[str, Tensor]) -> Waiting:
         return Waiting(self, parameters)
 
     def waiting_dense(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """Of the dense slots, which are exchanged in full: their mark is the shared model."""
-        out = torch.empty_like(self.shared_dense)
+        """Of the dense slots, which are exchanged in full."""
+        out = torch.empty_like(self.mark_dense)
         for slot in self.unit.dense:
             here = slice(slot.start, slot.stop)
-            waiting(self.shared_dense[here], parameters[slot.name], out[here])
+            waiting(self.mark_dense[here], parameters[slot.name], out[here])
         return out
 
     def settle(
@@ -61,20 +64,37 @@ class LocalSteps:
         preview: float,
     ) -> None:
         """Take over what an exchange gave."""
+        if update.indices is None:
+            self._settle_everything(update.values, parameters, world)
+        else:
+            self._settle_some(update, spent, parameters, world, preview)
+        self.shared_dense -= dense_mean
+        for slot in self.unit.dense:
+            here = slice(slot.start, slot.stop)
+            # A narrow parameter holds it rounded: that is not a step, so the mark is rounded too.
+            self.mark_dense[here] = parameters[slot.name].copy_(self.shared_dense[here])
+
+    def _settle_everything(self, total: Tensor, parameters: Mapping[str, Tensor], world: int) -> None:
+        """All that waited was told: x = m = w."""
+        for slot in self.unit.sparse:
+            for begin in range(0, slot.numel, _PIECE):
+                end = min(begin + _PIECE, slot.numel)
+                here = slice(slot.start + begin, slot.start + end)
+                self.shared[here] -= total[here] / world
+                self.mark[here] = parameters[slot.name][begin:end].copy_(self.shared[here])
+
+    def _settle_some(
+        self, update: Sparse, spent: Sparse, parameters: Mapping[str, Tensor], world: int, preview: float
+    ) -> None:
         left = self.waiting(parameters).of(spent) - spent.values
         if spent.indices is not update.indices:
             self._write(replace(spent, values=left), self._shared_at(spent), parameters, preview)
             left = self.waiting(parameters).of(update)
         # Two roundings, not a fused one: replicas on unlike processors must stay the same bits.
+        assert update.indices is not None
         shared = self._shared_at(update) - update.values / world
-        if update.indices is None:
-            self.shared.copy_(shared)
-        else:
-            self.shared.index_copy_(0, update.indices, shared)
+        self.shared.index_copy_(0, update.indices, shared)
         self._write(replace(update, values=left), shared, parameters, preview)
-        self.shared_dense -= dense_mean
-        for slot in self.unit.dense:
-            parameters[slot.name].copy_(self.shared_dense[slot.start : slot.stop])
 
     def fold(self, parameters: Mapping[str, Tensor], preview: float, window: int) -> None:
         """In one of the windows, x = w - a e."""
@@ -83,25 +103,21 @@ class LocalSteps:
             fold(self.shared[here], own, self.mark[here], preview)
 
     def _shared_at(self, part: Sparse) -> Tensor:
-        return self.shared if part.indices is None else self.shared.index_select(0, part.indices)
+        assert part.indices is not None
+        return self.shared.index_select(0, part.indices)
 
     def _write(self, left: Sparse, shared: Tensor, parameters: Mapping[str, Tensor], preview: float) -> None:
         """x and m where e is now `left`."""
         own = torch.sub(shared, left.values, alpha=preview)
         for slot, indices, values in by_slot(self.unit.sparse, replace(left, values=own)):
+            assert indices is not None
             parameter = parameters[slot.name]
             narrow = values.to(parameter.dtype)
-            if indices is None:
-                parameter.copy_(narrow)
-            else:
-                parameter.index_copy_(0, indices, narrow)
+            parameter.index_copy_(0, indices, narrow)
             if narrow.dtype != values.dtype:
                 values.copy_(narrow)
-        mark = own.add_(left.values)
-        if left.indices is None:
-            self.mark.copy_(mark)
-        else:
-            self.mark.index_copy_(0, left.indices, mark)
+        assert left.indices is not None
+        self.mark.index_copy_(0, left.indices, own.add_(left.values))
 
     def pieces(
         self, parameters: Mapping[str, Tensor], start: int, stop: int
@@ -114,7 +130,8 @@ class LocalSteps:
 
     def by_kind(self) -> dict[str, dict[str, Tensor]]:
         shared = parts_of(self.shared, self.unit.sparse) | parts_of(self.shared_dense, self.unit.dense)
-        return {"shared": shared, "mark": parts_of(self.mark, self.unit.sparse)}
+        mark = parts_of(self.mark, self.unit.sparse) | parts_of(self.mark_dense, self.unit.dense)
+        return {"shared": shared, "mark": mark}
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +181,7 @@ class Waiting:
 
     def of(self, part: Sparse) -> Tensor:
         """Where `part` has elements."""
-        if part.indices is None:
-            return self.between(0, self.numel())
+        assert part.indices is not None
         return self.at(part.on_host(), part.indices)
 
 
