@@ -201,6 +201,15 @@ def test_the_users_environment_wins_over_the_labs_thread_count_only(monkeypatch:
 # --- signals
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """As at a terminal: a process that a script started in the background is born deaf to SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_signals_held_back_take_effect_when_the_block_ends() -> None:
     steps = []
 
