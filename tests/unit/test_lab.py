@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
