@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
+from gradsieve.integrations.ddp import DdpSync
 from gradsieve.sync import StepPipeline
 from multiproc.harness import Ranks
 from multiproc.training import RATE, Plan, Run, differing, typical
@@ -152,3 +154,71 @@ def joined(rank: int) -> str:
 def test_join_is_refused(two: Ranks) -> None:
     """It ends with one rank's model for all."""
     assert all("exchange='gradients'" in said for said in two.run(joined))
+
+
+# -- when an exchange begins --------------------------------------------------------------------------
+
+
+def begins(rank: int) -> dict[str, bool]:
+    """Whether one is under way after each of these, in this order."""
+    model = nn.Linear(40, 40)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ddp = DistributedDataParallel(model)
+    sync = gradsieve.attach(ddp, optimizer, density=0.1)
+    inputs = torch.full((2, 40), float(rank))
+    seen = {}
+
+    def look(after: str) -> object:
+        seen[after] = sync._under_way is not None
+        return sync._under_way
+
+    ddp.eval()
+    ddp(inputs)
+    look("a forward to judge the model")
+    ddp.train()
+    with torch.no_grad():
+        ddp(inputs)
+    look("a forward without gradients")
+    ddp(inputs)
+    first = look("a forward to train")
+    loss = ddp(inputs).sum()
+    seen["and a second one begins no other"] = sync._under_way is first
+    loss.backward()
+    optimizer.step()
+    look("the optimizer's step")
+    ddp.eval()
+    ddp(inputs).sum().backward()
+    look("a backward of a model in evaluation mode")
+    optimizer.step()
+    seen["one exchange a backward"] = sync.pipeline.step == 2
+    sync.close()
+    ddp.train()
+    ddp(inputs)
+    look("close")
+    return seen
+
+
+BEGUN = {
+    "a forward to judge the model": False,
+    "a forward without gradients": False,
+    "a forward to train": True,
+    "and a second one begins no other": True,
+    "the optimizer's step": False,
+    "a backward of a model in evaluation mode": True,
+    "one exchange a backward": True,
+    "close": False,
+}
+
+
+def test_an_exchange_begins_with_the_forward_that_trains(two: Ranks) -> None:
+    assert two.run(begins) == [BEGUN, BEGUN]
+
+
+def begins_with_backward(rank: int) -> dict[str, bool]:
+    with mock.patch.object(DdpSync, "before_forward", return_value=None):
+        return begins(rank)
+
+
+def test_one_that_began_with_backward_would_show(two: Ranks) -> None:
+    """Twin."""
+    assert two.run(begins_with_backward) == [{**BEGUN, "a forward to train": False}] * 2

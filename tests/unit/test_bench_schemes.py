@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from gradsieve.bench import models, schemes
+from gradsieve.bench import models
+from gradsieve.bench.clock import Clock
 from gradsieve.bench.models import Task
 from gradsieve.bench.recordings import WARM_STEPS, Recording
-from gradsieve.bench.schemes import COLUMNS, Clock, Fleet, Plan, measure, measure_all, tables
+from gradsieve.bench.schemes import COLUMNS, Fleet, Plan, measure, measure_all, tables
 from gradsieve.bench.schemes_plot import plot
 from gradsieve.cli.main import main
 from gradsieve.comm.ops import AllReduce
@@ -142,7 +144,7 @@ def test_a_scheme_is_told_the_sizes_of_the_tensors(recording: Recording) -> None
 
 def test_the_clock_runs_in_the_program_only(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(schemes.time, "thread_time", lambda: now[0])
+    monkeypatch.setattr(time, "thread_time", lambda: now[0])
 
     def program() -> Iterator[str]:
         now[0] += 3
@@ -151,7 +153,7 @@ def test_the_clock_runs_in_the_program_only(monkeypatch: pytest.MonkeyPatch) -> 
         return 7
 
     clock = Clock()
-    timed = clock.timed(program())  # type: ignore[arg-type]
+    timed = clock.program(program())  # type: ignore[arg-type]
     assert next(timed) == "op"
     now[0] += 100
     with pytest.raises(StopIteration) as end:

@@ -177,6 +177,9 @@ def test_one_bad_value_anywhere_is_seen_and_a_sum_that_overflows_is_not_one(bad:
     large[617] = bad
     assert not fast.is_finite(large)
     assert not fast.is_finite(torch.tensor([torch.inf, -torch.inf]))
+    assert fast.is_finite()
+    assert fast.is_finite(torch.ones(3), torch.full((9,), 3e38), torch.ones(2, dtype=torch.float64))
+    assert not fast.is_finite(torch.ones(3), torch.tensor([torch.nan]), torch.ones(2))
 
 
 def test_the_reference_knows_every_kernel_the_package_offers() -> None:

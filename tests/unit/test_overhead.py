@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from gradsieve.bench import overhead
-from gradsieve.bench.overhead import Case, Clock, Rank, bare, cases, kernels, measure, step
+from gradsieve.bench.clock import Clock
+from gradsieve.bench.overhead import Case, Rank, bare, cases, kernels, measure, step
 from gradsieve.cli.main import main
 from gradsieve.comm.ops import AllReduce
 from gradsieve.errors import ConfigError
@@ -22,7 +23,7 @@ from gradsieve.types import Program
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A processor's clock that goes on only when told."""
     now = [0.0]
-    monkeypatch.setattr(time, "process_time", lambda: now[0])
+    monkeypatch.setattr(time, "thread_time", lambda: now[0])
     return now
 
 

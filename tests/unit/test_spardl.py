@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from gradsieve.comm import bruck, lockstep
+from gradsieve.comm.links import Links
 from gradsieve.comm.meter import Meter
 from gradsieve.comm.ops import Exchange
 from gradsieve.errors import ConfigError
 from gradsieve.schemes.bags import Bags, Entries
 from gradsieve.schemes.base import log2_ceil
 from gradsieve.schemes.spardl import SparDL
-from gradsieve.schemes.teams import Links, best_teams
+from gradsieve.schemes.teams import best_teams
 from gradsieve.types import Ctx, Outcome
 from laws.driver import Fleet
 from laws.gradients import Source

@@ -21,13 +21,13 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from gradsieve.bench.clock import Clock
 from gradsieve.bench.machine import check_fits, one_thread
 from gradsieve.comm import lockstep
 from gradsieve.feedback.treatment import Treatment
 from gradsieve.kernels import active, is_finite, using
 from gradsieve.schemes.spec import parse
 from gradsieve.sync.fitted import Fitted
-from gradsieve.types import Program, Result
 
 STAGES = ("accumulate", "select", "encode", "decode", "apply", "commit", "check")
 COLUMNS = ["scheme", "exchange", "kernel", "ours_ms", "bare_ms", "ratio", "density"]
@@ -76,34 +76,6 @@ def kernels() -> list[str]:
 def work(case: Case) -> int:
     """Steps that a case takes."""
     return WARM + ROUNDS * len(kernels())
-
-
-class Clock:
-    """Seconds of one rank's own work, as the processor spent them: whoever else uses the machine slows memory
-    down for ours and bare alike, but does not get its turns counted."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def call(self, work: Callable[[], Result]) -> Result:
-        start = time.process_time()
-        result = work()
-        self.seconds += time.process_time() - start
-        return result
-
-    def program(self, program: Program[Result]) -> Program[Result]:
-        """The same program. What passes between its asking and the answer is not its own work."""
-        reply: Tensor | None = None
-        while True:
-            start = time.process_time()
-            try:
-                op = program.send(reply)  # type: ignore[arg-type]  # None starts a generator
-            except StopIteration as end:
-                result: Result = end.value
-                return result
-            finally:
-                self.seconds += time.process_time() - start
-            reply = yield op
 
 
 class Rank:
@@ -162,7 +134,7 @@ def _finished(rank: Rank, tensors: Mapping[str, Tensor], clock: Clock) -> Work:
     stages = rank.pipeline.stats.seconds
     if not rank.pipeline.exchanges_gradients:  # as GradientSync.before_optimizer_step does
         start = time.perf_counter()
-        clock.call(lambda: all(is_finite(gradient) for gradient in rank.gradients))
+        clock.call(lambda: is_finite(*rank.gradients))
         stages["check"] = time.perf_counter() - start
     return Work(clock.seconds, stages)
 

@@ -10,7 +10,6 @@ Fewer ranks than were recorded are the first of them.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import groupby
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from gradsieve.bench import fidelity
+from gradsieve.bench.clock import Clock
 from gradsieve.bench.machine import check_fits, one_thread
 from gradsieve.bench.models import Task, build
 from gradsieve.bench.recordings import WARM_STEPS, Recording, record
@@ -30,7 +30,7 @@ from gradsieve.comm.meter import Meter
 from gradsieve.errors import ConfigError
 from gradsieve.schemes.base import Scheme
 from gradsieve.schemes.spec import parse
-from gradsieve.types import Ctx, Program, Result, target_count
+from gradsieve.types import Ctx, Program, target_count
 
 WORD = 4
 """Bytes."""
@@ -113,7 +113,7 @@ class Fleet:
         meters = [Meter(rank, self.world) for rank in range(self.world)]
         clocks = [Clock() for _ in meters]
         outcomes = lockstep.run(
-            [clock.timed(self._program(rank)) for rank, clock in enumerate(clocks)], meters
+            [clock.program(self._program(rank)) for rank, clock in enumerate(clocks)], meters
         )
         for rank, outcome in enumerate(outcomes):
             outcome.spent.subtract_from(self.residuals[rank])
@@ -152,26 +152,6 @@ class Fleet:
 
 def _over_ranks(vectors: Tensor) -> Tensor:
     return vectors.sum(0, dtype=torch.float64)
-
-
-@dataclass(slots=True)
-class Clock:
-    """Time that a program spends in its own code, not in the ops it asks for."""
-
-    seconds: float = 0.0
-
-    def timed(self, program: Program[Result]) -> Program[Result]:
-        reply: Tensor | None = None
-        while True:
-            start = time.thread_time()  # what else the machine does is not this rank's work
-            try:
-                op = program.send(reply)  # type: ignore[arg-type]  # None starts a generator
-            except StopIteration as end:
-                result: Result = end.value
-                return result
-            finally:
-                self.seconds += time.thread_time() - start
-            reply = yield op
 
 
 def measure_all(plan: Plan, advance: Callable[[float, str], None]) -> list[dict[str, Any]]:

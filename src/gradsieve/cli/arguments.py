@@ -37,6 +37,14 @@ def add_command(
     return parser
 
 
+def add_lab(parser: argparse.ArgumentParser) -> None:
+    """The hosts and links of a bench on a lab network."""
+    add = parser.add_argument
+    add("--hosts", type=size, default="4", metavar="N", help="hosts in the lab (default: 4)")
+    add("--rate", metavar="R", help="of each link, e.g. 1gbit (default: unshaped)")
+    add("--delay", metavar="D", help="one way, e.g. 5ms (default: none)")
+
+
 def add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--models",

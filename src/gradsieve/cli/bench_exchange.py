@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from gradsieve.cli.arguments import Commands, add_command, size
+from gradsieve.cli.arguments import Commands, add_command, add_lab, size
 
 _DESCRIPTION = """\
 What our engine adds to the collectives of a step: the same ones bare, in turn, in one run on a lab network.
@@ -27,10 +27,9 @@ _EXAMPLE = "example:\n  gradsieve bench exchange --hosts 4 --rate 1gbit --params
 
 def add_parser(commands: Commands) -> None:
     summary = "collectives through the engine against bare gloo, on a lab network"
-    add = add_command(commands, "exchange", run, summary, _DESCRIPTION, _EXAMPLE).add_argument
-    add("--hosts", type=size, default="4", metavar="N", help="hosts in the lab (default: 4)")
-    add("--rate", metavar="R", help="of each link, e.g. 1gbit (default: unshaped)")
-    add("--delay", metavar="D", help="one way, e.g. 5ms (default: none)")
+    parser = add_command(commands, "exchange", run, summary, _DESCRIPTION, _EXAMPLE)
+    add_lab(parser)
+    add = parser.add_argument
     add("--scheme", default="exdyna", metavar="NAME", help="settings follow a colon (default: exdyna)")
     add("--params", type=size, default="25e6", metavar="N", help="length of the gradient (default: 25e6)")
     add("--density", type=float, default=0.001, metavar="D", help="share that is sent (default: 0.001)")

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from gradsieve.cli.arguments import Commands, add_command, drawable, size
+from gradsieve.cli.arguments import Commands, add_command, add_lab, drawable, size
 from gradsieve.errors import ConfigError
 
 _DESCRIPTION = """\
@@ -45,10 +45,9 @@ def add_parser(commands: Commands) -> None:
     from gradsieve.bench.workloads import WORKLOADS
 
     summary = "seconds a training step takes, on a lab network"
-    add = add_command(commands, "step", run, summary, _DESCRIPTION, _EXAMPLES).add_argument
-    add("--hosts", type=size, default="4", metavar="N", help="hosts in the lab (default: 4)")
-    add("--rate", metavar="R", help="of each link, e.g. 1gbit (default: unshaped)")
-    add("--delay", metavar="D", help="one way, e.g. 5ms (default: none)")
+    parser = add_command(commands, "step", run, summary, _DESCRIPTION, _EXAMPLES)
+    add_lab(parser)
+    add = parser.add_argument
     add("--workload", choices=WORKLOADS, default="mlp", help="what is trained (default: mlp)")
     add("--params", type=size, default="25e6", metavar="N", help="model size (default: 25e6)")
     add("--density", type=float, default=0.001, metavar="D", help="default: 0.001")

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from gradsieve.cli.arguments import Commands, add_command, drawable, size
+from gradsieve.cli.arguments import Commands, add_command, add_lab, drawable, size
 
 _DESCRIPTION = """\
 Seconds of training until the test accuracy that dense reaches at the end of its budget.
@@ -37,10 +37,9 @@ def add_parser(commands: Commands) -> None:
     from gradsieve.bench.rivals import SYNCS
 
     summary = "seconds to the accuracy that dense ends with, on a lab network"
-    add = add_command(commands, "time-to-accuracy", run, summary, _DESCRIPTION, _EXAMPLES).add_argument
-    add("--hosts", type=size, default="4", metavar="N", help="hosts in the lab (default: 4)")
-    add("--rate", metavar="R", help="of each link, e.g. 1gbit (default: unshaped)")
-    add("--delay", metavar="D", help="one way, e.g. 5ms (default: none)")
+    parser = add_command(commands, "time-to-accuracy", run, summary, _DESCRIPTION, _EXAMPLES)
+    add_lab(parser)
+    add = parser.add_argument
     add("--params", type=size, default="6e6", metavar="N", help="model size (default: 6e6)")
     add("--density", type=float, default=0.01, metavar="D", help="share that is sent (default: 0.01)")
     add(

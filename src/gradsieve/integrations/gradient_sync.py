@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradsieve import kernels
 from gradsieve.comm.c10d import Engine
+from gradsieve.comm.links import measure_links
 from gradsieve.comm.ops import AllGather, AllReduce
 from gradsieve.errors import ConfigError, DivergenceError, Malformed
 from gradsieve.feedback import checkpoint
@@ -33,7 +34,6 @@ from gradsieve.integrations.advice import Advisor, signs
 from gradsieve.presets import Preset, choose
 from gradsieve.schemes import make
 from gradsieve.schemes.base import Scheme
-from gradsieve.schemes.teams import measure_links
 from gradsieve.sync import UNIT_CAP_MB, GradientPipeline, StepPipeline
 from gradsieve.sync.fitted import Fitted
 from gradsieve.telemetry import Span
@@ -80,7 +80,8 @@ class GradientSync:
         self.pipeline = self.fitted.pipeline
         if dense_if_faster and world > 1 and not self.scheme.lossless and not self.scheme.silent:
             here = self.pipeline.units[0].device
-            self.pipeline.fall_back(self.engine.run(measure_links(Ctx(rank, world, 0)), "the links", here))
+            links = self.engine.run(measure_links(Ctx(rank, world, 0), here), "the links", here)
+            self.pipeline.fall_back(links)
         self._scaler = scaler
         self._under_way: tuple[dict[str, Tensor], list[Future[None]]] | None = None
         self._compared = 0  # the step after which replicas were last compared
@@ -157,7 +158,7 @@ class GradientSync:
         self._finish_exchange()
         if isinstance(self.pipeline, StepPipeline):
             gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-            self.pipeline.last_step_good = all(kernels.is_finite(gradient) for gradient in gradients)
+            self.pipeline.last_step_good = kernels.is_finite(*gradients)
             self.pipeline.skipped += not self.pipeline.last_step_good
         if not self.pipeline.last_step_good:
             for parameter in self.parameters.values():

@@ -20,13 +20,16 @@ _FEWEST = 16
 """Of so many elements of a long block, at most one is sampled."""
 
 
-def is_finite(x: Tensor) -> bool:
-    """No NaN and no infinity in x.
+def is_finite(*tensors: Tensor) -> bool:
+    """No NaN and no infinity in any of them.
 
     One pass: a sum over something that is not finite is not finite. The reverse can fail by overflow, so
-    that a bad sum is looked at again element by element.
+    that bad sums are looked at again element by element. The host waits once, for all of them.
     """
-    return bool(x.sum().isfinite()) or bool(x.isfinite().all())
+    if not tensors:
+        return True
+    fine = [x.sum().isfinite().to(tensors[0].device) for x in tensors]
+    return bool(torch.stack(fine).all()) or all(bool(x.isfinite().all()) for x in tensors)
 
 
 def above(x: Tensor, threshold: float) -> Tensor:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 
-def is_finite(x: Tensor) -> bool:
-    """No NaN and no infinity in x."""
-    return bool(x.isfinite().all())
+def is_finite(*tensors: Tensor) -> bool:
+    """No NaN and no infinity in any of them."""
+    return all(bool(x.isfinite().all()) for x in tensors)
 
 
 def above(x: Tensor, threshold: float) -> Tensor:

@@ -26,12 +26,13 @@ import torch
 from torch import Tensor
 
 from gradsieve.comm import bruck
+from gradsieve.comm.links import Links, measure_links
 from gradsieve.comm.ops import Exchange
 from gradsieve.errors import ConfigError
 from gradsieve.schemes.bags import Bags, Entries
 from gradsieve.schemes.base import Scheme, log2_ceil
 from gradsieve.schemes.quota import quota
-from gradsieve.schemes.teams import Links, best_teams, measure_links
+from gradsieve.schemes.teams import best_teams
 from gradsieve.types import Ctx, Outcome, Program, Sparse, private
 
 Residuals = Literal["local", "end", "all"]
@@ -85,7 +86,7 @@ class SparDL(Scheme[State]):
 
     def step(self, acc: Tensor, state: State, ctx: Ctx) -> Program[Outcome[State]]:
         if not state.teams:
-            links = yield from measure_links(ctx)
+            links = yield from measure_links(ctx, acc.device)
             state = replace(state, teams=self._best_teams(state.n, ctx.world, links))
         places = ctx.world // state.teams
         team, place = divmod(ctx.rank, places)

@@ -18,13 +18,13 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from gradsieve.comm.links import Links
 from gradsieve.comm.meter import Meter
 from gradsieve.errors import ConfigError
 from gradsieve.feedback.rider import carry
 from gradsieve.feedback.treatment import Treatment
 from gradsieve.feedback.units import lay_units
 from gradsieve.schemes.base import Scheme, log2_ceil
-from gradsieve.schemes.teams import Links
 from gradsieve.sync.fallback import Fallback
 from gradsieve.telemetry import Timeline
 from gradsieve.types import Ctx, Outcome, Program, Result, Sparse, Vector, to_host

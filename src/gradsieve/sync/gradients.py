@@ -91,7 +91,7 @@ class GradientPipeline(Pipeline):
             if self.may_have_unused and not self.scheme.lossless:
                 outcome = _only_used(outcome, unit, ride)
             released = self.residuals[index].released(outcome.update) if self.residuals else outcome.update
-            good = is_finite(released.values) and is_finite(ride) and not int(ride[-1])
+            good = is_finite(released.values, ride) and not int(ride[-1])
             good &= self._apply(unit, gradients, released, ride)
         self._staged.append(Staged(outcome, released, good))
         if index == len(self.units) - 1:
@@ -114,7 +114,7 @@ class GradientPipeline(Pipeline):
         if self.residual_rate > 0:
             scale *= self.residual_rate / self._rate
         acc, good = self.residuals[index].accumulate(gradients, scale)
-        if good and all(is_finite(gradients[slot.name]) for slot in unit.dense):
+        if good and is_finite(*(gradients[slot.name] for slot in unit.dense)):
             return acc, True
         return self.residuals[index].without_gradient(), False
 

@@ -77,7 +77,7 @@ class StepPipeline(Pipeline):
             rides = [ride for _, ride in self._staged]
             probes = [ride[length:] for ride, length in zip(rides, dense, strict=True)]
             seen = to_host(torch.stack([squares(probe) for probe in probes]))
-            good = all(is_finite(outcome.update.values) and is_finite(ride) for outcome, ride in self._staged)
+            good = is_finite(*rides, *(outcome.update.values for outcome, _ in self._staged))
         if not good:
             self.skipped += 1
             return

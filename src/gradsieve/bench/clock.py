@@ -1,0 +1,37 @@
+"""How long a rank's own work takes, where many ranks take turns in one thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from gradsieve.types import Program, Result
+
+
+@dataclass(slots=True)
+class Clock:
+    """Seconds as the processor spent them: whoever else uses the machine does not get its turns counted."""
+
+    seconds: float = 0.0
+
+    def call(self, work: Callable[[], Result]) -> Result:
+        start = time.thread_time()
+        try:
+            return work()
+        finally:
+            self.seconds += time.thread_time() - start
+
+    def program(self, program: Program[Result]) -> Program[Result]:
+        """The same program. What passes between its asking and the answer is not its own work."""
+        reply: Tensor | None = None
+        while True:
+            try:
+                op = self.call(partial(program.send, reply))  # type: ignore[arg-type]  # None starts it
+            except StopIteration as end:
+                result: Result = end.value
+                return result
+            reply = yield op
