@@ -10,6 +10,9 @@ check:      # lint, types, import direction
 test *args: # the quick tests; `just test tests/lab` for the slow ones
     pytest -q -n 2 tests/unit tests/laws tests/hostile tests/policy {{args}}
 
+soak:       # 2,000 sequences of 30 actions in any order, on virtual ranks: about ten minutes
+    ANY_ORDER_EXAMPLES=2000 pytest -q tests/laws/test_any_order.py
+
 bench:      # the headline measurement (needs root for the lab)
     gradsieve bench step --hosts 4 --rate 1gbit --workload mlp --params 25e6 --density 0.001
 

@@ -85,7 +85,7 @@ for step in range(1, args.steps + RACES + 1):
         print(f"step {step}: loss {loss:.3f}", flush=True)
 
 last = sync.metrics()
-sync.flush()  # all that waits: now every rank has the same model
+sync.flush()  # at the end, on all ranks: what still waits goes into the model
 if rank == 0:
     images, labels = load("t10k")
     right = (ddp.module.eval().requires_grad_(False)(images).argmax(1) == labels).float().mean()

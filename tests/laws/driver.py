@@ -42,7 +42,7 @@ class Fleet:
     ) -> None:
         self.scheme, self.sizes, self.world = scheme, list(sizes), world
         self.states: list[list[Any]] = [[scheme.begin(n, world) for n in sizes] for _ in range(world)]
-        self.residuals = [[torch.zeros(n, dtype=dtype) for n in sizes] for _ in range(world)]
+        self.residuals = [[torch.zeros(n, dtype=dtype, device="cpu") for n in sizes] for _ in range(world)]
         self.step = 0
 
     def advance(self, gradients: Gradients, steps: int) -> Iterator[Round]:

@@ -15,6 +15,7 @@ from gradsieve.feedback.treatment import Treatment
 from gradsieve.feedback.units import flat_view
 from gradsieve.schemes import SCHEMES, make
 from gradsieve.sync.fitted import Fitted
+from gradsieve.types import Sparse
 from laws.cases import WORLDS, registered
 from laws.checks import same_bits
 from laws.treated import (
@@ -146,7 +147,10 @@ def test_rounding_to_a_narrow_parameter_is_not_a_step(dtype: torch.dtype) -> Non
     kept = [next(pipeline.waiting()).clone() for pipeline in ranks.pipelines]
     for pipeline, own in zip(ranks.pipelines, ranks.flat, strict=True):
         for window in range(WINDOWS):
-            pipeline.local[0].fold(own, 0.5, window)
+            local = pipeline.local[0]
+            nothing = Sparse(torch.empty(0, dtype=torch.long), torch.empty(0), local.unit.n)
+            local.settle(nothing, nothing, torch.empty(0), torch.empty(0), own, 2, window)
+            local.fold(own, 0.5)
     assert same_bits([next(pipeline.waiting()) for pipeline in ranks.pipelines], kept)
 
 
@@ -240,7 +244,7 @@ def test_with_everything_sent_local_momentum_is_sgd(
     models = [{n: p.double().requires_grad_() for n, p in case.model().items()} for _ in range(world + 1)]
     optimizers = [torch.optim.SGD(model.values(), **settings) for model in models]
     fitted = [
-        Fitted(models[rank], optimizers[rank], make(scheme, 1.0), treatment, rank, world)
+        Fitted(models[rank], [optimizers[rank]], make(scheme, 1.0), treatment, rank, world)
         for rank in range(world)
     ]
     ranks = Ranks()

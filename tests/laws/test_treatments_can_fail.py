@@ -40,16 +40,14 @@ class KeepsWhatItSpent(LocalSteps):
 
 
 class ForgetsToWrite(LocalSteps):
-    def settle(self, *others: Any) -> None:
-        update, spent, mean, parameters, world, preview = others
-        aside = {name: parameter.clone() for name, parameter in parameters.items()}
-        super().settle(update, spent, mean, aside, world, preview)
+    def fold(self, parameters: Mapping[str, Tensor], *others: Any) -> None:
+        super().fold({name: parameter.clone() for name, parameter in parameters.items()}, *others)
 
 
 class SharesItsOwn(LocalSteps):
     def settle(self, *others: Any) -> None:
         super().settle(*others)
-        self.shared += others[3][self.unit.sparse[0].name].sum()
+        self.shared += others[4][self.unit.sparse[0].name].sum()
 
 
 def exactly(ranks: Stepping) -> None:

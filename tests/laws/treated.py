@@ -76,8 +76,11 @@ class Case:
     def numbers(self, step: int, rank: int) -> dict[str, Tensor]:
         """Whole numbers times UNIT, flat, by parameter."""
         source = torch.Generator().manual_seed((self.seed * 1009 + step) * 1009 + rank)
-        draws = {name: torch.randint(-8, 9, (prod(s),), generator=source) for name, s in self.shapes.items()}
-        return {name: draw * UNIT for name, draw in draws.items()}
+        draws = {
+            name: torch.randint(-8, 9, (prod(shape),), device="cpu", generator=source)
+            for name, shape in self.shapes.items()
+        }
+        return {name: draw.float() * UNIT for name, draw in draws.items()}
 
     def model(self) -> dict[str, Tensor]:
         return {name: part.view(self.shapes[name]) for name, part in self.numbers(10_000, 0).items()}

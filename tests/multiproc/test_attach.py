@@ -89,7 +89,7 @@ def attach_outside_a_group() -> None:
 
 
 REFUSALS: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
-    (attach_twice, (), RuntimeError, "register_comm_hook|can only be called once"),
+    (attach_twice, (), ConfigError, r"attached to this model already: close\(\) it first"),
     (attach_to_a_plain_model, (), ConfigError, "wants a DistributedDataParallel model, not Whole"),
     (attach_an_unknown_scheme, (), ConfigError, "no scheme is called 'exdnya'; there are: .*exdyna"),
     *[

@@ -23,16 +23,18 @@ WHOLE = gradsieve.Treatment(preview=1.0)
 lossy = pytest.mark.parametrize("scheme", typical(lossless=False))
 
 
-def train(rank: int, plan: Plan) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """What was fed, the rank's model before the flush, and after it."""
+def train(rank: int, plan: Plan) -> list[dict[str, Tensor]]:
+    """What was fed, the rank's own model before the flush, the model after it, the one shown before it."""
     run = Run(rank, plan).train()
     assert isinstance(run.sync.pipeline, StepPipeline)
     run.sync.verify()
-    own = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    own = {name: part.clone() for name, part in run.sync.pipeline.own.items()}
+    shown = {name: p.detach().clone() for name, p in run.model.named_parameters()}
     run.sync.flush()
     run.sync.verify()
     assert not any(bool(waiting.any()) for waiting in run.sync.pipeline.waiting())
-    return run.seen.fed, own, {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    flushed = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    return [run.seen.fed, own, flushed, shown]
 
 
 @lossy
@@ -47,6 +49,7 @@ def test_after_a_flush_all_ranks_have_what_all_of_them_learnt(two: Ranks, scheme
 def test_before_it_each_has_its_own(two: Ranks) -> None:
     seen = two.run(train, Plan(preset=WHOLE))
     assert differing(seen[0][1], seen[1][1])
+    assert differing(seen[0][3], seen[1][3]) == [], "but all show the shared one"
 
 
 def test_the_part_that_is_believed_is_found_alike_on_all_ranks(two: Ranks) -> None:

@@ -10,6 +10,15 @@ from types import ModuleType
 
 _PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 _SHELLS = {("os", "system"), ("os", "popen"), ("subprocess", "getoutput"), ("subprocess", "getstatusoutput")}
+_FACTORIES = {
+    *("arange", "as_tensor", "asarray", "empty", "empty_permuted", "empty_quantized", "empty_strided", "eye"),
+    *("full", "linspace", "logspace", "nested_tensor", "ones", "rand", "randint", "randn", "randperm"),
+    *("range", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros", "fftfreq", "rfftfreq"),
+    *("bartlett_window", "blackman_window", "hamming_window", "hann_window", "kaiser_window"),
+    *("sparse_coo_tensor", "sparse_csr_tensor", "sparse_csc_tensor", "sparse_bsr_tensor"),
+    *("sparse_bsc_tensor", "sparse_compressed_tensor"),
+}
+"""What torch makes in a type or on a device that the program's user can set, unless it is told which."""
 
 
 def long_files(package: Path, limit: int) -> list[str]:
@@ -68,6 +77,53 @@ def _danger(node: ast.AST) -> str | None:
         if keyword.arg == "allow_pickle" and constant:
             return "passes allow_pickle="
     return None
+
+
+def left_to_default(package: Path) -> list[str]:
+    """Tensors whose type or device is left to torch's defaults, which whoever imports the package may set.
+
+    Any mention of a factory counts but a call that names both: handed on, it would be called without them.
+    """
+    return [
+        f"{where}:{line} {what}"
+        for where, tree in _trees(package)
+        for line, what in sorted(_left_to_default(tree, _imported(tree)))
+    ]
+
+
+def _left_to_default(tree: ast.Module, imported: dict[str, str]) -> Iterator[tuple[int, str]]:
+    calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        first, *rest = _dotted(node).split(".")
+        name = ".".join([imported.get(first, first), *rest])
+        if not name.startswith("torch."):
+            continue
+        call, made = calls.get(id(node)), name.split(".")[-1]
+        if call is not None and made.endswith("Tensor"):
+            yield call.lineno, f"calls {name}, which follows torch's defaults"
+        elif made in _FACTORIES and (missing := {"dtype", "device"} - _named(call)):
+            yield node.lineno, f"{name} without {' and '.join(sorted(missing, reverse=True))}"
+
+
+def _named(call: ast.Call | None) -> set[str]:
+    """Keywords that are given a value other than None, which would be the default."""
+    given = call.keywords if call is not None else []
+    return {word.arg for word in given if word.arg and not _is_none(word.value)}
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def _imported(tree: ast.AST) -> dict[str, str]:
+    """What names in a file stand for that it imports under another one, or from within a module."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return found
 
 
 def export_faults(module: ModuleType) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from torch.utils._device import _device_constructors
 
 import gradsieve
 from gradsieve.schemes import SCHEMES, base
@@ -129,6 +130,64 @@ def test_harmless_namesakes_are_not_taken_for_it(copy: Path) -> None:
         copy, "types.py", "model.eval()\nsubprocess.run(['ls'], shell=False)\nstream.load(1)\nre.compile('a')"
     )
     assert rules.dangerous(copy) == []
+
+
+def test_every_tensor_is_made_in_a_named_type_on_a_named_device() -> None:
+    assert rules.left_to_default(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    "breach",
+    [
+        "torch.empty(3)",
+        "torch.empty(3, dtype=torch.float32)",
+        "torch.zeros(3, device='cpu')",
+        "torch.tensor([1], dtype=None, device=None)",
+        "torch.full((3,), 1, **options)",
+        "torch.fft.fftfreq(3)",
+        "torch.Tensor([1.0])",
+        "torch.FloatTensor(3)",
+        "torch.cuda.LongTensor(3)",
+        "Tensor(3)",
+        "from torch import empty\nempty(3)",
+        "from torch import rand as draw\ndraw(3, device='cpu')",
+        "import torch as t\nt.ones(3)",
+        "from torch import fft\nfft.rfftfreq(3)",
+        "make = torch.arange",
+        "field(default_factory=torch.tensor)",
+        "def f():\n    return [torch.randn(each) for each in 'ab']",
+    ],
+)
+def test_every_tensor_that_is_left_to_defaults_is_seen(copy: Path, breach: str) -> None:
+    plant(copy, "types.py", breach)
+    found = rules.left_to_default(copy)
+    assert len(found) == 1
+    assert found[0].startswith("types.py")
+
+
+def test_what_names_both_or_takes_both_from_a_tensor_is_not_taken_for_it(copy: Path) -> None:
+    harmless = [
+        "torch.empty(3, dtype=torch.float32, device='cpu')",
+        "torch.zeros(3, device=x.device, dtype=x.dtype)",
+        "torch.empty_like(x)",
+        "x.new_empty(3)",
+        "torch.cat([x])",
+        "torch.from_numpy(places)",
+        "torch.frombuffer(content, dtype=torch.uint8)",
+        "numpy.empty(3)",
+        "numpy.arange(3)",
+        "range(3)",
+        "plane.full(3)",
+        "empty = 3",
+        "def f(x: Tensor) -> torch.Tensor:\n    return isinstance(x, torch.Tensor)",
+    ]
+    plant(copy, "types.py", "\n".join(harmless))
+    assert rules.left_to_default(copy) == []
+
+
+def test_the_rule_knows_every_factory_that_torch_puts_on_the_default_device() -> None:
+    named = {factory.__name__.removeprefix("fft_") for factory in _device_constructors()}
+    assert named - rules._FACTORIES == set()
 
 
 @pytest.mark.parametrize("part", NO_NUMPY)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradsieve.integrations.advice import Advisor, advice, signs
+from gradsieve.schemes import SCHEMES, make
 from gradsieve.types import Outcome, Sparse
 
 FINE = {"staleness": 50.0, "waiting": 5.0, "fidelity": 0.5}
@@ -69,6 +70,16 @@ def test_each_sign_names_its_setting(sign: str, value: float, adaptive: bool, sa
     assert said in text
 
 
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_scheme_in_use_is_never_advised(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    advisor = Advisor(make(name, 1.0 if SCHEMES[name].lossless else 0.001), adaptive=False, rank=0)
+    with caplog.at_level(logging.WARNING, "gradsieve"):
+        advisor.look({**FINE, "fidelity": 0.01}, 100)
+    (said,) = caplog.messages
+    assert f"'{name}'" not in said
+    assert "choose scheme" in said or "raise density" in said
+
+
 def test_sgd_bears_more_than_an_adaptive_optimizer() -> None:
     heavy = {**FINE, "waiting": 20.0}
     assert advice(heavy, 0.001, adaptive=False) is None
@@ -76,7 +87,7 @@ def test_sgd_bears_more_than_an_adaptive_optimizer() -> None:
 
 
 def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    advisor = Advisor(0.001, adaptive=False, rank=3)
+    advisor = Advisor(make("exdyna", 0.001), adaptive=False, rank=3)
     with caplog.at_level(logging.WARNING, "gradsieve"):
         advisor.look(FINE, 100)
         assert caplog.messages == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import io
 import json
@@ -86,6 +87,37 @@ def test_a_setting_that_cannot_work_ends_with_2_and_one_line(
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--params", "1000"], "the smallest mlp has 4,160 parameters, not 1,000: raise --params"),
+        (["--params", "4e4", "--workload", "transformer"], "the smallest transformer has 49,984"),
+    ],
+)
+def test_a_model_that_is_too_small_is_refused_before_there_is_a_network(
+    arguments: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("gradsieve.bench.in_lab.Lab", None)
+    assert main(["bench", "step", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_an_interruption_while_arguments_are_read_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "add_parser", interrupted)  # where torch is loaded
+    code = None
+    with contextlib.suppress(KeyboardInterrupt):  # which would end all tests
+        code = main(["bench", "step"])
+    assert code == 130
+
+
 def test_plot_without_matplotlib_is_refused_before_measuring(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -150,14 +182,29 @@ def test_plain_lines_come_now_and_then_with_the_time_left(
 ) -> None:
     with progress.progress(100) as advance:
         advance(1, "too soon for a line")
-        clock[0] = 20.0
+        clock[0] = 19.0
         advance(19, "exdyna")
-        clock[0] = 500.0
+        clock[0] = 480.0
         advance(5, "topk")
     assert capsys.readouterr().err.splitlines() == [
         " 20%  exdyna; about 80 s left",
         " 25%  topk; about 25 min left",
     ]
+
+
+def test_start_up_is_not_extrapolated(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    """A minute until the first step is done, as of processes that load torch, then ten a second."""
+    with progress.progress(10_000) as advance:
+        clock[0] = 60.0
+        advance(1, "first")  # 167 hours, if it were
+        for _ in range(60):
+            clock[0] += 20.0
+            advance(100, "a step")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:6] == ["  0%  first"] + [f"  {percent}%  a step" for percent in range(1, 5)] + [
+        "  5%  a step; about 32 min left"
+    ]
+    assert lines[-1] == " 60%  a step; about 13 min left"
 
 
 def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,12 +216,25 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
     assert "exdyna, 16 ranks" in shown
     assert "50%" in shown
+    assert "left" not in shown
+    assert ":--" not in shown
+
+
+def test_a_bar_shows_a_sound_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(progress.Estimate, "spoken", "about 80 s left")
+    monkeypatch.setenv("TERM", "xterm")
+    with progress.progress(100) as advance:
+        advance(50, "exdyna")
+    assert "about 80 s left" in sys.stderr.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_terminal_without_rich_gets_lines(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "stderr", Terminal())
     with progress.progress(10) as advance:
-        clock[0] = 60.0
-        advance(5, "exdyna")
+        advance(1, "too soon for a line")
+        clock[0] = 48.0
+        advance(4, "exdyna")
     assert sys.stderr.getvalue() == " 50%  exdyna; about 60 s left\n"  # type: ignore[attr-defined]

@@ -30,6 +30,13 @@ def whole(local: LocalSteps, parameters: dict[str, Tensor]) -> Tensor:
     return local.waiting(parameters).between(0, N)
 
 
+def fold(local: LocalSteps, parameters: dict[str, Tensor], preview: float, window: int) -> None:
+    """After an exchange in which nothing was sent."""
+    none = torch.empty(0)
+    local.settle(nothing(), nothing(), none, none, parameters, 4, window)
+    local.fold(parameters, preview)
+
+
 def nothing() -> Sparse:
     return Sparse(torch.empty(0, dtype=torch.long), torch.empty(0), N)
 
@@ -41,7 +48,7 @@ def test_a_step_is_counted_once_however_often_it_is_looked_at_or_folded(preview:
         part -= 0.25
     for window in (*range(WINDOWS), 0):
         torch.testing.assert_close(whole(local, parameters), torch.full((N,), 0.25), **CLOSE)
-        local.fold(parameters, preview, window)
+        fold(local, parameters, preview, window)
     torch.testing.assert_close(whole(local, parameters), torch.full((N,), 0.25))
     own = torch.cat([*reversed(parameters.values())])  # units go backward
     torch.testing.assert_close(local.shared - own, torch.full((N,), 0.25 * preview), **CLOSE)
@@ -53,8 +60,7 @@ def test_a_rank_that_does_not_move_moves_nothing(dtype: torch.dtype) -> None:
     parameters["p"] -= 0.125
     before = whole(local, parameters)
     for step in range(3 * WINDOWS):
-        local.settle(nothing(), nothing(), torch.empty(0), parameters, 4, 0.3)
-        local.fold(parameters, 0.3, step % WINDOWS)
+        fold(local, parameters, 0.3, step % WINDOWS)
     torch.testing.assert_close(whole(local, parameters), before, **CLOSE)
 
 
@@ -69,10 +75,12 @@ def test_what_a_narrow_parameter_rounds_away_is_kept_in_the_shared_model(small: 
     for _ in range(100):
         waits = local.waiting_dense(parameters) if small > 1 else local.waiting(parameters).between(0, 16)
         assert not waits.any()
+        none, mine = torch.empty(0), torch.zeros(16)
         if small > 1:
-            local.settle(nothing(), nothing(), tiny, parameters, 1, 1.0)
+            local.settle(nothing(), nothing(), tiny, mine, parameters, 1, 0)
         else:
-            local.settle(Sparse.full(tiny), Sparse.full(tiny), torch.empty(0), parameters, 1, 1.0)
+            local.settle(Sparse.full(tiny), Sparse.full(mine), none, none, parameters, 1, 0)
+        local.fold(parameters, 1.0)
     assert bool(parameter.lt(1).all())
     shared = local.shared_dense if small > 1 else local.shared
     assert torch.equal(shared, torch.full((16,), 1 - 100 * 2.0**-11))
@@ -81,12 +89,14 @@ def test_what_a_narrow_parameter_rounds_away_is_kept_in_the_shared_model(small: 
 def test_what_is_sent_is_gone_and_the_rest_waits() -> None:
     local, parameters = local_steps()
     parameters["q"] -= 0.5
-    local.fold(parameters, 0.5, 0)
+    fold(local, parameters, 0.5, 0)
     places = torch.tensor([0, 5, 1023, 1024, 2047])
     before, shared = whole(local, parameters), local.shared.clone()
     spent = Sparse(places, before[places] / 2, N)
     update = Sparse(places, torch.ones(5), N)
-    local.settle(update, spent, torch.empty(0), parameters, 4, 0.25)
+    none = torch.empty(0)
+    local.settle(update, spent, none, none, parameters, 4, 3)
+    local.fold(parameters, 0.25)
     expected = before.clone()
     expected[places] /= 2
     torch.testing.assert_close(whole(local, parameters), expected, **CLOSE)
@@ -98,7 +108,7 @@ def test_parts_of_what_waits_are_parts_of_the_whole() -> None:
     local, parameters = local_steps()
     for number, part in enumerate(parameters.values()):
         part -= torch.randn(N // 2, generator=torch.Generator().manual_seed(number))
-    local.fold(parameters, 0.5, 1)
+    fold(local, parameters, 0.5, 1)
     waiting, all_of_it = local.waiting(parameters), whole(local, parameters)
     assert torch.equal(waiting.between(1000, 1500), all_of_it[1000:1500])
     places = np.array([3, 1023, 1024, 2000])

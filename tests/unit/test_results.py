@@ -68,4 +68,5 @@ def test_numbers_stand_to_the_right_and_names_to_the_left() -> None:
 
 def test_a_table_shows_only_the_columns_asked_for_and_dashes_for_missing_ones() -> None:
     assert table([{"a": True, "b": 2}], ["a", "c"]).splitlines()[-1] == "True  -"
+    assert table([{"a": [0.5, 1200]}], ["a"]).splitlines()[-1] == "0.5 to 1,200"
     assert table([], ["a"]).splitlines() == ["a", "-"]

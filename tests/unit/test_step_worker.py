@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -97,7 +98,7 @@ def test_events_of_all_ranks(arena: Arena, batch: tuple[Tensor, Tensor]) -> None
 
 def test_rows_have_what_the_command_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_worker, "build", lambda *_: nn.Linear(64, 64))
-    monkeypatch.setattr(step_worker, "batch_for", lambda _: (torch.randn(8, 64), torch.randn(8, 64)))
+    monkeypatch.setattr(step_worker, "batch_for", lambda *_: (torch.randn(8, 64), torch.randn(8, 64)))
     config = {
         "workload": "mlp",
         "params": 1,
@@ -105,13 +106,26 @@ def test_rows_have_what_the_command_shows(monkeypatch: pytest.MonkeyPatch) -> No
         "density": 0.02,
         "rounds": 2,
     }
+    before = set(threading.enumerate())
     rows = {row["sync"]: row for row in step_worker.measure(config)}
+    assert set(threading.enumerate()) <= before, "a sync was not closed"
     assert list(rows) == config["syncs"]
     assert rows["noop"]["vs_noop"] == rows["dense"]["vs_dense"] == 1.0
     assert "hidden" not in rows["noop"]
     assert 0.0 <= rows["exdyna"]["hidden"] <= 1.0
     assert len(rows["exdyna"]["timeline"]) == 1
     assert 0.01 < rows["exdyna"]["density"] < 0.04
+    for row in rows.values():
+        for ratio in ("vs_noop", "vs_dense"):
+            low, high = row[f"{ratio}_half"]
+            assert min(row[f"{ratio}_all"]) <= low <= row[ratio] <= high <= max(row[f"{ratio}_all"])
+            assert len(row[f"{ratio}_all"]) == config["rounds"]
+
+
+def test_ratios_are_formed_within_a_round_and_come_with_their_spread() -> None:
+    found = step_worker._ratio("vs_noop", [2.0, 6.0, 9.0, 20.0, 100.0], [1.0, 2.0, 1.0, 5.0, 10.0])
+    assert found == {"vs_noop": 4.0, "vs_noop_half": [3.0, 9.0], "vs_noop_all": [2.0, 3.0, 9.0, 4.0, 10.0]}
+    assert step_worker._ratio("x", [3.0], [2.0]) == {"x": 1.5, "x_half": [1.5, 1.5], "x_all": [1.5]}
 
 
 def test_rows_of_the_exchange(capfd: pytest.CaptureFixture[str]) -> None:

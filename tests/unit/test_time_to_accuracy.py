@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradsieve.bench import rivals, time_to_accuracy
+from gradsieve.bench import rivals, time_to_accuracy, time_to_accuracy_worker
 from gradsieve.bench.time_to_accuracy import Curve, Plan, Run, summary
 from gradsieve.bench.time_to_accuracy_plot import plot
 from gradsieve.bench.time_to_accuracy_worker import batches
@@ -196,3 +196,23 @@ def test_missing_images_are_said_once_before_anything_starts(
     monkeypatch.setattr(time_to_accuracy, "FASHION_MNIST", tmp_path)
     assert main(["bench", "time-to-accuracy"]) == 2
     assert capsys.readouterr().err.count("apt-get install dataset-fashion-mnist") == 1
+
+
+def test_the_time_left_is_that_of_one_sync_and_not_of_all_at_its_speed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, told = [100.0], list[str]()
+    monkeypatch.setattr(time_to_accuracy_worker.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time_to_accuracy_worker, "tell", told.append)
+    progress = time_to_accuracy_worker.Progress(600)
+    for step in (20, 40):
+        now[0] += 200.0
+        progress.note(step, False, f"dense: step {step}")
+    now[0] += 1.0
+    progress.note(60, False, "too soon for a line")
+    progress.note(80, True, "exdyna: step 80")
+    assert told == [
+        "dense: step 20; at most about 5800 s left with this sync",
+        "dense: step 40; at most about 5600 s left with this sync",
+        "exdyna: step 80; at most about 0 s left with this sync",
+    ]

@@ -30,7 +30,7 @@ PIPELINE = [
     Span("commit", 0, 8.0, 8.5),
     Span("waiting", -1, 6.0, 7.5),
 ]
-PLAN = Plan(4, "100mbit", None, "mlp", 1000, 0.01, ["noop", "dense", "exdyna"], 1)
+PLAN = Plan(4, "100mbit", None, "mlp", 5000, 0.01, ["noop", "dense", "exdyna"], 1)
 
 
 def test_spans_come_to_the_thread_they_ran_on() -> None:

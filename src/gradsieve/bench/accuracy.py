@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
@@ -24,8 +25,10 @@ from gradsieve import presets
 from gradsieve.bench import accuracy_rivals as rivals
 from gradsieve.bench import tasks, virtual
 from gradsieve.bench.machine import one_thread
+from gradsieve.bench.ranks import ended_with_us, lead_a_group
 from gradsieve.bench.results import versions
 from gradsieve.errors import ConfigError, GradsieveError
+from gradsieve.lab import signals
 from gradsieve.schemes.spec import parse
 
 _LOOK_SECONDS = 1.0
@@ -115,9 +118,13 @@ def measure(todo: Iterable[Case], folder: Path, jobs: int, advance: Callable[[fl
     context = get_context("spawn")
     done = context.Value("q", 0)
     left, told = iter(todo), 0
-    with ProcessPoolExecutor(jobs, context, _Worker.start, (done,)) as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="gradsieve-") as scratch,
+        ProcessPoolExecutor(jobs, context, _Worker.start, (done, scratch)) as pool,
+        ended_with_us(),
+    ):
         # Never more than can run: a pool would still run what waits in it after an interruption.
-        running = {pool.submit(run_case, case, folder): case for case in islice(left, jobs)}
+        running = _submit(pool, islice(left, jobs), folder)
         while running:
             ended, _ = wait(running, _LOOK_SECONDS, FIRST_COMPLETED)
             if (now := done.value) > told:
@@ -125,7 +132,12 @@ def measure(todo: Iterable[Case], folder: Path, jobs: int, advance: Callable[[fl
                 told = now
             for future in [each for each in running if each in ended]:
                 _expect_good(future, running.pop(future))
-                running |= {pool.submit(run_case, case, folder): case for case in islice(left, 1)}
+                running |= _submit(pool, islice(left, 1), folder)
+
+
+def _submit(pool: ProcessPoolExecutor, some: Iterable[Case], folder: Path) -> dict[Future[None], Case]:
+    with signals.held_back():  # a process that is interrupted in its birth complains
+        return {pool.submit(run_case, case, folder): case for case in some}
 
 
 def _expect_good(future: Future[None], case: Case) -> None:
@@ -145,8 +157,10 @@ class _Worker:
     """Work of all processes together."""
 
     @classmethod
-    def start(cls, done: Synchronized[int]) -> None:
+    def start(cls, done: Synchronized[int], scratch: str) -> None:
         cls.done = done
+        lead_a_group()  # it may have ranks of its own
+        tempfile.tempdir = scratch  # ours to remove: a process that is killed leaves all as it is
 
 
 def _add(done: Synchronized[int], work: int) -> None:

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsieve.bench import tasks
+from gradsieve.bench.ranks import leave, run_ranks
 from gradsieve.bench.rivals import POWERSGD_FROM, POWERSGD_RANK, RIVALS, bucket_cap_mb, torch_hook
 from gradsieve.bench.virtual import Course, looks, own_batches
 from gradsieve.errors import ConfigError
@@ -96,7 +96,7 @@ class RivalRun:
 def train(run: RivalRun, after_step: Callable[[], None]) -> Course:
     """In `world` processes of its own; `after_step` is called in that of rank 0."""
     with tempfile.TemporaryDirectory(prefix="gradsieve-rival-") as folder:
-        spawn(_rank, (run, folder, after_step), nprocs=run.world)  # type: ignore[no-untyped-call]
+        run_ranks(_rank, (run, folder, after_step), run.world)
         return Course(**json.loads((Path(folder) / _COURSE).read_text()))
 
 
@@ -107,8 +107,7 @@ def _rank(rank: int, run: RivalRun, folder: str, after_step: Callable[[], None])
     course = learn(run, after_step)
     if rank == 0:
         (Path(folder) / _COURSE).write_text(json.dumps(asdict(course)))
-    dist.barrier()  # nobody's connections go while another rank still needs them
-    dist.destroy_process_group()
+    leave()
 
 
 def learn(run: RivalRun, after_step: Callable[[], None]) -> Course:

@@ -70,10 +70,10 @@ def _real_steps(engine: Engine, config: dict[str, Any]) -> tuple[list[Op], list[
     """Of the whole pipeline on random gradients; the ops of the last one, with tensors of zeros."""
     torch.manual_seed(dist.get_rank())
     rows = max(1, round(config["params"] / _WIDTH))
-    parameters = {"weight": nn.Parameter(torch.zeros(rows, _WIDTH))}
+    parameters = {"weight": nn.Parameter(torch.zeros(rows, _WIDTH, dtype=torch.float32, device=_CPU))}
     optimizer = torch.optim.SGD(parameters.values(), lr=0.01)
     scheme = parse(config["scheme"], config["density"])
-    fitted = Fitted(parameters, optimizer, scheme, choose("default", scheme), engine.rank, engine.world)
+    fitted = Fitted(parameters, [optimizer], scheme, choose("default", scheme), engine.rank, engine.world)
     ops: list[Op] = []
     turns = []
     for number in range(_WARM + _STEPS):

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.spawn import ProcessRaisedException, spawn
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from gradsieve import kernels
 from gradsieve.bench.machine import check_fits
+from gradsieve.bench.ranks import leave, run_ranks
 from gradsieve.errors import GradsieveError
 from gradsieve.integrations.gradient_sync import GradientSync
 from gradsieve.schemes.spec import parse
@@ -42,7 +43,7 @@ def measure(scheme: str, world: int, params: int, density: float) -> dict[str, A
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "row.json"
         try:
-            spawn(_rank, (config, str(out)), nprocs=world)  # type: ignore[no-untyped-call]
+            run_ranks(_rank, (config, str(out)), world)
         except ProcessRaisedException as error:
             raise GradsieveError(f"a rank of {scheme} failed: {error}") from error
         row: dict[str, Any] = json.loads(out.read_text())
@@ -79,7 +80,8 @@ def _rank(rank: int, config: dict[str, Any], out: str) -> None:
         sync.reduce()
         optimizer.step()
         seconds.append(sum(sync.metrics()["seconds"].values()))
-    figures = torch.tensor([before, _high_water(), max(seconds[1:])], dtype=torch.float64)
+    own = [before, _high_water(), max(seconds[1:])]
+    figures = torch.tensor(own, dtype=torch.float64, device="cpu")
     dist.all_reduce(figures, dist.ReduceOp.MAX)
     if rank == 0:
         start, peak, step = figures.tolist()
@@ -94,20 +96,20 @@ def _rank(rank: int, config: dict[str, Any], out: str) -> None:
             "step_s": step,
         }
         Path(out).write_text(json.dumps(row))
-    dist.barrier()
-    sync.close()
-    dist.destroy_process_group()
+    sync.abandon()
+    leave()
 
 
 def _parameters(params: int) -> dict[str, nn.Parameter]:
     layers = max(1, round(params / _WIDTH**2))
     rows = _WIDTH if params >= _WIDTH**2 else max(1, params // _WIDTH)
-    return {f"layer{number}": nn.Parameter(torch.zeros(rows, _WIDTH)) for number in range(layers)}
+    each = [torch.zeros(rows, _WIDTH, dtype=torch.float32, device="cpu") for _ in range(layers)]
+    return {f"layer{number}": nn.Parameter(values) for number, values in enumerate(each)}
 
 
 def _warm_allocator() -> None:
     """Touch what a first call of torch's kernels brings in, which is not the sync's."""
-    x = torch.randn(1 << 20)
+    x = torch.randn(1 << 20, dtype=torch.float32, device="cpu")
     x.abs().topk(10)
     x.sort()
 

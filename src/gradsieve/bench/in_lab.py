@@ -11,11 +11,12 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from gradsieve.bench.ranks import leave
 from gradsieve.errors import GradsieveError
 from gradsieve.lab import Lab
 
@@ -29,15 +30,19 @@ def rows_from_hosts(worker: str, config: dict[str, Any]) -> Rows:
         argument = json.dumps({**config, "out": str(out)})
         with Lab(config["hosts"], config["rate"], config["delay"]) as lab:
             codes = lab.run([sys.executable, "-m", worker, argument])
-        if any(codes):
+        if not out.exists():
             raise GradsieveError(
                 f"the ranks of the bench ended with exit codes {codes}; their output is above"
             )
         rows: Rows = json.loads(out.read_text())
+    for host, code in enumerate(codes):
+        if code != 0:
+            warning = f"host {host} ended with exit code {code} as it left; the measurement was complete"
+            print(f"gradsieve: warning: {warning}", file=sys.stderr)
     return rows
 
 
-def run_rank(measure: Callable[[dict[str, Any]], Rows]) -> None:
+def run_rank(measure: Callable[[dict[str, Any]], Rows]) -> NoReturn:
     """The life of one rank: join the others, measure, and leave when all of them have."""
     config = json.loads(sys.argv[1])
     out = Path(config.pop("out"))
@@ -45,9 +50,10 @@ def run_rank(measure: Callable[[dict[str, Any]], Rows]) -> None:
     dist.init_process_group("gloo")
     rows = measure(config)
     if dist.get_rank() == 0:
-        out.write_text(json.dumps(rows))
-    dist.barrier()
-    dist.destroy_process_group()
+        part = out.with_suffix(".part")
+        part.write_text(json.dumps(rows))
+        part.rename(out)  # whole or not at all: where it is, all ranks have measured to the end
+    leave()
 
 
 def tell(text: str) -> None:
@@ -66,6 +72,6 @@ def bytes_out() -> int:
 
 def most_anywhere(value: float) -> float:
     """The largest value that a rank has."""
-    tensor = torch.tensor([value], dtype=torch.float64)
+    tensor = torch.tensor([value], dtype=torch.float64, device="cpu")
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return float(tensor)

@@ -86,7 +86,8 @@ class Transformer(nn.Module):
     def __init__(self, width: int, layers: int, context: int) -> None:
         super().__init__()
         self.symbols = nn.Embedding(256, width)
-        self.places = nn.Parameter(torch.randn(context, width) * 0.02)
+        places = torch.randn(context, width, dtype=torch.float32, device="cpu")
+        self.places = nn.Parameter(places * 0.02)
         each = [
             nn.TransformerEncoderLayer(
                 width, nhead=4, dim_feedforward=4 * width, dropout=0.0, batch_first=True, norm_first=True
@@ -148,12 +149,13 @@ def interactions(files: list[bytes], items: int) -> tuple[Tensor, Tensor, Tensor
     kept = {word for word, _ in common.most_common(items)}
     number = {word: place for place, word in enumerate(word for word in common if word in kept)}
     pairs = [(user, number[word]) for user, text in enumerate(texts) for word in text if word in number]
-    user, word = torch.tensor(pairs).T
+    user, word = torch.tensor(pairs, dtype=torch.int64, device="cpu").T
     random = torch.Generator().manual_seed(0)
-    offered = torch.randint(len(number), user.shape, generator=random)
+    offered = torch.randint(len(number), user.shape, dtype=user.dtype, device=user.device, generator=random)
     unused = ~torch.isin(user * len(number) + offered, user * len(number) + word)
-    used = torch.cat([torch.ones(len(user)), torch.zeros(int(unused.sum()))])
-    order = torch.randperm(len(used), generator=random)  # so that every rank's share has some of every file
+    used = torch.cat([torch.ones_like(user), torch.zeros_like(user[unused])]).float()
+    # Shuffled, so that every rank's share has some of every file.
+    order = torch.randperm(len(used), dtype=torch.int64, device=used.device, generator=random)
     users, words = torch.cat([user, user[unused]]), torch.cat([word, offered[unused]])
     return users[order], words[order], used[order]
 

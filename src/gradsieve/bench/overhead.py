@@ -33,6 +33,7 @@ STAGES = ("accumulate", "select", "encode", "decode", "apply", "commit", "check"
 COLUMNS = ["scheme", "exchange", "kernel", "ours_ms", "bare_ms", "ratio", "density"]
 WARM, ROUNDS = 12, 9
 """Steps until the threshold is found and followed, and steps that are timed with each kernel."""
+_CPU = torch.device("cpu")
 _VECTORS = 4
 """A rank's parameters and gradients, and two of the sync's."""
 _FLOAT = 4
@@ -88,7 +89,7 @@ class Rank:
             parameter.grad = torch.zeros_like(parameter)
         optimizer = torch.optim.SGD(self.parameters.values(), lr=_RATE)
         scheme, treatment = parse(case.scheme, case.density), Treatment(exchange=case.exchange)
-        self.fitted = Fitted(self.parameters, optimizer, scheme, treatment, rank, case.world)
+        self.fitted = Fitted(self.parameters, [optimizer], scheme, treatment, rank, case.world)
         self.pipeline = self.fitted.pipeline
 
     @property
@@ -98,8 +99,10 @@ class Rank:
     def train(self, noise: Tensor) -> None:
         """A new gradient, some of its rows hotter than others; where steps are exchanged, a step as well."""
         for parameter, gradient in zip(self.parameters.values(), self.gradients, strict=True):
-            place = int(torch.randint(noise.numel() - gradient.numel() + 1, (), generator=self._random))
-            heat = torch.linspace(-_STEEP, 0.0, gradient.shape[0]).exp_()[:, None]
+            room = noise.numel() - gradient.numel()
+            place = int(torch.randint(room + 1, (), dtype=torch.int64, device=_CPU, generator=self._random))
+            powers = torch.linspace(-_STEEP, 0.0, len(gradient), dtype=noise.dtype, device=noise.device)
+            heat = powers.exp_()[:, None]
             torch.mul(noise[place : place + gradient.numel()].view_as(gradient), heat, out=gradient)
             if not self.pipeline.exchanges_gradients:
                 parameter.sub_(gradient, alpha=_RATE)
@@ -108,7 +111,8 @@ class Rank:
 def _parameters(params: int) -> dict[str, nn.Parameter]:
     layers = max(1, round(params / _WIDTH**2))
     rows = max(1, round(params / layers / _WIDTH))
-    return {f"layer{number}": nn.Parameter(torch.zeros(rows, _WIDTH)) for number in range(layers)}
+    each = [torch.zeros(rows, _WIDTH, dtype=torch.float32, device=_CPU) for _ in range(layers)]
+    return {f"layer{number}": nn.Parameter(values) for number, values in enumerate(each)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +170,7 @@ def measure(case: Case, advance: Callable[[float, str], None]) -> list[dict[str,
     """One row a kernel. Kernels take turns, each beside a bare run of its own."""
     with one_thread():
         ranks = [Rank(case, rank) for rank in range(case.world)]
-        noise = torch.randn(2 * ranks[0].gradients[0].numel())
+        noise = torch.randn(2 * ranks[0].gradients[0].numel(), dtype=torch.float32, device=_CPU)
         rounds: dict[str, list[Round]] = {kernel: [] for kernel in kernels()}
         for number in range(WARM + ROUNDS):
             for kernel in kernels() if number >= WARM else kernels()[:1]:

@@ -49,10 +49,10 @@ def record(
     parameters = dict(task.model.named_parameters())
     (unit,) = lay_units(parameters.items(), cap_bytes=sys.maxsize, small=0)
     random = torch.Generator().manual_seed(seed)
-    gradients = torch.empty(steps, world, unit.n)
+    gradients = torch.empty(steps, world, unit.n, dtype=unit.dtype, device=unit.device)
     losses = []
     for step in range(-warm, steps):
-        kept = gradients[step] if step >= 0 else torch.empty(world, unit.n)
+        kept = gradients[step] if step >= 0 else gradients.new_empty(world, unit.n)
         each = [_gradient(task, rank, world, random, unit, out=kept[rank]) for rank in range(world)]
         losses.append(sum(each) / world)
         _descend(parameters, unit, kept.mean(0), task.rate)
@@ -63,7 +63,8 @@ def record(
 def _gradient(task: Task, rank: int, world: int, random: torch.Generator, unit: Unit, out: Tensor) -> float:
     """The gradient of one rank's next batch, written to `out`; its loss. Rank r owns every P-th example."""
     owned = len(range(rank, len(task.target), world))
-    picked = rank + world * torch.randint(owned, (task.batch,), generator=random)
+    drawn = torch.randint(owned, (task.batch,), dtype=torch.int64, device=random.device, generator=random)
+    picked = rank + world * drawn
     parameters = dict(task.model.named_parameters())
     loss = task.loss(task.model(*(each[picked] for each in task.inputs)), task.target[picked])
     found = torch.autograd.grad(loss, [parameters[slot.name] for slot in unit.slots])

@@ -59,7 +59,7 @@ def versions() -> dict[str, str | int]:
 
 
 def table(rows: Sequence[Row], columns: Sequence[str]) -> str:
-    """Aligned text: numbers to the right, names to the left, `-` where a row has no value."""
+    """Aligned text: numbers to the right, names to the left, `-` for no value, `1 to 2` for a range."""
     cells = [[_cell(row.get(column)) for column in columns] for row in rows]
     widths = [max(map(len, texts)) for texts in zip(columns, *cells, strict=True)]
     numeric = [all(_is_number(row.get(column)) for row in rows) for column in columns]
@@ -79,6 +79,8 @@ def _is_number(value: Any) -> bool:
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
+    if isinstance(value, list):
+        return " to ".join(map(_cell, value))
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     if isinstance(value, float):

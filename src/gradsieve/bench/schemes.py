@@ -99,9 +99,9 @@ class Fleet:
         self.scheme, self.recording, self.world = scheme, recording, world
         self.k = target_count(density, recording.n)
         self.states = [scheme.lay(recording.sizes, world) for _ in range(world)]
-        self.residuals = torch.zeros(world, recording.n, dtype=recording.gradients.dtype)
-        self.given = torch.zeros(recording.n, dtype=torch.float64)
-        self.applied = torch.zeros(recording.n, dtype=torch.float64)
+        self.residuals = recording.gradients.new_zeros(world, recording.n)
+        self.given = recording.gradients.new_zeros(recording.n, dtype=torch.float64)
+        self.applied = torch.zeros_like(self.given)
         self.sent = 0.0
         """Magnitudes in all updates."""
         self.taken = 0

@@ -11,9 +11,17 @@ from typing import Any
 from gradsieve.bench.in_lab import Rows, rows_from_hosts
 from gradsieve.bench.rivals import RIVALS
 from gradsieve.bench.timeline import Step, read
+from gradsieve.bench.workloads import check_size
 
-COLUMNS = ["sync", "step_ms", "vs_noop", "vs_dense", "bytes_sent", "density", "hidden"]
+RATIOS = ["vs_noop", "vs_dense"]
+COLUMNS = ["sync", "step_ms", *(f"{ratio}{part}" for ratio in RATIOS for part in ("", "_half"))]
+COLUMNS += ["bytes_sent", "density", "hidden"]
 ALWAYS = ["noop", "dense"]
+
+_MOST_APART = 1.5
+"""Times that the middle half of the rounds may span; beyond, another run may show quite another median."""
+_FEWEST_ROUNDS = 3
+"""That have a middle half."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +35,32 @@ class Plan:
     syncs: list[str]
     rounds: int
 
+    def __post_init__(self) -> None:
+        check_size(self.workload, self.params)
+
 
 def ours(plan: Plan) -> list[str]:
     return [sync for sync in plan.syncs if sync not in (*ALWAYS, *RIVALS)]
+
+
+def unclear(rows: Rows) -> str | None:
+    """A line on ratios that say nothing, because the rounds differ too much; None if there are none."""
+    if len(rows[0]["step_ms_all"]) < _FEWEST_ROUNDS:
+        return f"Fewer than {_FEWEST_ROUNDS} rounds show no spread, so the ratios say little: raise --rounds."
+    doubtful = [
+        f"{ratio} of {row['sync']} ({low:g} to {high:g})"
+        for ratio in RATIOS
+        for row in rows
+        for low, high in [row[f"{ratio}_half"]]
+        # Noop is the limit: whether something takes a little more or less than it is no question.
+        if high > _MOST_APART * low or (ratio == "vs_dense" and low < 1 < high)
+    ]
+    if not doubtful:
+        return None
+    return (
+        f"Rounds differ too much for a verdict on {', '.join(doubtful)}: "
+        "more --rounds, larger --params or an idle machine would help."
+    )
 
 
 def measure(plan: Plan) -> tuple[Rows, list[Step]]:

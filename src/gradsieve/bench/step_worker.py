@@ -30,13 +30,15 @@ from gradsieve.bench.rivals import bucket_cap_mb, torch_hook
 from gradsieve.bench.timeline import Event, events_of, from_all_ranks, hidden
 from gradsieve.bench.workloads import batch_for, build
 from gradsieve.integrations.ddp import DdpSync
+from gradsieve.integrations.door import Door, through
 from gradsieve.sync.base import Stats
 from gradsieve.telemetry import Span
 
 _WARM_STATEFUL, _WARM = 16, 2
 """Steps before the clock runs: thresholds and partitions settle, dense is tried where it could be faster, DDP
 rebuilds its buckets."""
-_TURN_SECONDS, _MOST_STEPS = 1.5, 5
+_TURN_SECONDS, _MOST_STEPS = 1.5, 50
+"""A turn of a few milliseconds would measure who happened to have the processor."""
 
 
 class Laps:
@@ -62,8 +64,10 @@ class Arena:
         self.parameters = list(self.ddp.parameters())
         self.optimizer = self.new_optimizer()
         """For those whose syncs do not look at it."""
-        self.hook: Callable[[Any], Any]  # set by whoever's turn it is
-        self.ddp.register_comm_hook(None, lambda _, bucket: self.hook(bucket))
+        self.door = Door()
+        """Behind it is whoever's turn it is."""
+        self.ddp.register_comm_hook(self.door, through)
+        self.door.is_hung = True
 
     def new_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters, lr=0.01, momentum=0.9)
@@ -99,7 +103,7 @@ class Contestant:
         self.optimizer = self.arena.new_optimizer()
         self.own = [parameter.detach().clone() for parameter in self.arena.parameters]
         self.sync = DdpSync(self.arena.ddp, self.optimizer, scheme=self.name, density=density)
-        self.sync.hooks.pop().remove()  # forward's, which is everybody's: called in this one's turn instead
+        self.sync.leave()  # until its turn comes
         self.optimizer.register_step_pre_hook(lambda *_: self._laps.lap("sync"))  # after the sync's own
         return self.sync.hook
 
@@ -109,8 +113,11 @@ class Contestant:
 
     def run(self, batch: tuple[Tensor, Tensor], steps: int, measured: bool) -> float:
         """`steps` training steps between two barriers; seconds a step."""
-        self.arena.hook = self.hook
         _copy(self.own, self.arena.parameters)
+        if self.sync is None:
+            self.arena.door.sync = self
+        else:
+            self.sync.enter()
         seen: list[tuple[Laps, Stats]] = []
         dist.barrier()
         before, start, worked = bytes_out(), time.perf_counter(), time.process_time()
@@ -127,14 +134,14 @@ class Contestant:
             self.steps += steps
             for laps, stats in seen:
                 self._note(laps, stats)
+        if self.sync is not None:
+            self.sync.leave()
         _copy(self.arena.parameters, self.own)
         return seconds
 
     def _step(self, inputs: Tensor, target: Tensor) -> None:
         laps = self._laps = Laps()
         self.optimizer.zero_grad()
-        if self.sync is not None:
-            self.sync.before_forward(self.arena.ddp)
         loss = nn.functional.mse_loss(self.arena.ddp(inputs), target)
         laps.lap("forward")
         torch.autograd.backward(loss)
@@ -158,6 +165,10 @@ class Contestant:
             return None
         return self.sent / self.steps / sum(unit.n for unit in self.sync.pipeline.units)
 
+    def close(self) -> None:
+        if self.sync is not None:
+            self.sync.abandon()
+
 
 def _keep_own_gradient(bucket: GradBucket) -> torch.futures.Future[Tensor]:
     done: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -173,14 +184,14 @@ def _copy(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
 
 
 def _same_everywhere(value: float) -> float:
-    tensor = torch.tensor([value], dtype=torch.float64)
+    tensor = torch.tensor([value], dtype=torch.float64, device="cpu")
     dist.broadcast(tensor, 0)
     return float(tensor)
 
 
 def _sums(*values: float) -> list[float]:
     """Over ranks."""
-    tensor = torch.tensor(values, dtype=torch.float64)
+    tensor = torch.tensor(values, dtype=torch.float64, device="cpu")
     dist.all_reduce(tensor)
     return tensor.tolist()
 
@@ -194,7 +205,7 @@ def measure(config: dict[str, Any]) -> list[dict[str, Any]]:
     )
     default = Arena(model, None)
     torch.manual_seed(1 + dist.get_rank())
-    batch = batch_for(config["workload"])
+    batch = batch_for(config["workload"], config["params"])
     contestants = [
         Contestant(name, one_bucket if name == "powersgd" and one_bucket else default, config["density"])
         for name in config["syncs"]
@@ -212,21 +223,20 @@ def measure(config: dict[str, Any]) -> list[dict[str, Any]]:
             contestant.run(batch, turn_steps[contestant.name], measured=True)
         left = (time.perf_counter() - start) / (turn + 1) * (config["rounds"] - turn - 1)
         tell(f"round {turn + 1} of {config['rounds']}, about {left:.0f} s left")
-    return [_row(contestant, contestants) for contestant in contestants]
+    rows = [_row(contestant, contestants) for contestant in contestants]
+    for contestant in contestants:
+        contestant.close()
+    return rows
 
 
 def _row(contestant: Contestant, contestants: list[Contestant]) -> dict[str, Any]:
     by_name = {each.name: each.seconds for each in contestants}
     mine = contestant.seconds
-
-    def ratio(top: list[float], bottom: list[float]) -> float:
-        return round(statistics.median(a / b for a, b in zip(top, bottom, strict=True)), 3)
-
     row = {
         "sync": contestant.name,
         "step_ms": round(1e3 * statistics.median(mine), 1),
-        "vs_noop": ratio(mine, by_name["noop"]),
-        "vs_dense": ratio(by_name["dense"], mine),
+        **_ratio("vs_noop", mine, by_name["noop"]),
+        **_ratio("vs_dense", by_name["dense"], mine),
         "bytes_sent": int(most_anywhere(contestant.bytes / contestant.steps)),
         "density": contestant.density(),
         "cpu_ms": round(1e3 * contestant.worked / contestant.steps, 1),
@@ -238,6 +248,17 @@ def _row(contestant: Contestant, contestants: list[Contestant]) -> dict[str, Any
         row["hidden"] = round(behind / exchange, 3) if exchange else None
         row["timeline"] = from_all_ranks(contestant.last_step)
     return row
+
+
+def _ratio(name: str, top: Sequence[float], bottom: Sequence[float]) -> dict[str, Any]:
+    """Within each round: the median, and between which values the middle half of the rounds lies."""
+    ratios = [over / under for over, under in zip(top, bottom, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if ratios[1:] else 3 * ratios
+    return {
+        name: round(middle, 3),
+        f"{name}_half": [round(low, 3), round(high, 3)],
+        f"{name}_all": [round(ratio, 3) for ratio in ratios],
+    }
 
 
 if __name__ == "__main__":

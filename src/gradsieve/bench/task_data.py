@@ -21,6 +21,7 @@ from gradsieve.bench.models import FASHION_MNIST, read_images, scaled, sources
 CONTEXT = 64
 """Bytes that a language model sees at once."""
 USERS = ITEMS = 5_000
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,9 @@ def source_text(most_bytes: int = 16_000_000, judged: int = 1024) -> DataSet:
     from all over the files held out."""
     learned, held_out = apart(sources(most_bytes))
     train, test = _windows(learned), _windows(held_out)
-    spread = torch.linspace(0, len(test) - 1, min(judged, len(test))).long()
-    return DataSet(train, test.take(spread), kind=torch.arange(len(train)))
+    spread = torch.linspace(0, len(test) - 1, min(judged, len(test)), dtype=torch.float32, device=_CPU)
+    place = torch.arange(len(train), dtype=torch.int64, device=_CPU)
+    return DataSet(train, test.take(spread.long()), kind=place)
 
 
 def apart(files: list[bytes]) -> tuple[list[bytes], list[bytes]]:
@@ -90,13 +92,16 @@ def ratings(drawn: int = 1_500_000, tested: int = 50_000) -> DataSet:
     random = torch.Generator().manual_seed(0)
     user, item = _zipf(USERS, 0.8, drawn, random), _zipf(ITEMS, 1.0, drawn, random)
     pairs = torch.unique(user * ITEMS + item)
-    pairs = pairs[torch.randperm(len(pairs), generator=random)]
+    pairs = pairs[torch.randperm(len(pairs), dtype=torch.int64, device=_CPU, generator=random)]
     user, item = pairs // ITEMS, pairs % ITEMS
 
-    tastes, traits = (torch.randn(rows, 4, generator=random) for rows in (USERS, ITEMS))
-    common = torch.randn(ITEMS, generator=random)
+    tastes, traits, common = (
+        torch.randn(shape, dtype=torch.float32, device=_CPU, generator=random)
+        for shape in ((USERS, 4), (ITEMS, 4), (ITEMS,))
+    )
     score = (tastes[user] * traits[item]).sum(1) + common[item]
-    liked = (torch.rand(len(score), generator=random) < score.sigmoid()).float()
+    chance = torch.rand(len(score), dtype=torch.float32, device=_CPU, generator=random)
+    liked = (chance < score.sigmoid()).float()
 
     every = Data((user, item), liked)
     train, test = every.take(slice(tested, None)), every.take(slice(tested))
@@ -105,6 +110,7 @@ def ratings(drawn: int = 1_500_000, tested: int = 50_000) -> DataSet:
 
 def _zipf(count: int, exponent: float, drawn: int, random: torch.Generator) -> Tensor:
     """Numbers below `count`, the i-th of them (i from 1) with a chance proportional to 1 / i^exponent."""
-    reached = (torch.arange(1, count + 1, dtype=torch.float64) ** -exponent).cumsum(0)
-    chance = torch.rand(drawn, dtype=torch.float64, generator=random) * reached[-1]
-    return torch.searchsorted(reached, chance)
+    place = torch.arange(1, count + 1, dtype=torch.float64, device=_CPU)
+    reached = (place**-exponent).cumsum(0)
+    chance = torch.rand(drawn, dtype=torch.float64, device=_CPU, generator=random)
+    return torch.searchsorted(reached, chance * reached[-1])

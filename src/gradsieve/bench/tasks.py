@@ -265,7 +265,9 @@ def shards(training: Training, world: int, mixed: bool = True) -> list[Tensor]:
     Not mixed, every rank has its own kinds: classes of image, stretches of the text, users.
     """
     if mixed:
-        order = torch.randperm(len(training.train), generator=torch.Generator().manual_seed(0))
+        random = torch.Generator().manual_seed(0)
+        count = len(training.train)
+        order = torch.randperm(count, dtype=torch.int64, device=random.device, generator=random)
     else:
         order = training.kind.argsort(stable=True)
     return list(order.tensor_split(world))
@@ -276,7 +278,8 @@ def batches(shard: Tensor, per_rank: int, seed: int) -> Iterator[Tensor]:
     random = torch.Generator().manual_seed(seed)
     waiting = shard[:0]
     while True:
-        waiting = torch.cat([waiting, shard[torch.randperm(len(shard), generator=random)]])
+        order = torch.randperm(len(shard), dtype=torch.int64, device=random.device, generator=random)
+        waiting = torch.cat([waiting, shard[order]])
         while len(waiting) >= per_rank:
             yield waiting[:per_rank]
             waiting = waiting[per_rank:]

@@ -36,7 +36,7 @@ def batches(training: Images, batch: int, seed: int, rank: int, world: int) -> I
     random = torch.Generator().manual_seed(seed)  # one order for all ranks: their parts are disjoint
     used = len(labels) // (world * batch) * (world * batch)
     while True:
-        order = torch.randperm(len(labels), generator=random)
+        order = torch.randperm(len(labels), dtype=torch.int64, device=random.device, generator=random)
         for mine in order[:used].view(-1, world, batch)[:, rank]:
             yield pixels[mine], labels[mine]
 
@@ -81,49 +81,56 @@ class Learner:
     def accuracy(self, test: Images) -> float:
         """On all test images, the same number on every rank: each judges its own model on its part.
 
-        No flush comes before it: it would cost bytes that a training need not spend.
+        No flush comes before it: it would cost bytes that a training need not spend. Nor the shared model,
+        which lacks what waits: a training that ended here would be flushed.
         """
         pixels, labels = (whole[dist.get_rank() :: dist.get_world_size()] for whole in test)
+        models = None if self.sync is None else self.sync.models
+        if models is not None:
+            models.show_own()
         with torch.no_grad():
             right = (self.model(scaled(pixels)).argmax(1) == labels).sum()
+        if models is not None:
+            models.show_shared()
         dist.all_reduce(right)
         return int(right) / len(test[1])
 
     def close(self) -> None:
         if self.sync is not None:
-            self.sync.close()
+            self.sync.abandon()
 
 
 class Progress:
-    """Lines for a person: how far the learning is, and how long it can still take."""
+    """Lines for a person: how far the learning with one sync is, and how long that can still take.
 
-    def __init__(self, plan: Plan) -> None:
-        self.left = plan.seeds * sum(plan.evaluations(sync)[-1] for sync in plan.syncs)
-        self.done = 0
+    Not how long all will take: from dense on a slow link one would conclude hours for those that are fast.
+    """
+
+    def __init__(self, most_steps: int) -> None:
+        self.most_steps = most_steps
         self.start = self.told = time.monotonic()
 
-    def advance(self, taken: int, spared: int, text: str) -> None:
-        """Steps that were taken, and that need not be taken any more because the target is reached."""
-        self.done += taken
-        self.left -= taken + spared
+    def note(self, step: int, reached: bool, text: str) -> None:
         now = time.monotonic()
-        if now - self.told >= _LINE_SECONDS or spared or not self.left:
+        left = 0.0 if reached else (self.most_steps - step) * (now - self.start) / step
+        if now - self.told >= _LINE_SECONDS or not left:
             self.told = now
-            tell(f"{text}; at most about {self.left * (now - self.start) / self.done:.0f} s left")
+            tell(f"{text}; at most about {left:.0f} s left with this sync")
 
 
-def learn(learner: Learner, target: float | None, test: Images, progress: Progress) -> Run:
+def learn(learner: Learner, target: float | None, test: Images) -> Run:
     """Until the target, or as far as this sync may go; dense, which sets the target, has none."""
     curve, taken = Curve(), 0
     evaluations = learner.plan.evaluations(learner.name)
+    progress = Progress(evaluations[-1])
     for step in evaluations:
         learner.train(step - taken)
         curve.add(step, learner.seconds, learner.accuracy(test))
         reached = target is not None and curve.crossing(target) is not None
         aim = "" if target is None else f", target {target:.4f}"
-        progress.advance(
-            step - taken,
-            evaluations[-1] - step if reached else 0,
+        progress.note(
+            step,
+            reached,
             f"{learner.name}, seed {learner.seed}: step {step}, {1e3 * learner.seconds / step:.0f} ms each, "
             f"accuracy {curve.accuracy[-1]:.4f}{aim}",
         )
@@ -141,12 +148,12 @@ def measure(config: dict[str, Any]) -> list[dict[str, Any]]:
     with closing(Learner("dense", plan, 0, training)) as first:
         first.train(_FIRST_STEPS)
         first.accuracy(test)
-    progress, runs = Progress(plan), []
+    runs = []
     for seed in range(plan.seeds):
         target = None
         for sync in plan.syncs:
             with closing(Learner(sync, plan, seed, training)) as learner:
-                runs.append(learn(learner, target, test, progress))
+                runs.append(learn(learner, target, test))
             target = runs[-1].target
     return [asdict(run) for run in runs]
 

@@ -30,6 +30,7 @@ from gradsieve.types import Ctx, Program
 WORD = 4
 """Bytes."""
 MOST_STEPS, FEWEST_STEPS = 40, 32
+_CPU = torch.device("cpu")
 _WORK = 1.1e10
 """Elements accumulated by all ranks in all steps of one case, while that leaves enough steps."""
 _SELECTING = 8
@@ -119,17 +120,18 @@ class Gradients:
 
     def __init__(self, n: int, scale: float, seed: int = 0) -> None:
         self._random = torch.Generator().manual_seed(seed)
-        signs = torch.randint(0, 2, (n,), generator=self._random) * 2 - 1
-        size = torch.exp(-self.STEEP * torch.linspace(0, 1, n))
+        signs = torch.randint(0, 2, (n,), dtype=torch.int64, device=_CPU, generator=self._random) * 2 - 1
+        size = torch.exp(-self.STEEP * torch.linspace(0, 1, n, dtype=torch.float32, device=_CPU))
         rows = size[: n - n % self.ROW].view(-1, self.ROW)
-        hot = torch.randperm(len(rows), generator=self._random)[: max(1, round(len(rows) * self.HOT_ROWS))]
-        rows[hot] += self.HOT
+        order = torch.randperm(len(rows), dtype=torch.int64, device=_CPU, generator=self._random)
+        rows[order[: max(1, round(len(rows) * self.HOT_ROWS))]] += self.HOT
         self.envelope = size * signs * scale
-        self.pool = torch.randn(2 * n, generator=self._random) + self.MEAN
+        noise = torch.randn(2 * n, dtype=torch.float32, device=_CPU, generator=self._random)
+        self.pool = noise + self.MEAN
 
     def add_to(self, acc: Tensor) -> None:
         n = acc.numel()
-        place = int(torch.randint(n + 1, (), generator=self._random))
+        place = int(torch.randint(n + 1, (), dtype=torch.int64, device=_CPU, generator=self._random))
         acc.addcmul_(self.envelope, self.pool[place : place + n])
 
 
@@ -143,7 +145,8 @@ class Fleet:
         self.gradients = Gradients(n, scale=0.1 / self.scheme.k(n) ** 0.5)
         self.states = [self.scheme.begin(n, world) for _ in range(world)]
         # A lossless scheme keeps nothing back, so that the ranks can write their gradients to one place.
-        self.residuals = torch.zeros(1 if self.scheme.lossless else world, n)
+        rows = 1 if self.scheme.lossless else world
+        self.residuals = torch.zeros(rows, n, dtype=torch.float32, device=_CPU)
         self.taken = 0
 
     def step(self) -> Step:

@@ -65,7 +65,7 @@ class Member:
         self.training = tasks.build(run.task, run.seed, run.steps)
         parameters = dict(self.training.model.named_parameters())
         optimizer = self.training.optimizer
-        self.fitted = Fitted(parameters, optimizer, run.scheme, run.treatment, rank, run.world)
+        self.fitted = Fitted(parameters, [optimizer], run.scheme, run.treatment, rank, run.world)
         self.pipeline = self.fitted.pipeline
         self.batches = own_batches(self.training, rank, run.world, run.mixed, run.seed)
 
@@ -136,7 +136,7 @@ class Watch:
     def __init__(self, members: list[Member]) -> None:
         self.members, self.course = members, Course()
         units = members[0].pipeline.units
-        self._sent_in = [torch.zeros(unit.n, dtype=torch.int32) for unit in units]
+        self._sent_in = [torch.zeros(unit.n, dtype=torch.int32, device=unit.device) for unit in units]
         """The step in which an element was last sent."""
         self._elements = sum(unit.n for unit in units)
 

@@ -2,43 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
 from gradsieve.errors import ConfigError
 
-_MLP_WIDTH, _MLP_BATCH = 2048, 32
-_ENCODER_WIDTH, _ENCODER_TOKENS = 512, 256
+_NARROWEST = 64
 
 
-def _mlp_layer() -> nn.Module:
-    return nn.Sequential(nn.Linear(_MLP_WIDTH, _MLP_WIDTH), nn.ReLU())
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Equal layers, one after the other."""
+
+    layer: Callable[[int], nn.Module]
+    widest: int
+    rows: tuple[int, ...]
+    """The shape of one rank's inputs but for the width."""
+
+    def params(self, width: int) -> int:
+        """Of one layer."""
+        with torch.device("meta"):
+            return sum(p.numel() for p in self.layer(width).parameters())
+
+    def width(self, params: int) -> int:
+        """The widest that lets a layer fit in: all but small models have layers of `widest`."""
+        width = self.widest
+        while width > _NARROWEST and self.params(width) > params:
+            width //= 2
+        return width
 
 
-def _encoder_layer() -> nn.Module:
+def _mlp_layer(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU())
+
+
+def _encoder_layer(width: int) -> nn.Module:
     return nn.TransformerEncoderLayer(
-        _ENCODER_WIDTH, nhead=8, dim_feedforward=2048, dropout=0.0, batch_first=True
+        width, nhead=8, dim_feedforward=4 * width, dropout=0.0, batch_first=True
     )
 
 
-_LAYERS = {"mlp": _mlp_layer, "transformer": _encoder_layer}
-_SHAPES = {"mlp": (_MLP_BATCH, _MLP_WIDTH), "transformer": (1, _ENCODER_TOKENS, _ENCODER_WIDTH)}
-WORKLOADS = tuple(_LAYERS)
+_WORKLOADS = {
+    "mlp": Workload(_mlp_layer, widest=2048, rows=(32,)),
+    "transformer": Workload(_encoder_layer, widest=512, rows=(1, 256)),
+}
+WORKLOADS = tuple(_WORKLOADS)
+
+
+def check_size(workload: str, params: int) -> None:
+    least = _WORKLOADS[workload].params(_NARROWEST)
+    if params < least:
+        raise ConfigError(f"the smallest {workload} has {least:,} parameters, not {params:,}: raise --params")
 
 
 def build(workload: str, params: int) -> nn.Module:
     """As many layers as come closest to `params`."""
-    layer = _LAYERS[workload]
-    each = sum(p.numel() for p in layer().parameters())
-    count = round(params / each)
-    if count < 1:
-        raise ConfigError(
-            f"one layer of the {workload} has {each:,} parameters: ask for at least half of that"
-        )
-    return nn.Sequential(*(layer() for _ in range(count)))
+    check_size(workload, params)
+    found = _WORKLOADS[workload]
+    width = found.width(params)
+    return nn.Sequential(*(found.layer(width) for _ in range(round(params / found.params(width)))))
 
 
-def batch_for(workload: str) -> tuple[Tensor, Tensor]:
+def batch_for(workload: str, params: int) -> tuple[Tensor, Tensor]:
     """One rank's inputs and targets."""
-    shape = _SHAPES[workload]
-    return torch.randn(shape), torch.randn(shape)
+    found = _WORKLOADS[workload]
+    inputs = torch.randn((*found.rows, found.width(params)), dtype=torch.float32, device="cpu")
+    return inputs, torch.randn_like(inputs)

@@ -20,6 +20,7 @@ columns:
   step_ms      of a whole training step, the median of the rounds
   vs_noop      over that of the limit in the same round; 1 is best
   vs_dense     dense's over it in the same round: how many times as fast
+  ..._half     between which ratios the middle half of the rounds lies; the JSON has those of all rounds
   bytes_sent   by the busiest rank in a step, as its network interface counts them
   density      elements in the update over all; of what does not go dense by itself
   hidden       share of the time in collectives that passed while forward or backward computed
@@ -88,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
         results.writable(path)
     rows, steps = step.measure(plan)
     print(results.table(rows, step.COLUMNS))
+    if (doubt := step.unclear(rows)) is not None:
+        print(doubt)
     if args.json is not None:
         results.write(args.json, asdict(plan), rows)
     if args.trace is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -11,20 +12,32 @@ from gradsieve.errors import GradsieveError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="gradsieve", description="Sparse gradient exchange for PyTorch: measure it, on a real network."
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    lab.add_parser(commands)
-    bench.add_parser(commands)
-    args = parser.parse_args(argv)
+    _hear_interruption()
     try:
+        args = _parser().parse_args(argv)  # which loads torch, and takes a while
         return int(args.call(args))
     except GradsieveError as error:
         print(f"gradsieve: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gradsieve", description="Sparse gradient exchange for PyTorch: measure it, on a real network."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    lab.add_parser(commands)
+    bench.add_parser(commands)
+    return parser
+
+
+def _hear_interruption() -> None:
+    """Also where a script started this in its background: shells have such a process ignore SIGINT, and
+    whoever sends it to this process alone means it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,33 @@ Advance = Callable[[float, str], None]
 
 _LINE_SECONDS = 15.0
 """Between two plain lines: a log file should stay readable."""
+_FARTHEST = 20.0
+"""Times as far as it looks back that an estimate may look ahead: one from little says nothing."""
+
+
+class Estimate:
+    """The time left, from the work since the first report: what came before that was start-up as well."""
+
+    def __init__(self, total: float) -> None:
+        self.total, self.done = total, 0.0
+        self._first: tuple[float, float] | None = None
+
+    def advance(self, amount: float) -> None:
+        self.done += amount
+        if self._first is None:
+            self._first = time.monotonic(), self.done
+
+    @property
+    def spoken(self) -> str:
+        """Empty as long as there is no sound one."""
+        if self._first is None:
+            return ""
+        since, before = self._first
+        seconds, work = time.monotonic() - since, self.done - before
+        left = self.total - self.done
+        if work <= 0 or left > _FARTHEST * work:
+            return ""
+        return f"about {_spoken(seconds * left / work)} left"
 
 
 @contextmanager
@@ -28,27 +55,32 @@ def progress(total: float) -> Iterator[Advance]:
 @contextmanager
 def _bar(total: float) -> Iterator[Advance]:
     from rich.console import Console  # the `cli` extra
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-    columns = [BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}")]
+    estimate = Estimate(total)
+    columns = [BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[left]}  {task.description}")]
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda amount, doing: bar.update(task, advance=amount, description=doing)
+        task = bar.add_task("", total=total, left="")
+
+        def advance(amount: float, doing: str) -> None:
+            estimate.advance(amount)
+            bar.update(task, advance=amount, description=doing, left=estimate.spoken)
+
+        yield advance
 
 
 def _lines(total: float) -> Advance:
-    start = time.monotonic()
-    done, last = 0.0, start
+    estimate, last = Estimate(total), time.monotonic()
 
     def advance(amount: float, doing: str) -> None:
-        nonlocal done, last
-        done += amount
+        nonlocal last
+        estimate.advance(amount)
         now = time.monotonic()
         if now - last < _LINE_SECONDS:
             return
         last = now
-        left = (now - start) * (total - done) / done if done else 0.0
-        print(f"{done / total:4.0%}  {doing}; about {_spoken(left)} left", file=sys.stderr, flush=True)
+        parts = filter(None, [doing, estimate.spoken])
+        print(f"{estimate.done / total:4.0%}  {'; '.join(parts)}", file=sys.stderr, flush=True)
 
     return advance
 

@@ -38,7 +38,7 @@ def gather(own: Tensor, place: int, ranks: Sequence[int], lengths: Sequence[int]
 def transpose(numbers: Tensor, rank: int) -> Program[Tensor]:
     """From `numbers[j]` for rank j, on every rank, to the numbers that all ranks have for this one."""
     world = numbers.numel()
-    far = torch.arange(world, device=numbers.device)
+    far = torch.arange(world, dtype=torch.int64, device=numbers.device)
     held = numbers[(rank + far) % world]  # by the places still to go
     for power in range((world - 1).bit_length()):
         hop = 1 << power

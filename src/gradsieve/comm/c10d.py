@@ -46,7 +46,7 @@ class Engine:
         self._group = dist.new_group(
             ranks,
             timeout=_timeout(users),
-            backend=str(dist.get_backend_config(users)),
+            backend=_backend(users),
             use_local_synchronization=not self._is_whole_world,
         )
         self.rank = dist.get_rank(self._group)
@@ -59,13 +59,17 @@ class Engine:
 
     def submit(self, program: Program[Result], what: str, device: torch.device) -> Future[Result]:
         """Queue a program; `what` names it in errors."""
+        return self.submit_call(lambda: self._drive(program, what), device)
+
+    def submit_call(self, call: Callable[[], Result], device: torch.device) -> Future[Result]:
+        """Queue a function behind the programs already there. Ctrl-C interrupts only who waits for it."""
         future: Future[Result] = Future()
         ready = None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
 
         def job() -> None:
             try:
                 with _own_stream(device, ready):
-                    result = self._drive(program, what)
+                    result = call()
             except BaseException as error:  # whatever it is belongs to the caller
                 future.set_exception(error)
             else:
@@ -171,6 +175,14 @@ class Engine:
 def _wait(moves: list[dist.P2POp]) -> None:
     for work in dist.batch_isend_irecv(moves) if moves else ():
         work.wait()
+
+
+def _backend(group: dist.ProcessGroup) -> str:
+    """Of the user's group, by its plain name where all devices have the same: torch warns at the end of a
+    group made with a list of them."""
+    listed = str(dist.get_backend_config(group))
+    names = {entry.rpartition(":")[2] for entry in listed.split(",")}
+    return names.pop() if len(names) == 1 else listed
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta:

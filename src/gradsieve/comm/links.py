@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from gradsieve.comm.ops import AllReduce, Exchange
-from gradsieve.types import Ctx, Program
+from gradsieve.types import Ctx, Program, to_host
 
 _LONG = 1 << 16
 _TRIES = 3
@@ -39,7 +39,9 @@ def measure_links(ctx: Ctx, device: torch.device) -> Program[Links]:
         for _ in range(_TRIES):
             message = torch.zeros(length, dtype=torch.int32, device=device)
             start = time.perf_counter()
-            yield Exchange(message, to, source, length)
+            to_host(
+                (yield Exchange(message, to, source, length))[:1]
+            )  # an accelerator's is only queued so far
             tries.append(time.perf_counter() - start)
         quickest.append(min(tries))
     means = yield AllReduce(torch.tensor(quickest, dtype=torch.float64, device=device))

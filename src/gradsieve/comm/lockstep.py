@@ -82,8 +82,8 @@ def _all_to_all(ops: list[AllToAll]) -> list[Tensor | None]:
                 f"rank {rank} announces {sum(op.send_counts)} rows for {len(op.send_counts)} ranks "
                 f"but hands over {op.tensor.shape[0]} rows to {len(ops)} ranks"
             )
-    sent = torch.tensor([op.send_counts for op in ops])
-    expected = torch.tensor([op.receive_counts for op in ops]).T
+    sent = torch.tensor([op.send_counts for op in ops], dtype=torch.int64, device="cpu")
+    expected = sent.new_tensor([op.receive_counts for op in ops]).T
     wrong = (sent != expected).nonzero()
     if wrong.numel():
         sender, receiver = wrong[0].tolist()
@@ -92,7 +92,8 @@ def _all_to_all(ops: list[AllToAll]) -> list[Tensor | None]:
             f"which expects {int(expected[sender, receiver])}"
         )
     # All rows in one tensor, sorted by receiver: a slice for each pair of ranks would be a million at 1,024.
-    receivers = torch.arange(len(ops)).repeat(len(ops)).repeat_interleave(sent.flatten())
+    every = torch.arange(len(ops), dtype=sent.dtype, device=sent.device)
+    receivers = every.repeat(len(ops)).repeat_interleave(sent.flatten())
     rows = torch.cat([op.tensor for op in ops])[receivers.sort(stable=True).indices]
     return list(torch.split(rows, sent.sum(0).tolist()))
 

@@ -29,7 +29,12 @@ AnyState = TypeVar("AnyState")
 
 
 def text_to_tensor(text: str) -> Tensor:
-    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+    return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+
+
+def number_to_tensor(number: float) -> Tensor:
+    dtype = torch.float64 if isinstance(number, float) else torch.int64
+    return torch.tensor(number, dtype=dtype, device="cpu")
 
 
 def tensor_to_text(tensor: Tensor) -> str:
@@ -41,11 +46,7 @@ def fields_to_tensors(state: Any, prefix: str) -> dict[str, Tensor]:
     out = {}
     for field in fields(state):
         value = getattr(state, field.name)
-        out[prefix + field.name] = (
-            value.clone()
-            if isinstance(value, Tensor)
-            else torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
-        )
+        out[prefix + field.name] = value.clone() if isinstance(value, Tensor) else number_to_tensor(value)
     return out
 
 
@@ -59,7 +60,7 @@ def fields_from_tensors(template: AnyState, stored: Mapping[str, Tensor], prefix
             now.dtype if isinstance(now, Tensor) else torch.float64 if isinstance(now, float) else torch.int64
         )
         found = take(stored, prefix + field.name, tuple(shape), dtype)
-        values[field.name] = found.clone() if isinstance(now, Tensor) else found.item()
+        values[field.name] = found.to(now.device, copy=True) if isinstance(now, Tensor) else found.item()
     return type(template)(**values)
 
 
@@ -70,6 +71,8 @@ def take(stored: Mapping[str, Tensor], key: str, shape: tuple[int, ...] | None, 
     tensor = stored[key]
     if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
         raise Malformed(f"{key!r} in the checkpoint is not a tensor of {dtype}")
+    if tensor.is_meta:
+        raise Malformed(f"{key!r} in the checkpoint has no data (device meta): load it to a real device")
     if shape is not None and tuple(tensor.shape) != shape:
         raise Malformed(f"{key!r} in the checkpoint has shape {tuple(tensor.shape)}, expected {shape}")
     return tensor

@@ -6,19 +6,23 @@
     e   what waits: m - x, all that this rank's steps moved and the others have not been told
 
     waiting   e, wherever it is asked for: nothing is accumulated, a step is in x the moment it is made
-    settle    where elements were sent: w -= update / P, e -= spent
-    fold      in one window of the vector a step: x = w - a e, and m follows; a is the preview
+    settle    where elements were sent: w -= update / P, e -= spent, whatever x is by then; x is only read
+    fold      x = w - a e, and m follows, so that as much waits; a is the preview. It is due where something
+              was settled, and in one window of the vector a step
+
+Settling may happen at any time at which no optimizer moves; folding writes x, so that it waits until an
+optimizer is about to write it too, and is done for the parameters of that optimizer alone.
 
 A window comes round every WINDOWS steps, so that x has the last few steps in full and of what is older the
 part a. The law: P w - sum over ranks of e is changed by the optimizers alone; neither the exchange, whether
-it succeeds or not, nor folding changes it.
+it succeeds or not, nor settling nor folding changes it.
 
-Memory: 2 n elements.
+Memory: 2 n elements, and n more of their own type for parameters narrower than w.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,6 +39,15 @@ _PIECE = 1 << 17
 """Elements that stay in a processor's cache while all is done to them."""
 
 
+@dataclass(slots=True)
+class Due:
+    """What one exchange left to be folded, and in which parameters that was not done yet."""
+
+    window: int
+    places: list[Sparse]
+    names: Set[str]
+
+
 class LocalSteps:
     def __init__(self, unit: Unit, parameters: Mapping[str, Tensor]) -> None:
         self.unit = unit
@@ -42,6 +55,11 @@ class LocalSteps:
         self.mark = self.shared.clone()
         self.shared_dense = _concatenate(unit, unit.dense, parameters)
         self.mark_dense = self.shared_dense.clone()
+        own = {slot.name: parameters[slot.name] for slot in unit.slots}
+        self._narrow = {name: p.clone() for name, p in own.items() if p.dtype != unit.dtype}
+        self._all = frozenset(own)
+        self._due: list[Due] = []
+        self._due_whole: Set[str] = frozenset()
 
     def waiting(self, parameters: Mapping[str, Tensor]) -> Waiting:
         return Waiting(self, parameters)
@@ -54,84 +72,190 @@ class LocalSteps:
             waiting(self.mark_dense[here], parameters[slot.name], out[here])
         return out
 
+    # -- settle -----------------------------------------------------------------------------------------
+
     def settle(
         self,
         update: Sparse,
         spent: Sparse,
-        dense_mean: Tensor,
+        dense_total: Tensor,
+        dense_spent: Tensor,
         parameters: Mapping[str, Tensor],
         world: int,
-        preview: float,
+        window: int,
     ) -> None:
-        """Take over what an exchange gave."""
+        """Take over what an exchange gave; what was sent is what is taken off."""
+        due = Due(window, [update], self._all)
         if update.indices is None:
-            self._settle_everything(update.values, parameters, world)
+            _settle_all(
+                self.unit.sparse, self.shared, self.mark, update.values, spent.values, parameters, world
+            )
+            self._due_whole |= frozenset(self.unit.names_of_sparse)
+            due.places = []
         else:
-            self._settle_some(update, spent, parameters, world, preview)
-        self.shared_dense -= dense_mean
-        for slot in self.unit.dense:
-            here = slice(slot.start, slot.stop)
-            # A narrow parameter holds it rounded: that is not a step, so the mark is rounded too.
-            self.mark_dense[here] = parameters[slot.name].copy_(self.shared_dense[here])
-
-    def _settle_everything(self, total: Tensor, parameters: Mapping[str, Tensor], world: int) -> None:
-        """All that waited was told: x = m = w."""
-        for slot in self.unit.sparse:
-            for begin in range(0, slot.numel, _PIECE):
-                end = min(begin + _PIECE, slot.numel)
-                here = slice(slot.start + begin, slot.start + end)
-                self.shared[here] -= total[here] / world
-                self.mark[here] = parameters[slot.name][begin:end].copy_(self.shared[here])
+            self._settle_some(update, spent, parameters, world)
+            if spent.indices is not update.indices:
+                due.places.append(spent)
+        dense = self.unit.dense
+        _settle_all(dense, self.shared_dense, self.mark_dense, dense_total, dense_spent, parameters, world)
+        self._round(update)
+        self._due.append(due)
+        if len(self._due) > WINDOWS:  # some optimizer does not step: what it has to fold must not pile up
+            self._due_whole |= self._due.pop(0).names
 
     def _settle_some(
-        self, update: Sparse, spent: Sparse, parameters: Mapping[str, Tensor], world: int, preview: float
+        self, update: Sparse, spent: Sparse, parameters: Mapping[str, Tensor], world: int
     ) -> None:
-        left = self.waiting(parameters).of(spent) - spent.values
-        if spent.indices is not update.indices:
-            self._write(replace(spent, values=left), self._shared_at(spent), parameters, preview)
-            left = self.waiting(parameters).of(update)
-        # Two roundings, not a fused one: replicas on unlike processors must stay the same bits.
         assert update.indices is not None
-        shared = self._shared_at(update) - update.values / world
+        assert spent.indices is not None
+        own = self.own_at(parameters, spent)
+        mark = self.mark.index_select(0, spent.indices)
+        self.mark.index_copy_(0, spent.indices, _marked(mark, own, spent.values))
+        # Two roundings, not a fused one: replicas on unlike processors must stay the same bits.
+        shared = self.shared.index_select(0, update.indices) - update.values / world
         self.shared.index_copy_(0, update.indices, shared)
-        self._write(replace(update, values=left), shared, parameters, preview)
 
-    def fold(self, parameters: Mapping[str, Tensor], preview: float, window: int) -> None:
-        """In one of the windows, x = w - a e."""
+    def _round(self, update: Sparse) -> None:
+        """The shared model in the type of narrow parameters, where it changed."""
+        if not self._narrow:
+            return
+        for slot in self.unit.dense:
+            if slot.name in self._narrow:
+                self._narrow[slot.name].copy_(self.shared_dense[slot.start : slot.stop])
+        for slot, indices, _ in by_slot(self.unit.sparse, update):
+            if slot.name not in self._narrow:
+                continue
+            shared = self.shared[slot.start : slot.stop]
+            if indices is None:
+                self._narrow[slot.name].copy_(shared)
+            else:
+                narrow = self._narrow[slot.name]
+                narrow.index_copy_(0, indices, shared.index_select(0, indices).to(narrow.dtype))
+
+    # -- fold -------------------------------------------------------------------------------------------
+
+    def fold(self, parameters: Mapping[str, Tensor], preview: float, names: Set[str] | None = None) -> None:
+        """x = w - a e in these parameters, or in all, wherever that is due."""
+        names = self._all if names is None else names & self._all
+        whole = self._due_whole & names
+        for slot in self.unit.sparse if whole else ():
+            if slot.name in whole:
+                self._fold_between(parameters, preview, slot.start, slot.stop, whole)
+        self._due_whole -= whole
         n = self.unit.n
-        for here, own in self.pieces(parameters, n * window // WINDOWS, n * (window + 1) // WINDOWS):
+        for due in self._due:
+            here = due.names & names
+            self._fold_dense(parameters, here)
+            start, stop = n * due.window // WINDOWS, n * (due.window + 1) // WINDOWS
+            self._fold_between(parameters, preview, start, stop, here - whole)
+            for places in due.places:
+                inside = places if here == self._all else self._inside(places, here)
+                self._fold_at(inside, parameters, preview)
+            due.names -= here
+        self._due = [due for due in self._due if due.names]
+
+    def _fold_dense(self, parameters: Mapping[str, Tensor], names: Set[str]) -> None:
+        """All was told but what an optimizer did since: that is in x in full."""
+        for slot in self.unit.dense:
+            if slot.name in names:
+                here = slice(slot.start, slot.stop)
+                fold(self.shared_dense[here], parameters[slot.name], self.mark_dense[here], 1.0)
+
+    def _fold_between(
+        self, parameters: Mapping[str, Tensor], preview: float, start: int, stop: int, names: Set[str]
+    ) -> None:
+        for here, own in self.pieces(parameters, start, stop, names):
             fold(self.shared[here], own, self.mark[here], preview)
 
-    def _shared_at(self, part: Sparse) -> Tensor:
-        assert part.indices is not None
-        return self.shared.index_select(0, part.indices)
-
-    def _write(self, left: Sparse, shared: Tensor, parameters: Mapping[str, Tensor], preview: float) -> None:
-        """x and m where e is now `left`."""
-        own = torch.sub(shared, left.values, alpha=preview)
-        for slot, indices, values in by_slot(self.unit.sparse, replace(left, values=own)):
+    def _fold_at(self, places: Sparse, parameters: Mapping[str, Tensor], preview: float) -> None:
+        assert places.indices is not None
+        waits = self.waiting(parameters).of(places)
+        own = self.shared.index_select(0, places.indices) - preview * waits
+        for slot, indices, values in by_slot(self.unit.sparse, replace(places, values=own)):
             assert indices is not None
             parameter = parameters[slot.name]
             narrow = values.to(parameter.dtype)
             parameter.index_copy_(0, indices, narrow)
-            if narrow.dtype != values.dtype:
+            if narrow.dtype != values.dtype:  # rounding is not a step, so the mark is rounded too
                 values.copy_(narrow)
-        assert left.indices is not None
-        self.mark.index_copy_(0, left.indices, own.add_(left.values))
+        self.mark.index_copy_(0, places.indices, own.add_(waits))
+
+    def _inside(self, places: Sparse, names: Set[str]) -> Sparse:
+        """Those in the slots of these parameters."""
+        kept = [
+            (indices + slot.start, values)
+            for slot, indices, values in by_slot(self.unit.sparse, places)
+            if slot.name in names and indices is not None
+        ]
+        indices, values = zip(*kept, strict=True) if kept else ((), ())
+        none = places.values.new_empty(0)
+        return Sparse(torch.cat([none.long(), *indices]), torch.cat([none, *values]), places.numel)
+
+    # -- from outside -----------------------------------------------------------------------------------
+
+    def adopt(self, parameters: Mapping[str, Tensor], names: Set[str]) -> None:
+        """The shared model was replaced in these parameters, alike on all ranks: x is w, and nothing waits
+        there."""
+        for slots, shared, mark in self._vectors():
+            for slot in slots:
+                if slot.name in names:
+                    here = slice(slot.start, slot.stop)
+                    mark[here] = parameters[slot.name].copy_(shared[here])
+        for due in self._due:
+            due.names -= names
+        self._due_whole -= names
+
+    def write_shared(self, name: str, values: Tensor) -> None:
+        """The user wrote to the shared model: what waits stays, and x follows when it is next folded."""
+        for slots, shared, _ in self._vectors():
+            for slot in slots:
+                if slot.name == name:
+                    shared[slot.start : slot.stop] = values
+        if name in self._narrow:
+            self._narrow[name].copy_(values)
+        if name in self.unit.names_of_sparse:
+            self._due_whole |= {name}
+        else:
+            self._due.append(Due(0, [], frozenset({name})))
+
+    def shown(self) -> dict[str, Tensor]:
+        """The shared model, flat, by parameter, in the parameter's own type."""
+        return self.by_kind()["shared"] | self._narrow
+
+    def renew(self) -> None:
+        """After shared, mark and own model were loaded."""
+        self._due, self._due_whole = [], frozenset()
+        shared = self.by_kind()["shared"]
+        for name, narrow in self._narrow.items():
+            narrow.copy_(shared[name])
+
+    def own_at(self, parameters: Mapping[str, Tensor], part: Sparse) -> Tensor:
+        """x where `part` has elements."""
+        own = self.mark.new_empty(part.count)
+        for slot, places, values in by_slot(self.unit.sparse, replace(part, values=own)):
+            assert places is not None
+            values.copy_(parameters[slot.name].index_select(0, places))
+        return own
 
     def pieces(
-        self, parameters: Mapping[str, Tensor], start: int, stop: int
+        self, parameters: Mapping[str, Tensor], start: int, stop: int, names: Set[str] | None = None
     ) -> Iterator[tuple[slice, Tensor]]:
         """The vector from `start` to `stop` and this rank's model there, slot by slot."""
         for slot in self.unit.sparse:
             first, last = max(start, slot.start), min(stop, slot.stop)
-            if first < last:
+            if first < last and (names is None or slot.name in names):
                 yield slice(first, last), parameters[slot.name][first - slot.start : last - slot.start]
 
     def by_kind(self) -> dict[str, dict[str, Tensor]]:
         shared = parts_of(self.shared, self.unit.sparse) | parts_of(self.shared_dense, self.unit.dense)
         mark = parts_of(self.mark, self.unit.sparse) | parts_of(self.mark_dense, self.unit.dense)
         return {"shared": shared, "mark": mark}
+
+    def _vectors(self) -> tuple[tuple[tuple[Slot, ...], Tensor, Tensor], ...]:
+        return (
+            (self.unit.sparse, self.shared, self.mark),
+            (self.unit.dense, self.shared_dense, self.mark_dense),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +287,7 @@ class Waiting:
     ) -> tuple[Tensor, Tensor, Tensor]:
         if self.device.type != "cpu":
             return select(self.between(start, stop), threshold, capacity, phase)
-        found, there = [torch.empty(0, dtype=torch.long)], [self.local.mark.new_empty(0)]
+        found, there = [self.local.mark.new_empty(0, dtype=torch.long)], [self.local.mark.new_empty(0)]
         for here, own in self.local.pieces(self.parameters, start, stop):
             indices, values = waiting_above(self.local.mark[here], own, threshold)
             found.append(indices.add_(here.start - start))
@@ -172,10 +296,7 @@ class Waiting:
 
     def at(self, host: Host, indices: Tensor) -> Tensor:
         mark = self.local.mark.index_select(0, indices)
-        own = torch.empty_like(mark)
-        for slot, places, values in by_slot(self.local.unit.sparse, Sparse(indices, own, self.numel(), host)):
-            assert places is not None
-            values.copy_(self.parameters[slot.name].index_select(0, places))
+        own = self.local.own_at(self.parameters, Sparse(indices, mark, self.numel(), host))
         waiting(mark, own, own)
         return own
 
@@ -188,3 +309,29 @@ class Waiting:
 def _concatenate(unit: Unit, slots: tuple[Slot, ...], parameters: Mapping[str, Tensor]) -> Tensor:
     parts = [parameters[slot.name].to(unit.dtype) for slot in slots]
     return torch.cat(parts) if parts else torch.empty(0, dtype=unit.dtype, device=unit.device)
+
+
+def _settle_all(
+    slots: tuple[Slot, ...],
+    shared: Tensor,
+    mark: Tensor,
+    total: Tensor,
+    spent: Tensor,
+    parameters: Mapping[str, Tensor],
+    world: int,
+) -> None:
+    """Where all elements were sent."""
+    for slot in slots:
+        for begin in range(0, slot.numel, _PIECE):
+            end = min(begin + _PIECE, slot.numel)
+            here = slice(slot.start + begin, slot.start + end)
+            own = parameters[slot.name][begin:end].to(mark.dtype)
+            mark[here] = _marked(mark[here], own, spent[here])
+            shared[here] -= total[here] / world
+
+
+def _marked(mark: Tensor, own: Tensor, spent: Tensor) -> Tensor:
+    """The mark from which less waits by what was spent. Exactly at x where nothing is left, so that a model
+    of which all was told is the shared one to the last bit. What an optimizer spoilt does not wait."""
+    left = (mark - own) - spent
+    return own + torch.where(left.isfinite(), left, 0.0)

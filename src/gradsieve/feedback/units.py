@@ -51,6 +51,10 @@ class Unit:
         return tuple(slot for slot in self.slots if not slot.sparse)
 
     @property
+    def names_of_sparse(self) -> frozenset[str]:
+        return frozenset(slot.name for slot in self.sparse)
+
+    @property
     def sizes(self) -> list[int]:
         """Of the tensors in the sparse vector."""
         return [slot.numel for slot in self.sparse]
@@ -106,6 +110,7 @@ def lay_units(parameters: Iterable[tuple[str, Tensor]], cap_bytes: int, small: i
     0, nothing does.
     """
     open_units: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
+    held: dict[tuple[torch.dtype, torch.device], int] = {}
     units: list[Unit] = []
     for name, parameter in reversed(list(parameters)):
         if not parameter.is_floating_point():
@@ -115,10 +120,12 @@ def lay_units(parameters: Iterable[tuple[str, Tensor]], cap_bytes: int, small: i
         if not _is_dense(parameter):
             raise ConfigError(f"parameter {name!r} has gaps or overlaps in memory; make it contiguous first")
         dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-        members = open_units.setdefault((dtype, parameter.device), [])
-        members.append((name, parameter))
-        if sum(member.numel() for _, member in members) * dtype.itemsize >= cap_bytes:
-            units.append(_unit(open_units.pop((dtype, parameter.device)), dtype, parameter.device, small))
+        kind = dtype, parameter.device
+        open_units.setdefault(kind, []).append((name, parameter))
+        held[kind] = held.get(kind, 0) + parameter.numel() * dtype.itemsize
+        if held[kind] >= cap_bytes:
+            units.append(_unit(open_units.pop(kind), *kind, small))
+            del held[kind]
     units.extend(_unit(members, dtype, device, small) for (dtype, device), members in open_units.items())
     return units
 

@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradsieve.schemes.base import Scheme
+from gradsieve.schemes.exdyna import ExDyna
+from gradsieve.schemes.topk import TopK
 from gradsieve.types import Outcome, Sparse
 
 _log = logging.getLogger("gradsieve")
@@ -59,8 +62,8 @@ def _most_energy(kept: Tensor, spent: Sparse) -> float:
     return stride * float(best.norm()) ** 2
 
 
-def advice(signs: Mapping[str, float], density: float, adaptive: bool) -> str | None:
-    """What to change, or None while there is nothing to say."""
+def advice(signs: Mapping[str, float], density: float, adaptive: bool, looks: bool = False) -> str | None:
+    """What to change, or None while there is nothing to say. `looks`: the scheme in use chooses by value."""
     heavy = HEAVY_ADAPTIVE if adaptive else HEAVY
     if signs["staleness"] > STALE or signs["waiting"] > heavy:
         excess = max(signs["staleness"] / STALE, signs["waiting"] / heavy)
@@ -71,9 +74,13 @@ def advice(signs: Mapping[str, float], density: float, adaptive: bool) -> str | 
             "with preset=gradsieve.Treatment(refresh=1000)"
         )
     if signs["fidelity"] < BLIND:
+        change = (
+            f"raise density from {density:g} to {min(1.0, 4 * density):.2g}"
+            if looks
+            else "choose scheme='exdyna' or 'topk', which look at the values"
+        )
         return (
-            f"what is sent holds {signs['fidelity']:.1%} of the energy that as many elements could: choose "
-            "scheme='exdyna' or 'topk', which look at the values"
+            f"what is sent holds {signs['fidelity']:.1%} of the energy that as many elements could: {change}"
         )
     return None
 
@@ -81,12 +88,13 @@ def advice(signs: Mapping[str, float], density: float, adaptive: bool) -> str | 
 class Advisor:
     """Says it once, on the rank that sees it."""
 
-    def __init__(self, density: float, adaptive: bool, rank: int) -> None:
-        self.density, self.adaptive, self.rank = density, adaptive, rank
+    def __init__(self, scheme: Scheme[Any], adaptive: bool, rank: int) -> None:
+        self.density, self.adaptive, self.rank = scheme.density, adaptive, rank
+        self.looks = isinstance(scheme, ExDyna | TopK)
         self.has_warned = False
 
     def look(self, signs: Mapping[str, float], step: int) -> None:
-        text = None if self.has_warned else advice(signs, self.density, self.adaptive)
+        text = None if self.has_warned else advice(signs, self.density, self.adaptive, self.looks)
         if text is not None:
             self.has_warned = True
             _log.warning("rank %d, step %d: %s", self.rank, step, text)

@@ -4,11 +4,15 @@ Steps are exchanged from forward on: what is sent was moved by the optimizer bef
 DDP hands over buckets, whose layout it changes after the first iteration; the pipeline's units do not
 change. A unit is submitted when all of its gradients have arrived and all units before it were submitted;
 a bucket is done when all units with a part in it are.
+
+One exchange belongs to each backward that DDP synchronises: these are as many on every rank, also where a
+rank skips steps of its optimizer. Nothing is written to parameters between a forward and its backward.
 """
 
 # No `from __future__ import annotations` here: DDP checks that the hook's annotations are types, not strings.
 
 import weakref
+from collections.abc import Set
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,6 +22,8 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsieve.errors import ConfigError
+from gradsieve.feedback.digest import digest
+from gradsieve.integrations.door import door_of, open_door
 from gradsieve.integrations.gradient_sync import GradientSync
 from gradsieve.presets import Preset
 from gradsieve.schemes.base import Scheme
@@ -30,7 +36,7 @@ class DdpSync(GradientSync):
     def __init__(
         self,
         ddp: DistributedDataParallel,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Any,
         *,
         scheme: str | Scheme[Any] = "exdyna",
         density: float | None = None,
@@ -38,11 +44,16 @@ class DdpSync(GradientSync):
         scaler: torch.amp.GradScaler | None = None,
         dense_if_faster: bool = True,
     ) -> None:
-        if not isinstance(ddp, DistributedDataParallel):
-            raise ConfigError(f"attach() wants a DistributedDataParallel model, not {type(ddp).__name__}")
-        for name, module in ddp.module.named_modules():
-            if getattr(module, "sparse", False) is True:
-                raise ConfigError(f"module {name!r} makes sparse gradients: create it with sparse=False")
+        _refuse_unfit(ddp)
+        # Weak: DDP's reducer holds the hook's state, and the collector cannot see through its C++ part.
+        self._ddp = weakref.ref(ddp)
+        self._begun = False
+        """Whether the exchange that belongs to the coming backward is under way."""
+        self._trains_in_evaluation_mode = False
+        self._looks: list[Set[str]] = []
+        """Parameters to be put back after each forward in evaluation mode that is going on."""
+        self._saving: Set[str] = frozenset()
+        self._before_load = 0
         super().__init__(
             ((name, p) for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore),
             optimizer,
@@ -54,8 +65,6 @@ class DdpSync(GradientSync):
             group=ddp.process_group,
             bucket_cap_mb=UNIT_CAP_MB if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap / 2**20,
         )
-        # Weak: DDP's reducer holds the hook's state, and the collector cannot see through its C++ part.
-        self._ddp = weakref.ref(ddp)
         if isinstance(self.pipeline, GradientPipeline):
             self.pipeline.may_have_unused = ddp.find_unused_parameters or ddp.static_graph
         self._names = {parameter: name for name, parameter in self.parameters.items()}
@@ -65,33 +74,87 @@ class DdpSync(GradientSync):
         self._arrived: dict[str, Tensor] = {}
         self._next_unit = 0
         self._unit_done: dict[int, torch.futures.Future[int]] = {}
-        self._begun = False
-        """Whether the exchange that belongs to the coming backward is under way."""
-        self.hooks.append(ddp.register_forward_pre_hook(lambda module, inputs: self.before_forward(module)))
 
-    def before_forward(self, ddp: torch.nn.Module) -> None:
-        """What the optimizer moved is known: exchange it while forward and backward compute.
+    def enter(self) -> None:
+        """Also to the model and to DDP."""
+        ddp = self._ddp()
+        assert ddp is not None
+        self._door, self._hooks = open_door(ddp, self)
+        super().enter()
+        if self.models is not None:
+            self.models.show_shared()
 
-        A rank that skipped its optimizer's step takes over here what it was sent before that; between forward
-        and backward autograd would not allow it.
-        """
-        if self._exchanges_steps and not self._begun and ddp.training and torch.is_grad_enabled():
-            self._refuse_join()
-            self._start_exchange()
-            self._begun = True
+    def leave(self) -> None:
+        """DDP averages gradients by itself again."""
+        self._door.sync = None
+        for hook in self._hooks:
+            hook.remove()
+        super().leave()
 
-    @property
-    def _exchanges_steps(self) -> bool:
-        return isinstance(self.pipeline, StepPipeline) and not self.scheme.silent
+    # -- what the model's hooks lead to -----------------------------------------------------------------
+
+    def before_forward(self, module: torch.nn.Module) -> None:
+        """Training: what the optimizer moved is known, so exchange it while forward and backward compute, on
+        this rank's own model. Evaluation: the shared model, for as long as the forward takes."""
+        if self.models is None:
+            return
+        training = module.training or self._trains_in_evaluation_mode
+        if not training:
+            self.take_over()  # a rank that skipped its step has not done so yet
+            self._looks.append(self.models.look())
+        elif torch.is_grad_enabled():
+            self.models.show_own()
+            if not self._begun:
+                self._refuse_join()
+                self.start_exchange()
+                self._begun = True
+
+    def after_forward(self, module: torch.nn.Module) -> None:
+        if self._looks and self.models is not None:
+            self.models.show_own(self._looks.pop())
+
+    def before_saving(self, module: torch.nn.Module) -> None:
+        if self.models is not None:
+            self.take_over()
+            self._saving = self.models.look()
+
+    def after_saving(self, module: torch.nn.Module) -> None:
+        if self.models is not None:
+            self.models.show_own(self._saving)
+            self._saving = frozenset()
+
+    def before_loading(self, module: torch.nn.Module) -> None:
+        if self.models is not None:
+            self.take_over()
+            self.models.show_shared()
+            self._before_load = self._fingerprint()
+
+    def after_loading(self, module: torch.nn.Module) -> None:
+        """Another model was loaded: all ranks go on from it, and what waited belonged to the one before."""
+        if isinstance(self.pipeline, StepPipeline) and self._fingerprint() != self._before_load:
+            assert self.models is not None
+            self.models.show_own()  # notes what was written
+            self.pipeline.adopt(self.parameters.keys())
+            self.pipeline.loads += 1
+            self.models.show_shared()
+
+    def _fingerprint(self) -> int:
+        return int(digest([parameter.detach() for parameter in self.parameters.values()]))
+
+    def after_update(self, names: Set[str]) -> None:
+        super().after_update(names)
+        if self.models is not None:
+            self._looks.clear()
+            self.models.show_shared(names)
+
+    # -- what DDP's hook leads to -----------------------------------------------------------------------
 
     def hook(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """DDP's communication hook: queue what can be queued and let backward go on."""
         buffer = bucket.buffer()
-        if self.scheme.silent or self._exchanges_steps:
-            if self._exchanges_steps and bucket.index() == 0:
-                if not self._begun:  # a model in evaluation mode is trained
-                    self._start_exchange()
-                self._begun = False
+        if self.scheme.silent or self.exchanges_steps:
+            if self.exchanges_steps and bucket.index() == 0:
+                self._belongs_to_a_backward()
             done: torch.futures.Future[Tensor] = torch.futures.Future()
             done.set_result(buffer)  # a rank's own gradient, for its own optimizer
             return done
@@ -108,6 +171,14 @@ class DdpSync(GradientSync):
         waited = [self._unit_done[index] for index in sorted(units)]
         self._submit_ready()
         return torch.futures.collect_all(waited).then(lambda all_done: _or_raise(all_done, buffer))
+
+    def _belongs_to_a_backward(self) -> None:
+        """The exchange that was begun, or one begun now: a model in evaluation mode is trained."""
+        if not self._begun:
+            self._refuse_join()
+            self.start_exchange()
+            self._trains_in_evaluation_mode = True
+        self._begun = False
 
     def _refuse_join(self) -> None:
         if not self._may_compare():
@@ -144,7 +215,7 @@ class DdpSync(GradientSync):
 
 def attach(
     ddp: DistributedDataParallel,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Any,
     *,
     scheme: str | Scheme[Any] = "exdyna",
     density: float | None = None,
@@ -163,10 +234,14 @@ def attach(
     density), it is used instead, bucket by bucket. Which steps that are depends on time: runs that must be
     the same bits again want `dense_if_faster=False`.
 
-    Call it once, after wrapping the model and before the first backward, and `flush()` before the model is
-    saved or judged: until then every rank's model is a little its own.
+    `optimizer` is the one that steps the model, or a list of several.
+
+    Call it after wrapping the model and before the first backward. Evaluate and save as ever: but for the
+    time from a training forward to the optimizer's step, the parameters hold the model that all ranks share,
+    the same bits on each of them. `flush()` on all ranks at the end of a training puts into it what still
+    waits.
     """
-    sync = DdpSync(
+    return DdpSync(
         ddp,
         optimizer,
         scheme=scheme,
@@ -175,12 +250,17 @@ def attach(
         scaler=scaler,
         dense_if_faster=dense_if_faster,
     )
-    ddp.register_comm_hook(sync, _hook)
-    return sync
 
 
-def _hook(sync: DdpSync, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return sync.hook(bucket)
+def _refuse_unfit(ddp: DistributedDataParallel) -> None:
+    if not isinstance(ddp, DistributedDataParallel):
+        raise ConfigError(f"attach() wants a DistributedDataParallel model, not {type(ddp).__name__}")
+    door = door_of(ddp)
+    if door is not None and door.sync is not None:
+        raise ConfigError("a sync is attached to this model already: close() it first")
+    for name, module in ddp.module.named_modules():
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+            raise ConfigError(f"module {name!r} makes sparse gradients: create it with sparse=False")
 
 
 def _forward_to(target: torch.futures.Future[int]) -> Any:

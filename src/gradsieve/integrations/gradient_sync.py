@@ -6,43 +6,54 @@
     optimizer.step()
 
 `gradsieve.attach` (`ddp.py`) is the same behind DistributedDataParallel's communication hook.
+
+What outlives a step is changed on the engine's thread alone, behind the exchanges it belongs to: Ctrl-C
+interrupts the wait for it, never the change.
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from gradsieve import kernels
 from gradsieve.comm.c10d import Engine
 from gradsieve.comm.links import measure_links
-from gradsieve.comm.ops import AllGather, AllReduce
-from gradsieve.errors import ConfigError, DivergenceError, Malformed
-from gradsieve.feedback import checkpoint
-from gradsieve.feedback.digest import digest
-from gradsieve.feedback.residual import Residual
-from gradsieve.feedback.units import flat_view, parts_of, shaped_like
+from gradsieve.errors import ConfigError, GradsieveError
+from gradsieve.feedback.units import flat_view
+from gradsieve.integrations import replicas, saving, sayings
 from gradsieve.integrations.advice import Advisor, signs
+from gradsieve.integrations.optimizers import Optimizers, as_list
+from gradsieve.integrations.two_models import TwoModels
 from gradsieve.presets import Preset, choose
 from gradsieve.schemes import make
 from gradsieve.schemes.base import Scheme
 from gradsieve.sync import UNIT_CAP_MB, GradientPipeline, StepPipeline
 from gradsieve.sync.fitted import Fitted
+from gradsieve.sync.tags import CALLS
 from gradsieve.telemetry import Span
-from gradsieve.types import Ctx, Program, replicated_fields
+from gradsieve.types import Ctx
 
 VERIFY_EVERY = 100
 """Steps between two comparisons of the replicas' fingerprints: a few bytes and one pass over the model."""
 
-_log = logging.getLogger("gradsieve")
+
+@dataclass(slots=True)
+class UnderWay:
+    """An exchange of all units that was begun."""
+
+    tensors: dict[str, Tensor]
+    futures: list[Future[None]]
+    is_taken_over: bool = False
+    was_good: bool = True
 
 
 class GradientSync:
@@ -51,7 +62,7 @@ class GradientSync:
     def __init__(
         self,
         parameters: Iterable[tuple[str, Tensor]],
-        optimizer: torch.optim.Optimizer,
+        optimizer: Any,
         *,
         scheme: str | Scheme[Any] = "exdyna",
         density: float | None = None,
@@ -61,46 +72,66 @@ class GradientSync:
         group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float = UNIT_CAP_MB,
     ) -> None:
+        """`optimizer` is the one that steps the parameters, or a list of those that do."""
         if not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialised: call init_process_group() first")
-        self.parameters = {name: p for name, p in parameters if p.requires_grad}
+        every = dict(parameters)
+        self.parameters = {name: p for name, p in every.items() if p.requires_grad}
+        self._frozen = {name: p for name, p in every.items() if not p.requires_grad}
         self.scheme = make(scheme, density)
         self.treatment = choose(preset, self.scheme)
-        if self.treatment.exchange == "steps" and type(optimizer).__name__ == "ZeroRedundancyOptimizer":
-            raise ConfigError(
-                "a ZeroRedundancyOptimizer steps each parameter on one rank, by that rank's gradient alone: "
-                "use preset=gradsieve.Treatment(exchange='gradients')"
-            )
-        active = kernels.active()  # numba is loaded here and not in the first step
+        self._given = as_list(optimizer)
+        _refuse_sharded(self._given, self.treatment.exchange)
+        self._scaler = scaler
+        self._under_way: UnderWay | None = None
+        self._compared = 0  # the step after which replicas were last compared
+        self._moved = True  # whether a step was taken since the last exchange began
+        self._is_closed = False
+        kernels.active()  # numba is loaded here and not in the first step
         self.engine = Engine(group)
+        try:
+            self._set_up(bucket_cap_mb, dense_if_faster)
+        except BaseException:
+            self.engine.close()
+            raise
+        sayings.what_is_set(self.pipeline, self.parameters, self._given)
+        self.enter()
+
+    def _set_up(self, bucket_cap_mb: float, dense_if_faster: bool) -> None:
         rank, world = self.engine.rank, self.engine.world
         self.fitted = Fitted(
-            self.parameters, optimizer, self.scheme, self.treatment, rank, world, bucket_cap_mb
+            self.parameters, self._given, self.scheme, self.treatment, rank, world, bucket_cap_mb
         )
         self.pipeline = self.fitted.pipeline
-        if dense_if_faster and world > 1 and not self.scheme.lossless and not self.scheme.silent:
-            here = self.pipeline.units[0].device
-            links = self.engine.run(measure_links(Ctx(rank, world, 0), here), "the links", here)
-            self.pipeline.fall_back(links)
-        self._scaler = scaler
-        self._under_way: tuple[dict[str, Tensor], list[Future[None]]] | None = None
-        self._compared = 0  # the step after which replicas were last compared
-        adaptive = not isinstance(optimizer, torch.optim.SGD)
-        self._advisor = Advisor(self.scheme.density, adaptive, rank)
-        self.hooks: list[RemovableHandle] = [
-            optimizer.register_step_pre_hook(lambda *_: self.before_optimizer_step()),
-            optimizer.register_step_post_hook(lambda *_: self._after_optimizer_step()),
-        ]
-        if rank == 0:
-            _log.info(
-                "%s at density %g among %d ranks for %s: %s; kernels: %s",
-                type(self.scheme).__name__,
-                self.scheme.density,
-                world,
-                type(optimizer).__name__,
-                self.treatment.describe(),
-                active,
-            )
+        self.device = self.pipeline.units[0].device
+        self.models: TwoModels | None = None
+        if isinstance(self.pipeline, StepPipeline):
+            self.models = TwoModels(self.parameters, self.pipeline)
+        try:
+            if world > 1 and not self.scheme.silent:
+                replicas.start_alike(self, dense_if_faster)
+                if dense_if_faster and not self.scheme.lossless:
+                    links = measure_links(Ctx(rank, world, 0), self.device)
+                    self.pipeline.fall_back(self.engine.run(links, "the links", self.device))
+        except BaseException:
+            self.fitted.give_back()
+            raise
+        adaptive = not all(isinstance(one, torch.optim.SGD) for one in self._given)
+        self._advisor = Advisor(self.scheme, adaptive, rank)
+
+    def enter(self) -> None:
+        """Listen to the optimizers that step the model."""
+        self._optimizers = Optimizers(self.parameters, self)
+
+    def leave(self) -> None:
+        """Listen no more. The parameters hold this rank's own model."""
+        self._optimizers.close()
+        if self.models is not None:
+            self.models.show_own()
+
+    @property
+    def exchanges_steps(self) -> bool:
+        return isinstance(self.pipeline, StepPipeline)
 
     # -- a step ---------------------------------------------------------------------------------------
 
@@ -112,205 +143,201 @@ class GradientSync:
         if self.scheme.silent:
             return True
         self.begin_step()
-        self._start_exchange()
-        self._finish_exchange()
+        self.start_exchange()
+        self.take_over(self.parameters.keys())
+        if self.models is not None:
+            self.models.raise_versions()
         return self.pipeline.last_step_good
 
-    def _start_exchange(self, everything: bool = False) -> None:
-        """Of all units; what it is given is read, and written in `_finish_exchange`."""
-        self._finish_exchange()
+    def start_exchange(self, call: str = CALLS[0]) -> None:
+        """Of all units; what it is given is read. For `flush()`, all that waits."""
+        self.take_over()
+        self._refuse_unfrozen()
+        if self.exchanges_steps:
+            self.pipeline.idle = 0 if self._moved else self.pipeline.idle + 1
+            self._moved = False
         tensors = self.fitted.tensors()
         futures = []
         for index, unit in enumerate(self.pipeline.units):
             own = {slot.name: tensors[slot.name] for slot in unit.slots}
-            program = self.pipeline.program(index, own, everything)
+            program = self.pipeline.program(index, own, call == "flush()", CALLS.index(call))
             futures.append(self.engine.submit(program, self.describe(index), unit.device))
-        self._under_way = tensors, futures
+        self._under_way = UnderWay(tensors, futures)
 
-    def _finish_exchange(self) -> None:
-        """Wait for the exchange under way, if there is one, and take over what it gave."""
-        if self._under_way is None:
-            return
-        (tensors, futures), self._under_way = self._under_way, None
+    def take_over(self, names: Set[str] = frozenset()) -> bool:
+        """Wait for the exchange under way, if there is one, and take over what it gave; then write this
+        rank's own model in these parameters, where that is due. False where a sum overflowed."""
+        under_way = self._under_way
+        if under_way is None and not names:
+            return True
         start = time.perf_counter()
-        wait(futures)  # all of them: nobody reads what is written now
-        for future in futures:
-            future.result()
-        waited = Span("waiting", -1, start, time.perf_counter())
-        self.fitted.finish(tensors)
-        self.pipeline.stats.timeline.spans.append(waited)
-        if isinstance(self.pipeline, StepPipeline):
+        done = self.engine.submit_call(lambda: self._settle(under_way, names), self.device)
+        try:
+            wait([done])
+        finally:
+            if done.done():
+                self._under_way = None
+        done.result()
+        if under_way is None:
+            return True
+        self.pipeline.stats.timeline.spans.append(Span("waiting", -1, start, time.perf_counter()))
+        if self.exchanges_steps:
             self._compare()  # now, and not after an optimizer's step: a rank may skip its own
+        return under_way.was_good
+
+    def _settle(self, under_way: UnderWay | None, names: Set[str]) -> None:
+        """On the engine's thread, after the programs of the exchange."""
+        if under_way is not None and not under_way.is_taken_over:
+            for future in under_way.futures:
+                future.result()
+            if isinstance(self.pipeline, StepPipeline):
+                under_way.was_good = self.pipeline.take_over(under_way.tensors)
+            under_way.is_taken_over = True
+        if isinstance(self.pipeline, StepPipeline) and names:
+            self.pipeline.fold(self.pipeline.own, names)
 
     def begin_step(self) -> None:
         self.fitted.note_rate()
         if self._scaler is not None and isinstance(self.pipeline, GradientPipeline):
             self.pipeline.loss_scale = self._scaler.get_scale()
 
+    @property
+    def _where(self) -> str:
+        return f"rank {self.engine.rank}, step {self.pipeline.step}"
+
     def describe(self, index: int) -> str:
         return f"unit {index} of {len(self.pipeline.units)} in step {self.pipeline.step}"
 
-    def before_optimizer_step(self) -> None:
-        """A skipped step changes nothing: optimizers pass over parameters without a gradient.
+    def before_update(self, names: Set[str]) -> None:
+        """An optimizer is about to write these parameters.
 
-        Gradients were voted on, so that all ranks skip. A step is each rank's own business.
+        A skipped step changes nothing: optimizers pass over parameters without a gradient. Gradients were
+        voted on, so that all ranks skip. A step is each rank's own business.
         """
-        self._finish_exchange()
-        if isinstance(self.pipeline, StepPipeline):
-            gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-            self.pipeline.last_step_good = kernels.is_finite(*gradients)
-            self.pipeline.skipped += not self.pipeline.last_step_good
+        if self.models is not None:
+            self.models.show_own(names)
+        self.take_over(names)
+        if self.exchanges_steps:
+            gradients = [self.parameters[name].grad for name in names]
+            good = kernels.is_finite(*(gradient for gradient in gradients if gradient is not None))
+            self.pipeline.last_step_good = good
+            self.pipeline.skipped += not good
+            self._moved |= good
         if not self.pipeline.last_step_good:
-            for parameter in self.parameters.values():
-                parameter.grad = None
+            for name in names:
+                self.parameters[name].grad = None
 
-    def _after_optimizer_step(self) -> None:
-        if isinstance(self.pipeline, GradientPipeline):
+    def after_update(self, names: Set[str]) -> None:
+        if not self.exchanges_steps:
             self._compare()
 
     def _compare(self) -> None:
         if self.pipeline.step - self._compared >= VERIFY_EVERY and self._may_compare():
             self._compared = self.pipeline.step
-            self.verify()
+            replicas.compare(self)
             self._advisor.look(self.signs(), self.pipeline.step)
 
     def _may_compare(self) -> bool:
         return True
 
-    # -- replicas -------------------------------------------------------------------------------------
+    def _refuse_unfrozen(self) -> None:
+        unfrozen = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        if unfrozen:
+            raise ConfigError(
+                f"{self._where}: {', '.join(unfrozen[:4])} required no gradient when the sync was made, so "
+                "that nobody would exchange it: flush() and close() the sync, wrap the model in "
+                "DistributedDataParallel anew and attach again"
+            )
+
+    # -- replicas and state ---------------------------------------------------------------------------
 
     def verify(self) -> None:
-        """Raise DivergenceError unless parameters and replicated state are the same bits on every rank."""
-        if self.scheme.silent:
-            return
-        unit = self.pipeline.units[0]
-        mine = digest(self._replicated()).to(unit.device)
-        everyone = self.engine.run(_ask(AllGather(mine)), "the comparison of replicas", unit.device).flatten()
-        values, counts = torch.unique(everyone, return_counts=True)
-        if values.numel() == 1:
-            return
-        odd = (everyone != values[counts.argmax()]).nonzero().flatten().tolist()
-        tie = int((counts == counts.max()).sum()) > 1
-        who = "there is no majority to tell which" if tie else f"against the majority stand ranks {odd}"
-        raise DivergenceError(
-            f"rank {self.engine.rank}: replicas differ after step {self.pipeline.step}; {who}. Something "
-            "outside the exchange changed parameters or state on some ranks only (rank-dependent code, a "
-            "partly loaded checkpoint). Restart all ranks from one checkpoint."
-        )
+        """Raise DivergenceError unless the shared model and replicated state are the same bits on every rank.
+        Call it on all of them."""
+        if not self.scheme.silent:
+            self.take_over()
+            replicas.compare(self)  # at once: an exchange would need the state that may differ
 
-    def _replicated(self) -> list[Tensor]:
-        tensors = [torch.tensor([self.pipeline.step])]
-        if isinstance(self.pipeline, StepPipeline):
-            tensors += [part for local in self.pipeline.local for part in (local.shared, local.shared_dense)]
-            tensors.append(torch.tensor(list(self.pipeline.figures().values()), dtype=torch.float64))
-        else:
-            tensors += self.parameters.values()
-        for state in self.pipeline.states:
-            fields = checkpoint.fields_to_tensors(state, "")
-            tensors.extend(fields[name] for name in replicated_fields(state))
-        return tensors
+    def _meet(self, call: str) -> None:
+        self.engine.run(self.pipeline.meet(CALLS.index(call)), call.removesuffix("()"), self.device)
 
-    # -- state ----------------------------------------------------------------------------------------
+    @contextmanager
+    def shared_model(self) -> Iterator[None]:
+        """Within it the parameters hold the model that all ranks share: to evaluate or save it. Needs no
+        communication. Behind DistributedDataParallel nobody needs it: parameters hold that model anyway,
+        but for the time from a training forward to the optimizer's step."""
+        before = self.models.look() if self.models is not None else frozenset()
+        try:
+            yield
+        finally:
+            if self.models is not None:
+                self.models.show_own(before)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Memories and scheme state of this rank, tensors only, keys unique to the rank."""
-        self._finish_exchange()
-        pipeline, prefix = self.pipeline, f"rank{self.engine.rank}/"
-        out = {
-            "format": torch.tensor(checkpoint.FORMAT),
-            "world": torch.tensor(pipeline.world),
-            "step": torch.tensor(pipeline.step),
-            "scheme": checkpoint.text_to_tensor(type(self.scheme).__name__),
-        }
-        for name, figure in pipeline.figures().items():
-            out[f"figure/{name}"] = torch.tensor(figure, dtype=torch.float64)
-        for key, part in self._memories().items():
-            out[key] = shaped_like(part, self._parameter(key)).clone()
-        for index, state in enumerate(pipeline.states):
-            out.update(checkpoint.fields_to_tensors(state, f"unit/{index}/"))
-        return {prefix + key: value for key, value in out.items()}
+        self.take_over()
+        return saving.state_of(self)
 
     def load_state_dict(self, stored: Mapping[str, Tensor]) -> None:
-        """Take over what `state_dict` of the same rank gave; all of it is checked before any is used."""
-        self._finish_exchange()
-        pipeline, prefix = self.pipeline, f"rank{self.engine.rank}/"
-        scheme = checkpoint.text_to_tensor(type(self.scheme).__name__)
-        for key, expected in (("format", checkpoint.FORMAT), ("world", pipeline.world)):
-            found = int(checkpoint.take(stored, prefix + key, (), torch.int64))
-            if found != expected:
-                raise Malformed(f"the checkpoint's {key} is {found}, this run's is {expected}")
-        saved_by = checkpoint.take(stored, prefix + "scheme", None, torch.uint8)
-        if not torch.equal(saved_by, scheme):
-            raise Malformed(f"the checkpoint is of scheme {checkpoint.tensor_to_text(saved_by)}")
-        step = int(checkpoint.take(stored, prefix + "step", (), torch.int64))
-        figures = {
-            name: float(checkpoint.take(stored, f"{prefix}figure/{name}", (), torch.float64))
-            for name in pipeline.figures()
-        }
-        memories = {
-            key: checkpoint.take(stored, prefix + key, tuple(self._parameter(key).shape), part.dtype)
-            for key, part in self._memories().items()
-        }
-        states = [
-            checkpoint.fields_from_tensors(
-                self.scheme.lay(unit.sizes, pipeline.world),
-                stored,
-                f"{prefix}unit/{index}/",
-            )
-            for index, unit in enumerate(pipeline.units)
-        ]
-        pipeline.step, pipeline.states = step, states
-        pipeline.set_figures(figures)
-        self._compared = step
-        for key, part in self._memories().items():
-            shaped_like(part, self._parameter(key)).copy_(memories[key])
-
-    def _memories(self) -> dict[str, Tensor]:
-        """Flat views by kind/parameter. A rank's own model is one: no other rank can save it."""
-        out = dict(self.pipeline.memories())
-        if isinstance(self.pipeline, StepPipeline):
-            out |= {f"own/{name}": flat_view(p.detach()) for name, p in self.parameters.items()}
-        return out
-
-    def _parameter(self, key: str) -> Tensor:
-        return self.parameters[key.partition("/")[2]]
+        """Take over what `state_dict` of the same rank gave, on all ranks or, if it does not fit on one of
+        them, on none. Call it on all of them."""
+        self.take_over()
+        if not self.scheme.silent:
+            self._meet("load_state_dict()")
+        saving.load(self, stored)
+        self._compared = self.pipeline.step
 
     def flush(self) -> None:
-        """Send everything that waits, in one dense exchange: at the end, or before a model is saved or
-        judged.
+        """Send everything that waits, in one dense exchange, at the end of a training. Call it on all ranks.
 
-        Steps: all ranks have the same model afterwards. Gradients: it is in `.grad`; call optimizer.step().
+        Steps: all ranks' own models are the shared one afterwards. Gradients: it is in `.grad`; call
+        optimizer.step().
         """
         if self.scheme.silent:
             return
-        if isinstance(self.pipeline, StepPipeline):
-            self._start_exchange(everything=True)
-            self._finish_exchange()
+        self.take_over()
+        self._meet("flush()")
+        if isinstance(self.pipeline, GradientPipeline):
+            means = self.engine.run(self.pipeline.drain(), "flush", self.device)
+            for name, parameter in self.parameters.items():
+                parameter.grad = torch.zeros_like(parameter)
+                if name in means:
+                    flat_view(parameter.grad).copy_(means[name])
             return
-        pipeline = self.pipeline
-        totals = [
-            self.engine.run(_ask(AllReduce(residual.kept.clone())), "flush", residual.unit.device)
-            for residual in pipeline.residuals
-            if isinstance(residual, Residual)  # an estimate has nothing that waits
-        ]
-        for parameter in self.parameters.values():
-            parameter.grad = torch.zeros_like(parameter)
-        for residual, total in zip(pipeline.residuals, totals, strict=False):
-            mean = total / (pipeline.world * pipeline.residual_scale)
-            for name, part in parts_of(mean, residual.unit.sparse).items():
-                gradient = self.parameters[name].grad
-                assert gradient is not None
-                flat_view(gradient).copy_(part)
-            residual.kept.zero_()
-        pipeline.last_step_good = True
+        moved, self._moved = self._moved, True
+        self.start_exchange("flush()")
+        self._moved = moved
+        if not self.take_over(self.parameters.keys()):
+            raise GradsieveError(
+                f"{self._where}: what waits on all ranks adds up to more than {self.pipeline.units[0].dtype} "
+                "holds; nothing was flushed, all of it still waits. The training has diverged: go back to a "
+                "checkpoint from before"
+            )
+        if self.models is not None:
+            self.models.raise_versions()
+        replicas.compare(self)
 
     def close(self) -> None:
         """Let go of model and optimizer, with its momentum; end the communication thread and its group.
 
-        A sync that is not closed ends with Python.
+        The model is then the shared one, and what was not flushed is not in it. A sync that is not closed
+        ends with Python.
         """
-        for hook in self.hooks:
-            hook.remove()
+        if self._is_closed:
+            return
+        self.leave()
+        under_way = self._under_way
+        if under_way is not None and not wait(under_way.futures, timeout=1.0).not_done:
+            self.take_over()
+        if isinstance(self.pipeline, StepPipeline) and self.models is not None:
+            sayings.what_is_left(self.pipeline)
+            self.models.end()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close where nobody wants the model any more, nor what waits for it."""
+        self.leave()
+        self._is_closed = True
         self.fitted.give_back()
         self.engine.close()
 
@@ -339,5 +366,9 @@ class GradientSync:
         }
 
 
-def _ask(op: Any) -> Program[Tensor]:
-    return (yield op)
+def _refuse_sharded(optimizers: list[Any], exchange: str) -> None:
+    if exchange == "steps" and any(type(one).__name__ == "ZeroRedundancyOptimizer" for one in optimizers):
+        raise ConfigError(
+            "a ZeroRedundancyOptimizer steps each parameter on one rank, by that rank's gradient alone: "
+            "use preset=gradsieve.Treatment(exchange='gradients')"
+        )

@@ -251,7 +251,7 @@ class Compiled:
     def above(self, x: Tensor, threshold: float) -> Tensor:
         n, find = x.numel(), self._run["above"]
         place = count = 0
-        found = torch.empty(_room(n), dtype=torch.int64)
+        found = torch.empty(_room(n), dtype=torch.int64, device=x.device)
         while True:
             room = found.numel(), found.data_ptr()
             place, count = find(n, x.data_ptr(), threshold, place, *room, count)
@@ -263,7 +263,8 @@ class Compiled:
         n, find = mark.numel(), self._run["waiting_above"]
         sources = mark.data_ptr(), own.data_ptr(), threshold
         place = count = 0
-        found, values = torch.empty(_room(n), dtype=torch.int64), torch.empty(_room(n))
+        found = torch.empty(_room(n), dtype=torch.int64, device=mark.device)
+        values = torch.empty(_room(n), dtype=torch.float32, device=mark.device)
         while True:
             room = found.numel(), found.data_ptr(), values.data_ptr()
             place, count = find(n, *sources, place, *room, count)

@@ -138,7 +138,8 @@ def largest_of_each(magnitude: Tensor, block: Tensor, counts: Tensor) -> Tensor:
     order = magnitude.sort(descending=True, stable=True).indices
     order = order[block[order].sort(stable=True).indices]
     lengths = torch.bincount(block, minlength=counts.numel())
-    rank = torch.arange(block.numel(), device=block.device) - (lengths.cumsum(0) - lengths)[block]
+    place = torch.arange(block.numel(), dtype=torch.int64, device=block.device)
+    rank = place - (lengths.cumsum(0) - lengths)[block]
     return order[rank < counts[block]].sort().values
 
 
@@ -149,8 +150,8 @@ def sum_by_index(indices: Tensor, values: Tensor, n: int) -> tuple[Tensor, Tenso
     more entries than is worth sorting, adding into a dense vector is sequential too, and faster.
     """
     if indices.device.type == "cpu" and indices.numel() > n // 16:
-        total = torch.zeros(n, dtype=values.dtype).index_add_(0, indices, values)
-        marks = torch.zeros(n, dtype=torch.bool)
+        total = torch.zeros(n, dtype=values.dtype, device=values.device).index_add_(0, indices, values)
+        marks = torch.zeros(n, dtype=torch.bool, device=values.device)
         marks[indices] = True
         present = marks.nonzero().flatten()
         return present, total[present]
@@ -225,7 +226,8 @@ def _select_without_waiting(
     tail = torch.where(marks, (magnitude / threshold).log(), 0.0).sum()
     seen = marks.cumsum(0)
     demand = seen[-1:].sum()
-    wanted = window_start(demand, capacity, phase) + torch.arange(1, capacity + 1, device=x.device)
+    ranks = torch.arange(1, capacity + 1, dtype=torch.int64, device=x.device)
+    wanted = window_start(demand, capacity, phase) + ranks
     return torch.searchsorted(seen, wanted), demand, sendable(tail)
 
 
@@ -237,7 +239,8 @@ def window(
     begin = math.floor(phase * max(found.numel() - capacity, 0))
     taken = found[begin : begin + capacity]
     filling = taken.new_full((capacity - taken.numel(),), n)
-    return torch.cat([taken, filling]), torch.tensor(found.numel()), sendable(tail)
+    demand = torch.tensor(found.numel(), dtype=torch.int64, device=found.device)
+    return torch.cat([taken, filling]), demand, sendable(tail)
 
 
 def window_start(demand: Tensor, capacity: int, phase: float) -> Tensor:

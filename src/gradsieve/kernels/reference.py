@@ -33,7 +33,7 @@ def candidates(x: Tensor, length: int, count: int) -> Tensor:
     blocks = torch.split(x, length) if length else ()
     starts = range(0, x.numel(), length or 1)
     found = [largest(block, count) + start for start, block in zip(starts, blocks, strict=True)]
-    return torch.cat(found) if found else torch.zeros(0, dtype=torch.long)
+    return torch.cat(found) if found else torch.zeros(0, dtype=torch.long, device=x.device)
 
 
 def largest_of_each(magnitude: Tensor, block: Tensor, counts: Tensor) -> Tensor:
@@ -98,4 +98,5 @@ def select(x: Tensor, threshold: float, capacity: int, phase: float) -> tuple[Te
     indices[: taken.numel()] = taken
     largest_float = torch.finfo(torch.float32).max
     tail = (x[found].abs() / threshold).log().sum().nan_to_num(nan=largest_float)
-    return indices, torch.tensor(found.numel(), device=x.device), tail.clamp(0.0, largest_float).float()
+    demand = torch.tensor(found.numel(), dtype=torch.int64, device=x.device)
+    return indices, demand, tail.clamp(0.0, largest_float).float()

@@ -154,7 +154,7 @@ def select(x: Tensor, threshold: float, capacity: int, phase: float) -> tuple[Te
 
 def try_out(device: torch.device) -> None:
     """Raise where these kernels do not compile there, or do not answer as torch does."""
-    x = torch.arange(-2.0 * _BLOCK, _BLOCK + 1, device=device)
+    x = torch.arange(-2.0 * _BLOCK, _BLOCK + 1, dtype=torch.float32, device=device)
     ours, theirs = torch.empty_like(x), torch.empty_like(x)
     same = accumulate(x, x, 0.5, ours) == fast.accumulate(x, x, 0.5, theirs) and torch.equal(ours, theirs)
     indices, demand, _ = select(x, 700.0, 900, 0.5)

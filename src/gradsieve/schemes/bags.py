@@ -69,7 +69,7 @@ class Bags:
         room = self.quotas.roll(-first)
         counts = torch.bincount(ahead, minlength=self.places)
         skipped = (room.cumsum(0) - room) - (counts.cumsum(0) - counts)
-        return torch.arange(ahead.numel(), device=ahead.device) + skipped[ahead]
+        return torch.arange(ahead.numel(), dtype=torch.long, device=ahead.device) + skipped[ahead]
 
     def cut(self, first: int, size: int, limit: int | None = None) -> Entries:
         """Cut the `size` blocks from `first` on down to their largest elements, in the blocks' cyclic order.

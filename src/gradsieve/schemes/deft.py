@@ -61,7 +61,7 @@ class Deft(Scheme[State]):
             pieces = min(world, size) if size * world > n else 1
             edges += [start + size * piece // pieces for piece in range(1, pieces + 1)] if size else []
             start += size
-        return State(edges=torch.tensor(edges))
+        return State(edges=torch.tensor(edges, dtype=torch.long, device="cpu"))
 
     def step(self, acc: Tensor, state: State, ctx: Ctx) -> Program[Outcome[State]]:
         n, sizes = acc.numel(), state.edges.diff()
@@ -72,9 +72,9 @@ class Deft(Scheme[State]):
         whole = (counts == sizes) & (sizes > 0)
         # 4.
         work = shares_of_work(self.speeds, ctx.world)
-        cost = sizes * counts.clamp(min=2).log2() * ((counts > 0) & ~whole)
+        cost = sizes * counts.clamp(min=2).float().log2() * ((counts > 0) & ~whole)
         owner = _pack(cost, work, ctx.step, even=self.speeds is None)
-        picked_by = torch.zeros(ctx.world, dtype=torch.long).index_add_(0, owner, counts * ~whole)
+        picked_by = counts.new_zeros(ctx.world).index_add_(0, owner, counts * ~whole)
         # 5.
         mine = ((owner == ctx.rank) & (counts > 0) & ~whole).nonzero().flatten()
         selected = [
@@ -163,11 +163,12 @@ def _pack(cost: Tensor, work: Tensor, step: int, even: bool) -> Tensor:
     for layer in order:
         bins[layer] = int(((load + amounts[layer]) / speed).argmin())
         load[bins[layer]] += amounts[layer]
-    return (torch.tensor(bins, dtype=torch.long) - step) % world
+    return (torch.tensor(bins, dtype=torch.long, device="cpu") - step) % world
 
 
 def _all_of(whole: Tensor, edges: Tensor) -> Tensor:
     """All indices of the layers marked."""
     starts, lengths = edges[:-1][whole], edges.diff()[whole]
     before = lengths.cumsum(0) - lengths
-    return torch.arange(int(lengths.sum())) + (starts - before).repeat_interleave(lengths)
+    place = torch.arange(int(lengths.sum()), dtype=torch.long, device=edges.device)
+    return place + (starts - before).repeat_interleave(lengths)

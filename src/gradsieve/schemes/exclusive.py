@@ -142,7 +142,8 @@ def _select(
     chosen = largest(x, min(quota, capacity))
     smallest = x[chosen].abs().min() if chosen.numel() else x.new_zeros(())
     filled = torch.nn.functional.pad(chosen, (0, capacity - chosen.numel()))
-    return filled, torch.tensor(chosen.numel(), device=x.device), sendable(chosen.numel() * smallest)
+    demand = torch.tensor(chosen.numel(), dtype=torch.int64, device=x.device)
+    return filled, demand, sendable(chosen.numel() * smallest)
 
 
 def sum_values(

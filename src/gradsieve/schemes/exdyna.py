@@ -78,7 +78,7 @@ class ExDyna(Exclusive[State]):
     def begin(self, n: int, world: int, previous: State | None = None) -> State:
         threshold = previous.threshold if previous else 0.0
         pieces = world if self.speeds is None else world * _FINER
-        cuts = torch.arange(pieces + 1, dtype=torch.float64) * n / pieces
+        cuts = torch.arange(pieces + 1, dtype=torch.float64, device="cpu") * n / pieces
         return State(n=n, threshold=threshold, share=float(self.k(n)), cuts=cuts)
 
     def step(self, acc: Tensor | Vector, state: State, ctx: Ctx) -> Program[Outcome[State]]:

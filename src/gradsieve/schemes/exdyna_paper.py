@@ -50,10 +50,10 @@ class ExDynaPaper(Scheme[State]):
 
     def begin(self, n: int, world: int, previous: State | None = None) -> State:
         count = max(world, min(self.blocks, n))
-        blocks = torch.full((world,), count // world)
+        blocks = torch.full((world,), count // world, dtype=torch.long, device="cpu")
         blocks[: count % world] += 1
         threshold = previous.threshold if previous else 0.5 / max(self.k(n), 1) ** 0.5
-        return State(n=n, threshold=threshold, blocks=blocks, load=torch.zeros(world, dtype=torch.long))
+        return State(n=n, threshold=threshold, blocks=blocks, load=torch.zeros_like(blocks))
 
     def step(self, acc: Tensor, state: State, ctx: Ctx) -> Program[Outcome[State]]:
         n, world = state.n, ctx.world
@@ -68,14 +68,14 @@ class ExDynaPaper(Scheme[State]):
         # 5. (4. is in `settle`)
         selected = above(acc[start:stop], state.threshold) + start
         # 6.
-        counts = yield AllGather(torch.tensor([selected.numel()], device=acc.device))
+        counts = yield AllGather(torch.tensor([selected.numel()], dtype=torch.long, device=acc.device))
         counts = counts.flatten()
         counts_within(counts, n, f"elements in step {ctx.step}")
         row = torch.zeros(int(counts.max()), dtype=index_dtype(n), device=acc.device)
         row[: selected.numel()] = selected
         rows = yield AllGather(row)
         rows, load = rows.roll(ctx.step % world, 0), counts.roll(ctx.step % world)
-        filled = torch.arange(row.numel(), device=acc.device) < load[:, None]
+        filled = torch.arange(row.numel(), dtype=torch.long, device=acc.device) < load[:, None]
         picked = rows[filled].long()
         strictly_increasing(picked, n, f"indices gathered in step {ctx.step}")
         mine = acc[picked]
@@ -126,4 +126,4 @@ def _adjusted(state: State, length: int) -> Tensor:
                 load[giver] -= moved
                 load[taker] += moved
                 break
-    return torch.tensor(blocks)
+    return state.blocks.new_tensor(blocks)

@@ -38,7 +38,7 @@ class State(Partitioned):
 class Micro(Exclusive[State]):
     def begin(self, n: int, world: int, previous: State | None = None) -> State:
         threshold = previous.threshold if previous else 0.0
-        load = torch.full((world,), 1.0 / world, dtype=torch.float64)
+        load = torch.full((world,), 1.0 / world, dtype=torch.float64, device="cpu")
         return State(n=n, threshold=threshold, share=float(self.k(n)), load=load)
 
     def step(self, acc: Tensor | Vector, state: State, ctx: Ctx) -> Program[Outcome[State]]:

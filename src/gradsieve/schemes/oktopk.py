@@ -95,7 +95,7 @@ class OkTopk(Scheme[State]):
 
     def begin(self, n: int, world: int, previous: State | None = None) -> State:
         """Thresholds are one vector's own and are not taken over: the first step evaluates them."""
-        return State(n=n, cuts=torch.zeros(world + 1, dtype=torch.long))
+        return State(n=n, cuts=torch.zeros(world + 1, dtype=torch.long, device="cpu"))
 
     def step(self, acc: Tensor, state: State, ctx: Ctx) -> Program[Outcome[State]]:
         n, k = state.n, self.k(state.n)
@@ -160,7 +160,7 @@ def _select(acc: Tensor, threshold: float, k: int) -> tuple[Tensor, float]:
 def _lay_regions(selected: Tensor, n: int, world: int) -> Program[Tensor]:
     """Edges that give every owner about the same work, the same ones on every rank."""
     total = yield AllReduce(_quantiles(selected, n, world))
-    cuts = torch.zeros(world + 1, dtype=torch.long)
+    cuts = torch.zeros(world + 1, dtype=torch.long, device="cpu")
     # A mean of sorted lists is sorted; only a peer that lies could make it otherwise.
     cuts[1:-1] = (total // world).clamp(0, n).sort().values
     cuts[-1] = n
@@ -170,7 +170,7 @@ def _lay_regions(selected: Tensor, n: int, world: int) -> Program[Tensor]:
 def _quantiles(selected: Tensor, n: int, world: int) -> Tensor:
     """P - 1 cuts with as many selected indices between any two as between any other two, give or take one;
     of nothing selected, even ones."""
-    part = torch.arange(1, world, device=selected.device)
+    part = torch.arange(1, world, dtype=torch.long, device=selected.device)
     count = selected.numel()
     return selected[part * count // world] if count else part * n // world
 
@@ -199,10 +199,10 @@ def _select_globally(sums: Sums, threshold: float, k: int, n: int, ctx: Ctx) -> 
     Sums of zero are among those gathered then: where ranks cancel each other out they all have to be told.
     """
     indices, values, load = sums
-    offered = above(values, threshold) if threshold else torch.arange(values.numel(), device=values.device)
+    every = torch.arange(values.numel(), dtype=torch.long, device=values.device)
+    offered = above(values, threshold) if threshold else every
     most = k * ctx.world
-    sizes = torch.tensor([offered.numel(), load], dtype=index_dtype(most), device=values.device)
-    sizes = yield AllGather(sizes)
+    sizes = yield AllGather(values.new_tensor([offered.numel(), load], dtype=index_dtype(most)))
     counts, loads = sizes.cpu().long().unbind(1)
     counts_within(counts, min(n, most), f"sums in step {ctx.step}")
     counts_within(loads, most, f"elements received in step {ctx.step}")

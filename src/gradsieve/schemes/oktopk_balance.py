@@ -37,7 +37,7 @@ def gather_lists(rows: Tensor, counts: Tensor, rank: int) -> Program[Tensor]:
     message = rows.new_zeros((longest, *rows.shape[1:]))
     message[: rows.shape[0]] = rows
     gathered = yield AllGather(message)
-    filled = torch.arange(longest) < counts[:, None]
+    filled = torch.arange(longest, dtype=torch.long, device=counts.device) < counts[:, None]
     return gathered[filled.to(gathered.device)]
 
 
@@ -56,7 +56,7 @@ def evened(cuts: Tensor, loads: Tensor) -> Tensor:
     """
     world = loads.numel()
     before = torch.cat([loads.new_zeros(1), loads.cumsum(0)]).double()
-    goals = torch.arange(1, world).double() * before[-1] / world
+    goals = torch.arange(1, world, dtype=torch.float64, device=loads.device) * before[-1] / world
     region = (torch.searchsorted(before, goals, right=True) - 1).clamp(0, world - 1)
     inside = (goals - before[region]) / loads[region].clamp(min=1)
     moved = cuts.clone()
@@ -69,14 +69,16 @@ def thinned(acc: Tensor, selected: Tensor, cuts: Tensor, k: int) -> Tensor:
     the largest of them. The others wait until regions have followed."""
     world = cuts.numel() - 1
     region = torch.searchsorted(cuts[1:-1].to(selected.device), selected, right=True)
-    most = torch.full((world,), math.ceil(_MOST * k / world), device=selected.device)
+    share = math.ceil(_MOST * k / world)
+    most = torch.full((world,), share, dtype=torch.long, device=selected.device)
     return selected[largest_of_each(acc[selected].abs(), region, most)]
 
 
 def _even(counts: Tensor) -> Tensor:
     """The same total in lists of one length, but for the last."""
     total, world = int(counts.sum()), counts.numel()
-    return (torch.arange(world + 1) * -(-total // world)).clamp(max=total).diff()
+    place = torch.arange(world + 1, dtype=torch.long, device=counts.device)
+    return (place * -(-total // world)).clamp(max=total).diff()
 
 
 def _edges(counts: Tensor) -> Tensor:

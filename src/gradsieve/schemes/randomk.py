@@ -60,4 +60,5 @@ def turn(n: int, k: int, step: int, device: torch.device) -> Tensor:
         stride = source.randrange(1, 1 + min(n, _PRODUCT // k))
     first = (stride * place * k + offset) % n
     count = min(k, n - place * k)
-    return (torch.arange(count, device=device) * stride + first).remainder_(n).sort().values
+    number = torch.arange(count, dtype=torch.long, device=device)
+    return (number * stride + first).remainder_(n).sort().values

@@ -135,7 +135,8 @@ def gamma_quantile(shape: float, share: float) -> float:
     """What a gamma variable of scale 1 exceeds with probability `share`, by bisection."""
 
     def exceeded(x: float) -> bool:
-        return float(torch.special.gammaincc(*torch.tensor([shape, x], dtype=torch.float64))) > share
+        both = torch.tensor([shape, x], dtype=torch.float64, device="cpu")
+        return float(torch.special.gammaincc(*both)) > share
 
     low, high = 0.0, 1.0
     for _ in range(64):

@@ -90,7 +90,8 @@ class SparDL(Scheme[State]):
             state = replace(state, teams=self._best_teams(state.n, ctx.world, links))
         places = ctx.world // state.teams
         team, place = divmod(ctx.rank, places)
-        quotas = quota(torch.ones(places), self.k(state.n), ctx.step)
+        even = torch.ones(places, dtype=torch.float64, device="cpu")
+        quotas = quota(even, self.k(state.n), ctx.step)
         bags = Bags(acc, places, quotas)
         # 1.
         yield from _reduce_scatter(bags, place, team * places)

@@ -9,6 +9,7 @@ goes is told in `steps.py` and `gradients.py`.
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,14 +21,17 @@ from torch import Tensor
 
 from gradsieve.comm.links import Links
 from gradsieve.comm.meter import Meter
-from gradsieve.errors import ConfigError
+from gradsieve.errors import ConfigError, GradsieveError
 from gradsieve.feedback.rider import carry
 from gradsieve.feedback.treatment import Treatment
 from gradsieve.feedback.units import lay_units
 from gradsieve.schemes.base import Scheme, log2_ceil
 from gradsieve.sync.fallback import Fallback
+from gradsieve.sync.tags import IDLE, WORDS, Tag, agree, who_is_idle, words
 from gradsieve.telemetry import Timeline
 from gradsieve.types import Ctx, Outcome, Program, Result, Sparse, Vector, to_host
+
+_log = logging.getLogger("gradsieve")
 
 UNIT_CAP_MB = 100.0
 """Gradient in one unit of exchange. Larger than DDP's 25 MB: what travels is a small part of it, so that
@@ -58,8 +62,8 @@ class Way:
     dense: bool = False
     was_dense: bool = False
     """In this exchange, and in the last one that was settled."""
-    told: Tensor = field(default_factory=lambda: torch.empty(0))
-    """Seconds of that one, summed over ranks."""
+    told: float = 0.0
+    """Seconds of that one, summed over ranks; 0 where nobody told any."""
 
 
 class Memory(Protocol):
@@ -97,12 +101,32 @@ class Pipeline(ABC):
         self.skipped = 0
         """Steps skipped because a gradient was not finite."""
         self.last_step_good = True
+        self.idle = 0
+        """Exchanges in a row that began without a step of this rank since the one before."""
+        self.loads = 0
+        """How often another model was loaded into the parameters."""
+        self._idle_ones = ""
         self.stats = Stats(Meter(rank, world))
         self._ways = [Way(scheme) for _ in self.units]
 
     @abstractmethod
-    def program(self, index: int, tensors: Mapping[str, Tensor], everything: bool = False) -> Program[None]:
-        """Exchange unit `index`. Units go in order; `everything` sends all of it, whatever the density."""
+    def program(
+        self, index: int, tensors: Mapping[str, Tensor], everything: bool = False, call: int = 0
+    ) -> Program[None]:
+        """Exchange unit `index`. Units go in order; `everything` sends all of it, whatever the density.
+        `call` says for which call of the user's (`tags.CALLS`)."""
+
+    @abstractmethod
+    def offer(self, index: int) -> tuple[Tensor | Vector, Tensor]:
+        """As much as an exchange of this unit would be given, and its rider; nothing is changed."""
+
+    def meet(self, call: int) -> Program[None]:
+        """Find out whether all ranks make this call, by an exchange as the next one would be, of which
+        nothing is kept: a rank that went on training meets it with its own, and both are told."""
+        before = replace(self._ways[0])
+        acc, rider = self.offer(0)
+        yield from self.exchange(0, acc, rider, Stats(Meter(self.rank, self.world)), False, call)
+        self._ways[0] = before
 
     def memories(self) -> dict[str, Tensor]:
         """What this rank remembers between steps, beside the scheme's states: views by kind/parameter."""
@@ -133,30 +157,55 @@ class Pipeline(ABC):
         """What this rank has not sent, unit by unit."""
 
     def exchange(
-        self, index: int, acc: Tensor | Vector, rider: Tensor, stats: Stats, everything: bool
+        self, index: int, acc: Tensor | Vector, rider: Tensor, stats: Stats, everything: bool, call: int
     ) -> Program[tuple[Outcome[Any], Tensor]]:
         """The scheme's own part, at the density of this step, with the rider."""
-        ctx = Ctx(self.rank, self.world, self.step)
-        state = self.states[index]
-        way = self._ways[index]
+        state, way = self.states[index], self._ways[index]
         way.dense = everything or (way.fallback is not None and way.fallback.goes_dense)
         density = 1.0 if way.dense else self.treatment.density_at(self.step, self.scheme.density)
         scheme = self.scheme if density == self.scheme.density else replace(self.scheme, density=density)
+        ctx = Ctx(self.rank, self.world, self.step)
         exchange = scheme.exchange(acc, state, ctx) if self.units[index].n else _nothing(rider, state)
+        tag = Tag(call, self.step, index, self.loads)
         seconds = rider.new_tensor([self._seconds(index)] if way.fallback else [])
-        outcome, ride = yield from _measured(carry(exchange, torch.cat([rider, seconds])), stats, index)
+        tail = torch.cat([words(tag, self.rank, self.idle, rider), seconds])
+        outcome, ride = yield from _measured(carry(exchange, torch.cat([rider, tail])), stats, index)
+        with stats.timeline.stage("exchange", index):
+            # On an accelerator collectives return before they are done: here the host waits for them, so that
+            # what the exchange is seen to cost is what was waited for.
+            heard = to_host(ride[rider.numel() :]).tolist()
+        yield from agree(tag, heard, self.rank, self.world, rider.device)
+        self._hear_of(who_is_idle(heard))
         stats.sent += outcome.update.count
-        way.scheme, way.told = scheme, ride[rider.numel() :]
+        way.scheme, way.told = scheme, sum(heard[WORDS:])
         return outcome, ride[: rider.numel()]
+
+    def in_order(self, index: int, done: int) -> None:
+        """Nobody takes over what a unit gives after one that failed."""
+        if index != done:
+            raise GradsieveError(f"rank {self.rank}: an earlier unit of this step has failed")
+
+    def _hear_of(self, idle_ones: str) -> None:
+        if idle_ones and idle_ones != self._idle_ones:
+            _log.warning(
+                "rank %d, step %d: %s took no step between the last %d exchanges. Gradients there are not "
+                "finite (look at input and loss), or what steps there is not a torch.optim.Optimizer",
+                self.rank,
+                self.step,
+                idle_ones,
+                IDLE,
+            )
+        self._idle_ones = idle_ones
 
     def settle(self, states: list[Any]) -> None:
         """The step was good on all ranks. Units that sent everything told the scheme nothing."""
         sparse = [way.scheme for way in self._ways if way.scheme.density < 1.0 or way.scheme.lossless]
         self.states = sparse[0].settle(states) if sparse else states
-        told = to_host(torch.cat([way.told for way in self._ways])) / self.world
-        for way, seconds in zip(self._ways if told.size else (), told.tolist(), strict=True):
-            assert way.fallback is not None
-            way.fallback = way.fallback.after(seconds, way.was_dense) if seconds else way.fallback
+        for index, way in enumerate(self._ways):
+            if way.fallback is not None and way.told:
+                before, way.fallback = way.fallback, way.fallback.after(way.told / self.world, way.was_dense)
+                if before.goes_dense != way.fallback.goes_dense and self.rank == 0:
+                    _log.info("step %d, unit %d of %d: %s", self.step, index, len(self.units), way.fallback)
             way.was_dense = way.dense
         self.step += 1
 

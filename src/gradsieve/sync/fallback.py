@@ -46,6 +46,14 @@ class Fallback:
         again = self.tried and self.since >= AGAIN and other < FAR * min(self.dense, self.sparse)
         return faster != again
 
+    def __str__(self) -> str:
+        way, other = ("dense", "sparse") if self.goes_dense else ("sparse", "dense")
+        known = "" if self.tried else ", as the links promise"
+        return (
+            f"goes {way} from here on, not {other}: an exchange takes {1e3 * self.sparse:.2f} ms sparse and "
+            f"{1e3 * self.dense:.2f} ms dense{known}"
+        )
+
     def after(self, seconds: float, dense: bool) -> Fallback:
         """One more exchange took, in the mean over ranks, so long."""
         now = replace(self, seen=self.seen + 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,14 +24,14 @@ class Fitted:
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         scheme: Scheme[Any],
         treatment: Treatment,
         rank: int,
         world: int,
         bucket_cap_mb: float = UNIT_CAP_MB,
     ) -> None:
-        self.parameters, self.optimizer = parameters, optimizer
+        self.parameters, self.optimizers = parameters, optimizers
         self.moved: MovedMomentum | None = None
         self.pipeline: GradientPipeline | StepPipeline
         if treatment.exchange == "steps" and not scheme.lossless:
@@ -39,7 +39,9 @@ class Fitted:
             return
         momentum = None
         if treatment.momentum != "optimizer" and not scheme.lossless:
-            self.moved = MovedMomentum(optimizer)
+            if len(optimizers) > 1:
+                raise ConfigError(f"momentum can be moved out of one optimizer, not out of {len(optimizers)}")
+            self.moved = MovedMomentum(optimizers[0])
             momentum = {name: self.moved.of(name, parameter) for name, parameter in parameters.items()}
         self.pipeline = GradientPipeline(
             parameters.items(), scheme, rank, world, bucket_cap_mb, treatment, momentum
@@ -51,14 +53,14 @@ class Fitted:
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
                 raise ConfigError(f"parameter {name!r} has a sparse gradient: use Embedding(sparse=False)")
         if isinstance(self.pipeline, StepPipeline):
-            return {name: flat_view(parameter.detach()) for name, parameter in self.parameters.items()}
+            return self.pipeline.own
         self.note_rate()
         return {name: flat_view(_gradient_of(p)) for name, p in self.parameters.items()}
 
     def note_rate(self) -> None:
         """Of this step. Schedules move all groups of parameters together: the first speaks for all."""
         if isinstance(self.pipeline, GradientPipeline):
-            self.pipeline.rate = float(self.optimizer.param_groups[0]["lr"])
+            self.pipeline.rate = float(self.optimizers[0].param_groups[0]["lr"])
 
     def finish(self, tensors: Mapping[str, Tensor]) -> None:
         """After the programs of all units, before the optimizer's step."""

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from gradsieve.comm.meter import Meter
+from gradsieve.comm.ops import AllReduce
 from gradsieve.feedback.clip import clip
 from gradsieve.feedback.estimate import Estimate
 from gradsieve.feedback.residual import Residual
 from gradsieve.feedback.treatment import Treatment
-from gradsieve.feedback.units import Unit, by_slot, flat_view
+from gradsieve.feedback.units import Unit, by_slot, flat_view, parts_of
 from gradsieve.feedback.velocity import Momentum, Velocity
 from gradsieve.kernels import is_finite
 from gradsieve.schemes.base import Scheme
@@ -71,22 +72,28 @@ class GradientPipeline(Pipeline):
         self.may_have_unused = False
         """DDP with unused parameters: an update to one that no rank used would be dropped, so keep it."""
         self._staged: list[Staged] = []
+        self._usable = True
+        """Whether this rank's own gradient was finite, in the units so far."""
         self._fresh = self.stats
 
-    def program(self, index: int, tensors: Mapping[str, Tensor], everything: bool = False) -> Program[None]:
+    def program(
+        self, index: int, tensors: Mapping[str, Tensor], everything: bool = False, call: int = 0
+    ) -> Program[None]:
         """Exchange unit `index`; flat gradients by parameter name are overwritten with the mean update.
 
         Units go in order: the first opens a step, the last one decides on it.
         """
         unit, gradients = self.units[index], tensors
         if index == 0:
-            self._staged = []
+            self._staged, self._usable = [], True
             self._fresh = Stats(Meter(self.rank, self.world))
+        self.in_order(index, len(self._staged))
         stats = self._fresh
         with stats.timeline.stage("accumulate", index):
             acc, good = self._accumulate(index, gradients)
+            self._usable &= good
             rider = self._rider(unit, gradients, good)
-        outcome, ride = yield from self.exchange(index, acc, rider, stats, everything)
+        outcome, ride = yield from self.exchange(index, acc, rider, stats, everything, call)
         with stats.timeline.stage("apply", index):
             if self.may_have_unused and not self.scheme.lossless:
                 outcome = _only_used(outcome, unit, ride)
@@ -97,6 +104,11 @@ class GradientPipeline(Pipeline):
         if index == len(self.units) - 1:
             with stats.timeline.stage("commit"):
                 self._decide(gradients)
+
+    def offer(self, index: int) -> tuple[Tensor, Tensor]:
+        unit = self.units[index]
+        nothing = torch.zeros(unit.n, dtype=unit.dtype, device=unit.device)
+        return nothing, self._rider(unit, {}, good=False)
 
     def _accumulate(self, index: int, gradients: Mapping[str, Tensor]) -> tuple[Tensor, bool]:
         """acc = e + g, and whether this rank's gradient is finite; where it is not, acc = e."""
@@ -154,6 +166,7 @@ class GradientPipeline(Pipeline):
         """Commit the step on every rank, or on none: all ranks saw the same votes."""
         self.last_step_good = all(staged.good for staged in self._staged)
         self.stats = self._fresh
+        self.idle = 0 if self._usable else self.idle + 1
         if not self.last_step_good:
             self.skipped += 1
             for gradient in gradients.values():
@@ -166,6 +179,19 @@ class GradientPipeline(Pipeline):
             velocity.commit(staged.outcome.spent if masked else None)
         self.residual_scale, self.residual_rate = self.loss_scale, self._rate
         self.settle([staged.outcome.state for staged in self._staged])
+
+    def drain(self) -> Program[dict[str, Tensor]]:
+        """All that waits on all ranks leaves the residuals, once the last of them was summed: its mean by
+        parameter."""
+        means: dict[str, Tensor] = {}
+        waiting = [each for each in self.residuals if isinstance(each, Residual)]  # an estimate has none
+        for residual in waiting:
+            total = yield AllReduce(residual.kept.clone())
+            means |= parts_of(total / (self.world * self.residual_scale), residual.unit.sparse)
+        for residual in waiting:
+            residual.kept.zero_()
+        self.last_step_good = True
+        return means
 
     def figures(self) -> dict[str, float]:
         return {"residual_scale": self.residual_scale, "residual_rate": self.residual_rate}
@@ -189,7 +215,7 @@ def _only_used(outcome: Outcome[Any], unit: Unit, ride: Tensor) -> Outcome[Any]:
     marks = ride[-1 - len(unit.sparse) : -1] > 0
     if bool(marks.all()) or outcome.update.indices is None:
         return outcome
-    edges = torch.tensor([slot.stop for slot in unit.sparse], device=marks.device)
+    edges = torch.tensor([slot.stop for slot in unit.sparse], dtype=torch.int64, device=marks.device)
 
     def kept(part: Sparse) -> Sparse:
         assert part.indices is not None

@@ -2,7 +2,8 @@
 
     waiting      e = what this rank's steps moved and the others have not been told
     exchange     the scheme, while backward computes the next gradient; nothing that backward reads is written
-    finish       shared model -= update / P;  e -= spent;  own model = shared model - preview * e, by windows
+    take over    shared model -= update / P;  e -= spent;  nor is anything here
+    fold         own model = shared model - preview * e, where something was sent and by windows
     step         the optimizer, with this rank's own gradient
 
 A gradient meets the others' news one step late, and its own rank's at once. A rank whose gradient is not
@@ -11,14 +12,15 @@ finite takes no step and has nothing new to tell; the others go on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradsieve.comm.meter import Meter
-from gradsieve.errors import GradsieveError
 from gradsieve.feedback.coherence import Coherence, probe, squares
 from gradsieve.feedback.local_steps import WINDOWS, LocalSteps
 from gradsieve.feedback.treatment import Treatment
@@ -26,7 +28,18 @@ from gradsieve.feedback.units import flat_view
 from gradsieve.kernels import is_finite
 from gradsieve.schemes.base import Scheme
 from gradsieve.sync.base import UNIT_CAP_MB, Memory, Pipeline, Stats
-from gradsieve.types import Outcome, Program, to_host
+from gradsieve.types import Outcome, Program, Vector, to_host
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """What a unit's exchange gave."""
+
+    outcome: Outcome[Any]
+    dense_total: Tensor
+    """Of the dense slots, summed over ranks; and this rank's part of it."""
+    dense_spent: Tensor
+    probes: Tensor
 
 
 class StepPipeline(Pipeline):
@@ -44,54 +57,92 @@ class StepPipeline(Pipeline):
         named = dict(parameters)
         treatment = treatment or Treatment()
         super().__init__(named.items(), scheme, rank, world, bucket_cap_mb, treatment)
-        flat = {name: flat_view(parameter.detach()) for name, parameter in named.items()}
-        self._parameters = flat
-        self.local = [LocalSteps(unit, flat) for unit in self.units]
-        self._staged: list[tuple[Outcome[Any], Tensor]] = []
+        self.own = {name: flat_view(parameter.data) for name, parameter in named.items()}
+        """This rank's model, flat, by parameter. `.data`: version counters are raised by whoever knows
+        which model the parameters hold (`integrations/two_models.py`)."""
+        self.local = [LocalSteps(unit, self.own) for unit in self.units]
+        self._staged: list[Staged] = []
         self._fresh = self.stats
         self.coherence = Coherence()
         self.preview = 1.0
 
-    def program(self, index: int, tensors: Mapping[str, Tensor], everything: bool = False) -> Program[None]:
-        """Exchange unit `index`, given flat parameters; they are written in `finish`, and only there."""
+    def program(
+        self, index: int, tensors: Mapping[str, Tensor], everything: bool = False, call: int = 0
+    ) -> Program[None]:
+        """Exchange unit `index`, given flat parameters; they are written in `fold`, and only there."""
         if index == 0:
             self._staged = []
             self._fresh = Stats(Meter(self.rank, self.world))
-        if len(self._staged) != index:
-            raise GradsieveError(f"rank {self.rank}: an earlier unit of this step has failed")
-        stats, local = self._fresh, self.local[index]
-        waiting = local.waiting(tensors)
+        self.in_order(index, len(self._staged))
+        stats = self._fresh
         with stats.timeline.stage("accumulate", index):
-            rider = torch.cat([local.waiting_dense(tensors), probe(waiting, self.step)])
-        outcome, ride = yield from self.exchange(index, waiting, rider, stats, everything)
-        self._staged.append((outcome, ride))
+            waiting, dense, rider = self._offer(index, tensors)
+        outcome, ride = yield from self.exchange(index, waiting, rider, stats, everything, call)
+        self._staged.append(Staged(outcome, ride[: dense.numel()], dense, ride[dense.numel() :]))
 
-    def finish(self, parameters: Mapping[str, Tensor]) -> None:
-        """Write what the exchange gave, after the programs of all units.
+    def offer(self, index: int) -> tuple[Vector, Tensor]:
+        waiting, _, rider = self._offer(index, self.own)
+        return waiting, rider
 
-        A sum that overflowed is the same on all ranks, and they all leave it: it still waits.
+    def _offer(self, index: int, own: Mapping[str, Tensor]) -> tuple[Vector, Tensor, Tensor]:
+        """What waits, that of dense slots, and the rider: these and the probes."""
+        local = self.local[index]
+        waiting, dense = local.waiting(own), local.waiting_dense(own)
+        return waiting, dense, torch.cat([dense, probe(waiting, self.step)])
+
+    def take_over(self, parameters: Mapping[str, Tensor]) -> bool:
+        """Settle what the exchange gave, after the programs of all units; parameters are only read.
+
+        A sum that overflowed is the same on all ranks, and they all leave it: it still waits. Then False.
         """
         stats = self.stats = self._fresh
         with stats.timeline.stage("apply"):
-            dense = [local.shared_dense.numel() for local in self.local]
-            rides = [ride for _, ride in self._staged]
-            probes = [ride[length:] for ride, length in zip(rides, dense, strict=True)]
-            seen = to_host(torch.stack([squares(probe) for probe in probes]))
-            good = is_finite(*rides, *(outcome.update.values for outcome, _ in self._staged))
+            seen = to_host(torch.stack([squares(staged.probes) for staged in self._staged]))
+            sums = [part for staged in self._staged for part in (staged.dense_total, staged.probes)]
+            good = is_finite(*sums, *(staged.outcome.update.values for staged in self._staged))
         if not good:
             self.skipped += 1
-            return
+            return False
         self.coherence = self.coherence.after(seen, self.world)
         fixed = self.treatment.preview
         self.preview = self.coherence.preview(self.world) if fixed is None else fixed
-        for index, (outcome, ride) in enumerate(self._staged):
-            local = self.local[index]
+        for index, (local, staged) in enumerate(zip(self.local, self._staged, strict=True)):
+            update, spent = staged.outcome.update, staged.outcome.spent
             with stats.timeline.stage("apply", index):
-                mean = ride[: dense[index]] / self.world
-                local.settle(outcome.update, outcome.spent, mean, parameters, self.world, self.preview)
-            with stats.timeline.stage("commit", index):
-                local.fold(parameters, self.preview, self.step % WINDOWS)
-        self.settle([outcome.state for outcome, _ in self._staged])
+                dense = staged.dense_total, staged.dense_spent
+                local.settle(update, spent, *dense, parameters, self.world, self.step % WINDOWS)
+        self.settle([staged.outcome.state for staged in self._staged])
+        return True
+
+    def fold(self, parameters: Mapping[str, Tensor], names: Set[str] | None = None) -> None:
+        """Write this rank's model where that is due: in these parameters, or in all."""
+        for index, local in enumerate(self.local):
+            with self.stats.timeline.stage("commit", index):
+                local.fold(parameters, self.preview, names)
+
+    def finish(self, parameters: Mapping[str, Tensor]) -> bool:
+        """Both, where no optimizer moves in between."""
+        good = self.take_over(parameters)
+        self.fold(parameters)
+        return good
+
+    def shown(self) -> dict[str, Tensor]:
+        """The shared model, flat, by parameter, in the parameter's own type."""
+        return {name: part for local in self.local for name, part in local.shown().items()}
+
+    def adopt(self, names: Set[str]) -> None:
+        """The shared model was replaced in these parameters, alike on all ranks."""
+        for local in self.local:
+            local.adopt(self.own, names)
+
+    def write_shared(self, name: str, values: Tensor) -> None:
+        """The user wrote to a parameter while it held the shared model."""
+        for local in self.local:
+            local.write_shared(name, values)
+
+    def renew(self) -> None:
+        for local in self.local:
+            local.renew()
 
     def figures(self) -> dict[str, float]:
         return {"preview": self.preview, "alike": self.coherence.alike, "all": self.coherence.all}
@@ -102,10 +153,15 @@ class StepPipeline(Pipeline):
 
     @property
     def outcomes(self) -> list[Outcome[Any]]:
-        return [outcome for outcome, _ in self._staged]
+        return [staged.outcome for staged in self._staged]
 
     def waiting(self) -> Iterator[Tensor]:
-        return (local.waiting(self._parameters).between(0, local.unit.n) for local in self.local)
+        return (local.waiting(self.own).between(0, local.unit.n) for local in self.local)
+
+    def waiting_norm(self) -> float:
+        """Of all that waits, dense slots included."""
+        dense = (local.waiting_dense(self.own) for local in self.local)
+        return math.hypot(*(float(part.norm()) for part in (*dense, *self.waiting())))
 
     def remembering(self) -> Sequence[Memory]:
         return self.local

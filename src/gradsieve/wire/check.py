@@ -63,7 +63,8 @@ def strictly_increasing(indices: Tensor, n: int, what: str) -> None:
 
 def lists_increasing(indices: Tensor, counts: Tensor, start: int, stop: int, what: str) -> None:
     """Of lists one behind the other, `counts` long, each is sorted, unique and inside start..stop-1."""
-    sender = torch.arange(counts.numel(), device=counts.device).repeat_interleave(counts)
+    ranks = torch.arange(counts.numel(), dtype=torch.int64, device=counts.device)
+    sender = ranks.repeat_interleave(counts)
     fine = (indices >= start) & (indices < stop)
     fine[1:] &= (indices[1:] > indices[:-1]) | (sender[1:] > sender[:-1])
     if not bool(fine.all()):

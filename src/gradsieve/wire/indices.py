@@ -97,8 +97,8 @@ class EliasFano(IndexCodec):
     def encode(self, indices: Tensor, count: Tensor, capacity: int, span: int) -> Tensor:
         width = _low_bits(capacity, span)
         filled = _filled(indices, count)
-        place = torch.arange(capacity, device=indices.device)
-        number = torch.arange(width, device=indices.device)[:, None]
+        place = torch.arange(capacity, dtype=torch.int64, device=indices.device)
+        number = torch.arange(width, dtype=torch.int64, device=indices.device)[:, None]
         planes = (indices >> number) & filled  # row b: bit b of every index, 0 where none is
         high = _set_bits((indices >> width) + place, filled, _parts(width, capacity, span)[1])
         return torch.cat([_pack(planes.to(torch.uint8).flatten()), high])
@@ -141,7 +141,7 @@ def _parts(width: int, capacity: int, span: int) -> tuple[int, int]:
 
 
 def _filled(indices: Tensor, count: Tensor) -> Tensor:
-    return torch.arange(indices.numel(), device=indices.device) < count
+    return torch.arange(indices.numel(), dtype=torch.int64, device=indices.device) < count
 
 
 def _pack(bits: Tensor) -> Tensor:

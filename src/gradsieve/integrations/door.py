@@ -1,0 +1,111 @@
+"""What gradsieve leaves in a model: hooks that lead to a sync for as long as one is attached.
+
+DDP takes one communication hook, for good. So the hook's state is a door: with a sync behind it, gradients
+go there; with none, they are averaged as DDP does it, and another sync can be put behind it later. A copy of
+the model (`copy.deepcopy`, pickle) gets a door with nothing behind it.
+"""
+
+# No `from __future__ import annotations` here: DDP checks that the hook's annotations are types, not strings.
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch._compile import _disable_dynamo
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from gradsieve.errors import ConfigError
+
+
+class Averaging(Protocol):
+    """Whoever DDP hands its buckets to."""
+
+    @property
+    def hook(self) -> Callable[[GradBucket], torch.futures.Future[torch.Tensor]]: ...
+
+
+class Behind(Averaging, Protocol):
+    """What a sync does at each hook besides."""
+
+    def before_forward(self, module: torch.nn.Module) -> None: ...
+
+    def after_forward(self, module: torch.nn.Module) -> None: ...
+
+    def before_saving(self, module: torch.nn.Module) -> None: ...
+
+    def after_saving(self, module: torch.nn.Module) -> None: ...
+
+    def before_loading(self, module: torch.nn.Module) -> None: ...
+
+    def after_loading(self, module: torch.nn.Module) -> None: ...
+
+
+class Door:
+    def __init__(self) -> None:
+        self.sync: Averaging | None = None
+        self.is_hung = False
+        """Whether DDP's reducer has it: that of a copied model has no hook."""
+        self.group: dist.ProcessGroup | None = None
+
+    def __reduce__(self) -> tuple[type["Door"], tuple[()]]:
+        return Door, ()
+
+
+class ModuleHook:
+    """One of torch's hooks on a module, as an object: it can be copied with the module, and leads nowhere
+    then."""
+
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self.call = call
+
+    def __reduce__(self) -> tuple[type["ModuleHook"], tuple[()]]:
+        return ModuleHook, ()
+
+    @_disable_dynamo  # as torch's own optimizers are: compiler.disable imports dynamo at once
+    def __call__(self, module: torch.nn.Module, *_: Any) -> None:
+        if self.call is not None:
+            self.call(module)
+
+
+def door_of(ddp: DistributedDataParallel) -> Door | None:
+    """The one that an earlier attach() left, or None; another communication hook is refused."""
+    for _, state in ddp._comm_hooks:
+        if isinstance(state, Door):
+            return state if state.is_hung else None
+        raise ConfigError(
+            "this DistributedDataParallel has a communication hook already, and takes only one: make another "
+            "and attach() to that"
+        )
+    return None
+
+
+def open_door(ddp: DistributedDataParallel, sync: Behind) -> tuple[Door, list[RemovableHandle]]:
+    """Lead DDP's hook and those of the model inside to `sync`."""
+    door = door_of(ddp)
+    if door is None:
+        door = Door()
+        door.group = ddp.process_group
+        ddp._comm_hooks.clear()  # a copied model's
+        ddp.register_comm_hook(door, through)
+        door.is_hung = True
+    door.sync = sync
+    root = ddp.module
+    handles = [
+        root.register_forward_pre_hook(ModuleHook(sync.before_forward)),
+        root.register_forward_hook(ModuleHook(sync.after_forward), always_call=True),
+        root.register_state_dict_pre_hook(ModuleHook(sync.before_saving)),
+        root.register_state_dict_post_hook(ModuleHook(sync.after_saving)),
+        root.register_load_state_dict_pre_hook(ModuleHook(sync.before_loading)),
+        root.register_load_state_dict_post_hook(ModuleHook(sync.after_loading)),
+    ]
+    return door, handles
+
+
+def through(door: Door, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    if door.sync is None:
+        return allreduce_hook(door.group, bucket)  # type: ignore[arg-type]  # None is the default group
+    return door.sync.hook(bucket)

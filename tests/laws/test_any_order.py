@@ -1,0 +1,242 @@
+"""Whatever is done in whatever order, nothing is lost: a state machine over real syncs on virtual ranks.
+
+`just soak` tries 2,000 sequences of 30 actions.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from torch import Tensor
+
+from laws.checks import same_bits
+from laws.stepping_ranks import SHAPES, Fleet, OneRank, virtual
+
+ENOUGH = int(os.environ.get("ANY_ORDER_EXAMPLES", "40"))
+
+STEPS = [
+    "both",
+    "in turn",
+    "the other way round",
+    "one",
+    "closure",
+    "late",
+    "interrupted",
+    "not finite",
+    "skipped",
+]
+IN_THE_MIDDLE = ["nothing", "evaluate", "save", "move by hand", "look at all"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fake_group() -> Iterator[None]:
+    """DDP wants a process group. Nothing travels on it: syncs have their own engine."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    with virtual():
+        yield
+    dist.destroy_process_group()
+
+
+def numbers(seed: int) -> dict[str, Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    return {name: torch.randint(-4, 5, shape, generator=source).float() for name, shape in SHAPES.items()}
+
+
+seeds = st.integers(0, 10**6)
+
+
+class AnyOrder(RuleBasedStateMachine):
+    fleet: Fleet | None = None
+
+    @initialize(
+        world=st.sampled_from([1, 2, 2, 3, 4]),
+        scheme=st.sampled_from(["exdyna", "topk", "spardl", "oktopk", "gtopk", "cltk", "micro", "deft"]),
+        density=st.sampled_from([0.1, 0.3, 1.0]),
+        preview=st.sampled_from([1.0, 0.5, 0.0, None]),
+    )
+    def begin(self, world: int, scheme: str, density: float, preview: float | None) -> None:
+        self.fleet = Fleet(world, scheme, density, preview)
+
+    def teardown(self) -> None:
+        if self.fleet is not None:
+            self.fleet.close()
+
+    @rule(data=st.data(), seed=seeds, micro=st.integers(0, 2))
+    def train(self, data: st.DataObject, seed: int, micro: int) -> None:
+        """One synchronised backward on every rank, and on each what it likes around it."""
+        fleet = self.fleet
+        assert fleet is not None
+        order = data.draw(st.permutations(range(fleet.world)), label="order of ranks")
+        how = [data.draw(st.sampled_from(STEPS), label=f"step of rank {rank}") for rank in range(fleet.world)]
+        middle = [
+            data.draw(st.sampled_from(IN_THE_MIDDLE), label=f"in its middle, {rank}")
+            for rank in range(fleet.world)
+        ]
+        losses = {rank: self._forward(rank, seed, micro) for rank in order if how[rank] != "closure"}
+        # A thread a rank: where one's forward comes with its step, in a closure, the others wait for it.
+        fleet.room.everyone(
+            lambda rank: (
+                self._step_by_closure(rank, seed)
+                if how[rank] == "closure"
+                else self._step(rank, how[rank], middle[rank], losses[rank], seed, micro)
+            )
+        )
+        fleet.check(taken=[rank for rank in order if how[rank] in ("both", "in turn", "closure", "late")])
+        if data.draw(st.booleans(), label="and evaluates"):
+            self.judge(seed)
+
+    def _forward(self, rank: int, seed: int, micro: int) -> Tensor:
+        one = self.ranks[rank]
+        one.both.zero_grad()
+        for part in range(micro):
+            with one.ddp.no_sync():
+                one.ddp(numbers(seed + 7 * part + rank)).backward()
+        return one.ddp(numbers(seed + 100 + rank))
+
+    def _step(self, rank: int, how: str, middle: str, loss: Tensor, seed: int, micro: int) -> None:
+        one = self.ranks[rank]
+        self._in_the_middle(one, middle, seed)
+        before = one.own()
+        loss.backward()
+        assert same_bits([*one.own().values()], [*before.values()]), (
+            "parameters were written inside a backward"
+        )
+        parts = [numbers(seed + 100 + rank), *(numbers(seed + 7 * part + rank) for part in range(micro))]
+        assert self.fleet is not None
+        self.fleet.step(one, how, {name: sum(part[name] for part in parts) for name in SHAPES})
+
+    def _step_by_closure(self, rank: int, seed: int) -> None:
+        one, factors, broken = self.ranks[rank], numbers(seed + 200 + rank), seed % 5 == 0
+
+        def closure() -> Tensor:
+            one.both.zero_grad()
+            loss = one.ddp(factors) * (float("nan") if broken else 1.0)
+            loss.backward()
+            return loss
+
+        one.both.step(closure)
+        assert all(p.isfinite().all() for p in one.pipeline.own.values()), "a NaN reached the parameters"
+        if not broken:
+            assert self.fleet is not None
+            self.fleet.note_step(one.both, one, factors)
+
+    @property
+    def ranks(self) -> list[OneRank]:
+        assert self.fleet is not None
+        return self.fleet.ranks
+
+    def _in_the_middle(self, one: OneRank, what: str, seed: int) -> None:
+        fleet = self.fleet
+        assert fleet is not None
+        if what == "evaluate":
+            fleet.evaluate(one, inside=bool(seed % 2), gradients=seed % 3 == 0)
+        elif what == "save":
+            fleet.save_model(one, at_rest=False)
+        elif what == "move by hand":
+            fleet.move_by_hand(one, numbers(seed + 300 + one.rank))
+        elif what == "look at all":
+            one.sync.metrics()
+
+    @rule(seed=seeds)
+    def evaluate(self, seed: int) -> None:
+        self.judge(seed)
+
+    def judge(self, seed: int) -> None:
+        assert self.fleet is not None
+        values = [self.fleet.evaluate(r, bool(seed % 2), seed % 3 == 0) for r in self.fleet.ranks]
+        assert all(torch.equal(value, values[0]) for value in values), "ranks evaluate different models"
+
+    @rule()
+    def copy_models(self) -> None:
+        assert self.fleet is not None
+        for rank in self.ranks:
+            at_rest = rank.sync.models is not None and not rank.sync.models.shows_own
+            self.fleet.save_model(rank, at_rest)
+
+    @rule()
+    def flush(self) -> None:
+        assert self.fleet is not None
+        self.fleet.flush()
+        self.fleet.check()
+
+    @rule()
+    def verify(self) -> None:
+        assert self.fleet is not None
+        fleet = self.fleet
+        fleet.room.everyone(lambda rank: fleet.ranks[rank].sync.verify())
+        fleet.check()
+
+    @rule()
+    def save(self) -> None:
+        assert self.fleet is not None
+        self.fleet.save()
+        self.fleet.check()
+
+    @rule()
+    def load(self) -> None:
+        assert self.fleet is not None
+        self.fleet.load()
+        self.fleet.check()
+
+    @rule(seed=seeds)
+    def load_model(self, seed: int) -> None:
+        assert self.fleet is not None
+        self.fleet.load_model(numbers(seed))
+        self.fleet.check(taken=range(self.fleet.world))
+
+    @rule()
+    def load_the_same_model(self) -> None:
+        assert self.fleet is not None
+        self.fleet.load_the_same_model()
+        self.fleet.check(taken=range(self.fleet.world))
+
+    @rule(seed=seeds)
+    def write(self, seed: int) -> None:
+        assert self.fleet is not None
+        self.fleet.write(numbers(seed))
+        for rank in self.fleet.ranks:
+            if rank.sync.models is not None:
+                rank.sync.models.show_own()  # as the next forward does
+                rank.sync.models.show_shared()
+        self.fleet.check()
+
+    @rule(dense=st.booleans())
+    def change_way(self, dense: bool) -> None:
+        assert self.fleet is not None
+        self.fleet.go(dense)
+
+    @rule()
+    def attach_anew(self) -> None:
+        assert self.fleet is not None
+        self.fleet.attach_anew()
+        self.fleet.check(taken=range(self.fleet.world))
+
+
+def run_machine(examples: int, **others: Any) -> None:
+    run_state_machine_as_test(
+        AnyOrder,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=30,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            derandomize=True,
+            database=None,
+            **others,
+        ),
+    )
+
+
+@pytest.mark.timeout(3600)
+def test_nothing_is_lost_in_any_order() -> None:
+    run_machine(ENOUGH)

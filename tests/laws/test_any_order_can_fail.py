@@ -1,0 +1,197 @@
+"""Each mend undone makes the state machine red: `pytest tests/laws/test_any_order_can_fail.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from concurrent.futures import wait
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase
+from torch import Tensor
+
+from gradsieve import MismatchError
+from gradsieve.feedback import local_steps
+from gradsieve.feedback.local_steps import LocalSteps
+from gradsieve.feedback.units import Slot
+from gradsieve.integrations import gradient_sync, optimizers
+from gradsieve.integrations.ddp import DdpSync
+from gradsieve.integrations.gradient_sync import GradientSync
+from gradsieve.sync import StepPipeline, base
+from gradsieve.sync.tags import Tag
+from laws.stepping_ranks import Fleet
+from laws.test_any_order import fake_group, numbers, run_machine
+
+__all__ = ["fake_group"]
+
+TRIES = 300
+
+
+def x_becomes_w(patch: pytest.MonkeyPatch) -> None:
+    """Where all was sent, what an optimizer did meanwhile is overwritten."""
+
+    def settle_all(
+        slots: tuple[Slot, ...],
+        shared: Tensor,
+        mark: Tensor,
+        total: Tensor,
+        spent: Tensor,
+        parameters: Mapping[str, Tensor],
+        world: int,
+    ) -> None:
+        for slot in slots:
+            here = slice(slot.start, slot.stop)
+            shared[here] -= total[here] / world
+            mark[here] = parameters[slot.name]
+
+    patch.setattr(local_steps, "_settle_all", settle_all)
+
+
+def closures_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    def before(self: optimizers.Optimizers, optimizer: Any, args: Any, kwargs: Any) -> None:
+        listener, names = self._listener(), self.names_in(optimizer)
+        if listener is not None and names:
+            listener.before_update(names)
+
+    patch.setattr(optimizers.Optimizers, "_before", before)
+
+
+def no_gradient_is_looked_at(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(gradient_sync.kernels, "is_finite", lambda *_: True)
+
+
+def every_step_writes_all_parameters(patch: pytest.MonkeyPatch) -> None:
+    fold = StepPipeline.fold
+    patch.setattr(StepPipeline, "fold", lambda self, own, names=None: fold(self, own))
+
+
+def taking_over_writes_parameters(patch: pytest.MonkeyPatch) -> None:
+    take_over = GradientSync.take_over
+
+    def and_write(self: GradientSync, names: Set[str] = frozenset()) -> bool:
+        return take_over(self, self.parameters.keys())
+
+    patch.setattr(GradientSync, "take_over", and_write)
+
+
+def a_step_leaves_the_own_model_in_place(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DdpSync, "after_update", GradientSync.after_update)
+
+
+def evaluating_leaves_the_shared_model_in_place(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DdpSync, "after_forward", lambda self, module: None)
+
+
+def a_loaded_model_is_taken_for_a_step(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepPipeline, "adopt", lambda self, names: None)
+
+
+def only_optimizers_that_were_given_are_heard(patch: pytest.MonkeyPatch) -> None:
+    names_in = optimizers.Optimizers.names_in
+
+    def of_given(self: optimizers.Optimizers, optimizer: Any) -> Set[str]:
+        sync: Any = self._listener()
+        return names_in(self, optimizer) if optimizer in sync._given else frozenset()
+
+    patch.setattr(optimizers.Optimizers, "names_in", of_given)
+
+
+def an_interrupted_wait_forgets_the_exchange(patch: pytest.MonkeyPatch) -> None:
+    take_over = GradientSync.take_over
+
+    def forgetful(self: GradientSync, names: Set[str] = frozenset()) -> bool:
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            gradient_sync.wait(under_way.futures)
+        self._under_way = under_way
+        return take_over(self, names)
+
+    patch.setattr(GradientSync, "take_over", forgetful)
+
+
+def evaluating_does_not_take_over(patch: pytest.MonkeyPatch) -> None:
+    before_forward = DdpSync.before_forward
+
+    def without(self: DdpSync, module: torch.nn.Module) -> None:
+        under_way = self._under_way
+        if not module.training:
+            self._under_way = None
+        before_forward(self, module)
+        if not module.training:
+            self._under_way = under_way
+
+    patch.setattr(DdpSync, "before_forward", without)
+
+
+def saving_takes_what_is_in_place(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DdpSync, "before_saving", lambda self, module: None)
+
+
+def nothing_is_folded(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LocalSteps, "fold", lambda *_: None)
+
+
+MUTANTS = [
+    x_becomes_w,
+    closures_are_not_waited_for,
+    no_gradient_is_looked_at,
+    every_step_writes_all_parameters,
+    taking_over_writes_parameters,
+    a_step_leaves_the_own_model_in_place,
+    evaluating_leaves_the_shared_model_in_place,
+    a_loaded_model_is_taken_for_a_step,
+    only_optimizers_that_were_given_are_heard,
+    an_interrupted_wait_forgets_the_exchange,
+    evaluating_does_not_take_over,
+    saving_takes_what_is_in_place,
+    nothing_is_folded,
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_a_mend_undone_is_red(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(BaseException) as found:  # noqa: PT011 - what breaks first is the mutant's business
+        run_machine(TRIES, phases=[Phase.generate])
+    assert not isinstance(found.value, KeyboardInterrupt | SystemExit)
+
+
+# -- tags -----------------------------------------------------------------------------------------------
+
+
+def flush_on_rank_0_alone() -> list[str]:
+    """What every rank is told, where the others go on training."""
+    fleet = Fleet(3, "exdyna", 0.3, 1.0)
+
+    def do(rank: int) -> None:
+        one = fleet.ranks[rank]
+        if rank == 0:
+            one.sync.flush()
+        else:
+            one.ddp(numbers(rank)).backward()
+            one.both.step()
+
+    futures = fleet.room.all_of(do)
+    wait(futures, timeout=3.0)
+    fleet.room.abandon()
+    said = [future.exception(timeout=30.0) for future in futures]
+    for one in fleet.ranks:
+        one.sync._under_way = None
+    fleet.close()
+    assert all(isinstance(error, MismatchError) for error in said), said
+    return [str(error) for error in said]
+
+
+def test_a_flush_on_one_rank_alone_is_named_on_all() -> None:
+    for said in flush_on_rank_0_alone():
+        assert "rank 0 called flush() after step 0 while ranks 1, 2 went on training" in said
+
+
+def test_without_tags_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def agree(tag: Tag, *_: Any) -> Any:
+        yield from ()
+
+    monkeypatch.setattr(base, "agree", agree)
+    with pytest.raises(AssertionError):
+        flush_on_rank_0_alone()

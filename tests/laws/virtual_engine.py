@@ -1,0 +1,129 @@
+"""An engine for virtual ranks: P real syncs in one process, whose programs advance together.
+
+Jobs of a rank run in the order in which they were submitted, as on the real engine's thread. A program waits
+at the head of its rank's queue until every rank has one there. A call that waits for a program of all ranks
+needs a thread a rank: `everyone`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gradsieve.comm import lockstep
+from gradsieve.types import Program
+
+PATIENCE = 20.0
+"""Seconds that a call waits for the other ranks' before it gives up."""
+
+
+@dataclass
+class Job:
+    program: Program[Any] | None
+    call: Callable[[], Any] | None
+    future: Future[Any] = field(default_factory=Future)
+
+
+class Room:
+    """Where the ranks meet."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._queues: list[deque[Job]] = [deque() for _ in range(world)]
+        self._lock = threading.RLock()
+        self._pool = ThreadPoolExecutor(world)
+
+    def put(self, rank: int, job: Job) -> Future[Any]:
+        with self._lock:
+            self._queues[rank].append(job)
+            self._advance()
+        return job.future
+
+    def everyone(self, call: Callable[[int], Any]) -> list[Any]:
+        """On all ranks at once; the first error of any of them is raised."""
+        return [future.result(timeout=PATIENCE) for future in self.all_of(call)]
+
+    def all_of(self, call: Callable[[int], Any]) -> list[Future[Any]]:
+        return [self._pool.submit(call, rank) for rank in range(self.world)]
+
+    def abandon(self) -> None:
+        """Nobody else comes: whoever waits is told."""
+        with self._lock:
+            for queue in self._queues:
+                while queue:
+                    queue.popleft().future.set_exception(TimeoutError("no other rank came"))
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def _advance(self) -> None:
+        moved = True
+        while moved:
+            moved = False
+            for queue in self._queues:
+                while queue and queue[0].call is not None:
+                    _do(queue.popleft())
+                    moved = True
+            if all(self._queues):
+                self._meet([queue.popleft() for queue in self._queues])
+                moved = True
+
+    def _meet(self, jobs: list[Job]) -> None:
+        errors: dict[int, BaseException] = {}
+        programs = [_guarded(job.program, rank, errors) for rank, job in enumerate(jobs) if job.program]
+        try:
+            with torch.no_grad():
+                results = lockstep.run(programs)
+        except BaseException as error:
+            for job in jobs:
+                job.future.set_exception(error)
+            return
+        for rank, job in enumerate(jobs):
+            if rank in errors:
+                job.future.set_exception(errors[rank])
+            else:
+                job.future.set_result(results[rank])
+
+
+def _guarded(program: Program[Any], rank: int, errors: dict[int, BaseException]) -> Program[Any]:
+    """An error of one rank is that rank's own."""
+    try:
+        return (yield from program)
+    except Exception as error:
+        errors[rank] = error
+
+
+def _do(job: Job) -> None:
+    assert job.call is not None
+    try:
+        with torch.no_grad():
+            result = job.call()
+    except BaseException as error:
+        job.future.set_exception(error)
+    else:
+        job.future.set_result(result)
+
+
+class VirtualEngine:
+    """As `gradsieve.comm.c10d.Engine`."""
+
+    def __init__(self, room: Room, rank: int) -> None:
+        self.room, self.rank, self.world = room, rank, room.world
+
+    def submit(self, program: Program[Any], what: str, device: torch.device) -> Future[Any]:
+        return self.room.put(self.rank, Job(program, None))
+
+    def submit_call(self, call: Callable[[], Any], device: torch.device) -> Future[Any]:
+        return self.room.put(self.rank, Job(None, call))
+
+    def run(self, program: Program[Any], what: str, device: torch.device) -> Any:
+        return self.submit(program, what, device).result(timeout=PATIENCE)
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,201 @@
+"""After close() DDP is DDP; attach works a second time; an attach that failed leaves nothing behind."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import optimizer as torch_optimizer
+
+import gradsieve
+from gradsieve.integrations import gradient_sync
+from laws.checks import same_bits
+from multiproc.harness import Ranks
+from multiproc.training import GRADIENTS
+
+PRESETS = {"steps": gradsieve.Treatment(), "gradients": GRADIENTS}
+
+
+def new_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+    return model, torch.optim.SGD(model.parameters(), lr=0.125)
+
+
+def train(ddp: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(step * 10 + rank))
+        ddp(inputs).square().mean().backward()
+        optimizer.step()
+
+
+def closed_then_dense(rank: int, exchange: str) -> bool:
+    """Whether a closed sync leaves plain DDP: the same bits as DDP from the same start."""
+    model, optimizer = new_model()
+    ddp = DistributedDataParallel(model)
+    sync = gradsieve.attach(ddp, optimizer, density=0.1, preset=PRESETS[exchange], dense_if_faster=False)
+    train(ddp, optimizer, rank, range(5))
+    sync.flush()
+    if exchange == "gradients":
+        optimizer.step()
+    sync.close()
+    sync.close()
+    plain, plain_optimizer = new_model()
+    plain.load_state_dict(model.state_dict())
+    train(ddp, optimizer, rank, range(5, 9))
+    train(DistributedDataParallel(plain), plain_optimizer, rank, range(5, 9))
+    return same_bits([p.detach() for p in model.parameters()], [p.detach() for p in plain.parameters()])
+
+
+@pytest.mark.parametrize("exchange", PRESETS)
+def test_after_close_ddp_is_plain(two: Ranks, exchange: str) -> None:
+    assert two.run(closed_then_dense, exchange) == [True, True]
+
+
+def attached_twice(rank: int) -> list[Tensor]:
+    model, optimizer = new_model()
+    ddp = DistributedDataParallel(model)
+    for density, steps in ((0.1, range(4)), (0.3, range(4, 8))):
+        sync = gradsieve.attach(ddp, optimizer, density=density, dense_if_faster=False)
+        train(ddp, optimizer, rank, steps)
+        assert sync.pipeline.step == 4
+        sync.flush()
+        sync.close()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_attach_works_a_second_time(two: Ranks) -> None:
+    first, second = two.run(attached_twice)
+    assert same_bits(first, second)
+
+
+def attached_to_a_copy(rank: int) -> tuple[int, list[Tensor]]:
+    """A copy has no hook behind its door: attaching to it hangs a new one."""
+    model, optimizer = new_model()
+    ddp = DistributedDataParallel(model)
+    gradsieve.attach(ddp, optimizer, density=0.1)
+    copied = copy.deepcopy(ddp)
+    optimizer = torch.optim.SGD(copied.parameters(), lr=0.125)
+    sync = gradsieve.attach(copied, optimizer, density=0.1, dense_if_faster=False)
+    train(copied, optimizer, rank, range(6))
+    sync.flush()
+    return sync.pipeline.step, [p.detach().clone() for p in copied.parameters()]
+
+
+def test_attach_works_on_a_copy(two: Ranks) -> None:
+    (steps, first), (_, second) = two.run(attached_to_a_copy)
+    assert steps == 7, "six and the flush"
+    assert same_bits(first, second)
+
+
+def left_behind(ddp: DistributedDataParallel) -> dict[str, int]:
+    root = ddp.module
+    return {
+        "hooks of DDP": len(ddp._comm_hooks),
+        "hooks of the model": len(root._forward_pre_hooks) + len(root._forward_hooks),
+        "hooks on saving": len(root._state_dict_pre_hooks) + len(root._state_dict_hooks),
+        "hooks of optimizers": len(torch_optimizer._global_optimizer_pre_hooks),
+        "threads": sum(thread.name == "gradsieve" for thread in threading.enumerate()),
+    }
+
+
+def failed_attach(rank: int, where: str) -> tuple[dict[str, int], dict[str, int], list[float]]:
+    model, optimizer = new_model()
+    optimizer.param_groups[0]["momentum"] = 0.5
+    ddp = DistributedDataParallel(model)
+    before = left_behind(ddp)
+    memory = gradsieve.Treatment(exchange="gradients", momentum="local")
+    with (
+        mock.patch.object(gradient_sync, where, side_effect=RuntimeError("here")),
+        pytest.raises(RuntimeError),
+    ):
+        gradsieve.attach(
+            ddp, optimizer, density=0.1, preset=memory if where == "measure_links" else "default"
+        )
+    return before, left_behind(ddp), [group["momentum"] for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("where", ["Fitted", "TwoModels", "measure_links", "Advisor"])
+def test_an_attach_that_failed_leaves_nothing_behind(two: Ranks, where: str) -> None:
+    for before, after, momentum in two.run(failed_attach, where):
+        assert before == after
+        assert momentum == [0.5]
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger("gradsieve").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def closed_with_something_waiting(rank: int, flushes: bool) -> tuple[list[str], list[Tensor]]:
+    said, (model, optimizer) = _Lines(), new_model()
+    sync = gradsieve.attach(
+        ddp := DistributedDataParallel(model), optimizer, density=0.05, dense_if_faster=False
+    )
+    train(ddp, optimizer, rank, range(6))
+    if flushes:
+        sync.flush()
+    sync.close()
+    return [line for line in said.lines if "close()" in line], [
+        p.detach().clone() for p in model.parameters()
+    ]
+
+
+def test_close_says_what_it_leaves_behind(two: Ranks) -> None:
+    (lines, first), (_, second) = two.run(closed_with_something_waiting, False)
+    assert "call flush() before it, on all ranks" in lines[0]
+    assert same_bits(first, second), "all ranks have the shared model"
+    (lines, first), (_, second) = two.run(closed_with_something_waiting, True)
+    assert lines == []
+    assert same_bits(first, second)
+
+
+SCRIPT = """
+    import torch, gradsieve, torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    dist.init_process_group("gloo")
+    model = torch.nn.Linear(40, 40)
+    ddp, optimizer = DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = gradsieve.attach(ddp, optimizer, density=0.1)
+    for step in range(5):
+        optimizer.zero_grad()
+        ddp(torch.randn(4, 40)).sum().backward()
+        optimizer.step()
+    sync.flush()
+    {end}
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("end", ["sync.close()", "pass"])
+def test_nothing_is_printed_at_the_end(tmp_path: Any, end: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT).format(end=end))
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    assert done.stderr == ""

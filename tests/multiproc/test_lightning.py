@@ -1,0 +1,67 @@
+"""Lightning steps by closure, clips inside it, accumulates without a step and leaves modes behind: a training
+by its Trainer is the training by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("lightning_script.py")
+
+
+@cache
+def trained(*words: str, again: int = 0) -> list[dict[str, Any]]:
+    """How each rank ended; `again` makes another run of the same."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            str(SCRIPT),
+            *words,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    ends = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return sorted(ends, key=lambda end: end["rank"])
+
+
+def test_two_runs_are_the_same_bits_on_both_ranks() -> None:
+    bits = {end["bits"] for again in range(2) for end in trained("trainer", again=again)}
+    assert len(bits) == 1
+
+
+def test_it_is_the_loop_by_hand() -> None:
+    trainer, hand = trained("trainer"), trained("hand")
+    assert trainer[0]["loss"] == pytest.approx(hand[0]["loss"], rel=0.02)
+    assert [end["exchanges"] for end in trainer + hand] == [40] * 4
+    assert trainer[0]["judged"] == pytest.approx(hand[0]["judged"], rel=0.02)
+
+
+def test_both_ranks_judge_the_same_model() -> None:
+    first, second = trained("trainer")
+    assert first["judged"] == second["judged"]
+    assert len(first["judged"]) == 8 * 4
+
+
+def test_a_gradient_that_is_not_finite_costs_one_step_of_one_rank() -> None:
+    ends = trained("trainer", "nan")
+    assert [end["skipped"] for end in ends] == [0, 1]
+    assert all(end["finite"] for end in ends)
+    assert ends[0]["bits"] == ends[1]["bits"]
+    assert ends[0]["bits"] != trained("trainer")[0]["bits"], "the twin: the spoiled batch was there"

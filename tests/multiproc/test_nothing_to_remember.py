@@ -1,0 +1,248 @@
+"""Scripts that call nothing of gradsieve's but `attach`: what they evaluate, save and copy is the model that
+all ranks share, and training goes on from each rank's own."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+import gradsieve
+from gradsieve.integrations.ddp import DdpSync
+from gradsieve.sync import StepPipeline
+from laws.checks import same_bits
+from multiproc.harness import Ranks
+
+WIDTH = 24
+
+
+class Training:
+    def __init__(self, rank: int, **settings: Any) -> None:
+        torch.manual_seed(0)
+        self.rank = rank
+        self.model = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, 8))
+        self.ddp = DistributedDataParallel(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
+        settings = {"density": 0.02, "dense_if_faster": False, **settings}
+        self.sync: DdpSync = gradsieve.attach(self.ddp, self.optimizer, **settings)
+
+    def loss(self, step: int, model: nn.Module | None = None) -> Tensor:
+        source = torch.Generator().manual_seed(1000 * step + self.rank)
+        inputs = torch.randn(16, WIDTH, generator=source)
+        return (self.ddp if model is None else model)(inputs).sub(inputs[:, :8].sin()).square().mean()
+
+    def step(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        self.loss(step).backward()
+        self.optimizer.step()
+
+    def evaluate(self, model: nn.Module) -> float:
+        inputs = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(7))
+        model.eval()
+        with torch.no_grad():
+            value = float((model(inputs) - inputs[:, :8].sin()).square().mean())
+        model.train()
+        return value
+
+    @property
+    def shared(self) -> list[Tensor]:
+        assert isinstance(self.sync.pipeline, StepPipeline)
+        shown = self.sync.pipeline.shown()
+        return [shown[name].clone().view_as(p) for name, p in self.model.named_parameters()]
+
+    @property
+    def own(self) -> list[Tensor]:
+        assert isinstance(self.sync.pipeline, StepPipeline)
+        return [part.clone() for part in self.sync.pipeline.own.values()]
+
+
+# -- a script as people write it ------------------------------------------------------------------------
+
+
+def script(rank: int, folder: str) -> tuple[list[float], list[float], list[Tensor]]:
+    """Early stopping by the loss on a set that all ranks have, the best model saved by rank 0 alone."""
+    run, best, patience = Training(rank), float("inf"), 2
+    values, sent = [], []
+    for epoch in range(12):
+        for step in range(5):
+            run.step(5 * epoch + step)
+        before = run.sync.pipeline.step
+        value = run.evaluate(run.model)
+        sent.append(run.sync.pipeline.step - before)
+        values.append(value)
+        if value < best:
+            best = value
+            if rank == 0:
+                torch.save(run.ddp.module.state_dict(), Path(folder) / "best.pt")
+                kept = run.shared
+        elif (patience := patience - 1) == 0:
+            break
+    return values, sent, kept if rank == 0 else []
+
+
+def test_a_script_that_only_attaches(two: Ranks, tmp_path: Path) -> None:
+    (values, sent, kept), (others, _, _) = two.run(script, str(tmp_path))
+    assert values == others, "ranks judged different models, and could stop at different epochs"
+    assert set(sent) == {0}, "evaluating exchanged something"
+    plain = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, 8))
+    plain.load_state_dict(torch.load(tmp_path / "best.pt", weights_only=True))
+    assert same_bits([p.detach() for p in plain.parameters()], kept)
+
+
+def rank_0_alone(rank: int) -> list[Tensor]:
+    """Evaluates, saves and copies while the other rank goes on: nobody waits for anybody."""
+    run = Training(rank)
+    for step in range(6):
+        run.step(step)
+        if rank == 0:
+            run.evaluate(run.model)
+            copy.deepcopy(run.model.state_dict())
+            copy.deepcopy(run.model)
+    run.sync.flush()
+    return [p.detach() for p in run.model.parameters()]
+
+
+def alone_not(rank: int) -> list[Tensor]:
+    run = Training(rank)
+    for step in range(6):
+        run.step(step)
+    run.sync.flush()
+    return [p.detach() for p in run.model.parameters()]
+
+
+def test_rank_0_may_do_it_alone_and_the_training_does_not_notice(two: Ranks) -> None:
+    seen, expected = two.run(rank_0_alone), two.run(alone_not)
+    assert same_bits(seen[0], seen[1])
+    assert same_bits(seen[0], expected[0])
+
+
+# -- every way to take a model --------------------------------------------------------------------------
+
+
+def takes(rank: int) -> dict[str, bool]:
+    """Whether each gives the shared model, between two steps; and that it is not the rank's own."""
+    run = Training(rank)
+    averaged = AveragedModel(run.ddp)
+    average = [p.detach().clone() for p in run.model.parameters()]
+    for step in range(5):
+        run.step(step)
+        averaged.update_parameters(run.ddp)
+        fresh = [p.detach().clone() for p in run.model.parameters()]
+        average = (
+            fresh if step == 0 else [a + (b - a) / (step + 1) for a, b in zip(average, fresh, strict=True)]
+        )
+    shared = run.shared
+    file = io.BytesIO()
+    torch.save(run.model, file)
+    file.seek(0)
+    found: dict[str, list[Tensor]] = {
+        "state_dict": [*run.model.state_dict().values()],
+        "of ddp": [*run.ddp.state_dict().values()],
+        "deepcopy": [p.detach() for p in copy.deepcopy(run.model).parameters()],
+        "deepcopy of ddp": [p.detach() for p in copy.deepcopy(run.ddp).parameters()],
+        "AveragedModel": [p.detach() for p in AveragedModel(run.ddp).module.parameters()],
+        "torch.save": [p.detach() for p in torch.load(file, weights_only=False).parameters()],
+        "parameters": [p.detach() for p in run.model.parameters()],
+    }
+    out = {name: same_bits(parts, shared) for name, parts in found.items()}
+    close = [
+        torch.allclose(p, q, atol=1e-6) for p, q in zip(averaged.module.parameters(), average, strict=True)
+    ]
+    out["update_parameters"] = all(close)
+    assert not same_bits(run.own, [part.flatten() for part in shared])
+    return out
+
+
+def test_every_way_to_take_a_model_gives_the_shared_one(two: Ranks) -> None:
+    for found in two.run(takes):
+        assert all(found.values()), found
+
+
+def in_the_middle(rank: int, how: str) -> bool:
+    """Evaluated and saved between forward and backward, and between backward and step: the gradient and the
+    own model are what they would have been."""
+    ends = []
+    for looks in (False, True):
+        run = Training(rank)
+        for step in range(4):
+            run.optimizer.zero_grad()
+            loss = run.loss(step)
+            if looks and how == "before backward":
+                run.evaluate(run.model)
+                run.model.state_dict()
+            loss.backward()
+            if looks and how == "after backward":
+                run.evaluate(run.ddp)
+                run.model.state_dict()
+            run.optimizer.step()
+        ends.append(run.own)
+    return same_bits(*ends)
+
+
+@pytest.mark.parametrize("how", ["before backward", "after backward"])
+def test_a_look_in_the_middle_of_a_step_changes_nothing(two: Ranks, how: str) -> None:
+    assert two.run(in_the_middle, how) == [True, True]
+
+
+def narrow(rank: int) -> tuple[bool, list[Tensor]]:
+    run = Training(rank)
+    run.sync.close()
+    run.model.bfloat16()
+    ddp = DistributedDataParallel(run.model)
+    optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+    sync = gradsieve.attach(ddp, optimizer, density=0.05, dense_if_faster=False)
+    for step in range(8):
+        optimizer.zero_grad()
+        inputs = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step + 50 * rank)).bfloat16()
+        ddp(inputs).float().square().mean().backward()
+        optimizer.step()
+    wide = [local.by_kind()["shared"] for local in sync.pipeline.local]
+    rounded = {name: part.bfloat16() for parts in wide for name, part in parts.items()}
+    shown = [p.detach().flatten() for p in run.model.parameters()]
+    return same_bits(shown, [rounded[n] for n, _ in run.model.named_parameters()]), shown
+
+
+def test_narrow_parameters_show_the_shared_model_rounded(two: Ranks) -> None:
+    (right, first), (other, second) = two.run(narrow)
+    assert right
+    assert other
+    assert same_bits(first, second)
+
+
+# -- torch.compile --------------------------------------------------------------------------------------
+
+
+def compiled(rank: int, where: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, 8))
+    if where == "inside":
+        model = torch.compile(model, backend="eager")
+    ddp: nn.Module = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = gradsieve.attach(ddp, optimizer, density=0.05, dense_if_faster=False)  # type: ignore[arg-type]
+    run = torch.compile(ddp, backend="eager") if where == "around" else ddp
+    for step in range(6):
+        optimizer.zero_grad()
+        inputs = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step + 50 * rank))
+        run(inputs).square().mean().backward()
+        optimizer.step()
+        run.eval()
+        with torch.no_grad():
+            run(inputs)
+        run.train()
+    sync.flush()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("where", ["inside", "around"])
+def test_compiled_models_train_as_others_do(two: Ranks, where: str) -> None:
+    plain, seen = two.run(compiled, "nowhere"), two.run(compiled, where)
+    assert same_bits(seen[0], seen[1])
+    assert same_bits(seen[0], plain[0])

@@ -1,0 +1,253 @@
+"""Nothing depends on torch's default type and device, which belong to whoever imports this library.
+
+The default device is set to "meta", where nothing has data: what is made there by mistake cannot be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradsieve import kernels
+from gradsieve.bench import models, task_data, traffic, workloads
+from gradsieve.feedback.checkpoint import fields_to_tensors, text_to_tensor
+from gradsieve.feedback.digest import digest
+from gradsieve.kernels import fast, reference
+from gradsieve.schemes.base import Scheme
+from gradsieve.schemes.exdyna import ExDyna
+from gradsieve.wire.indices import INDEX_CODECS
+from gradsieve.wire.values import VALUE_CODECS
+from laws.cases import Case, registered
+from laws.checks import same_bits
+from laws.driver import Fleet
+from laws.treated import GRADIENTS, STEPS, Ranks, Receiving, Stepping
+from laws.treated import Case as Training
+from laws.variants import VARIANTS
+
+DEFAULTS: dict[str, Callable[[], None]] = {
+    "float64": lambda: torch.set_default_dtype(torch.float64),
+    "float16": lambda: torch.set_default_dtype(torch.float16),
+    "bfloat16": lambda: torch.set_default_dtype(torch.bfloat16),
+    "meta": lambda: torch.set_default_device("meta"),
+}
+every_default = pytest.mark.parametrize("default", DEFAULTS)
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    yield
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+
+
+def check_indifferent(work: Callable[[], Any], default: str) -> None:
+    """The same bits, in the same types, whatever the default."""
+    expected = work()
+    DEFAULTS[default]()
+    assert same_bits(work(), expected)
+
+
+@every_default
+@pytest.mark.parametrize("work", [lambda: [torch.ones(3)], lambda: [torch.arange(3) / 2]])
+def test_what_follows_a_default_is_seen(default: str, work: Callable[[], list[Tensor]]) -> None:
+    with pytest.raises((AssertionError, NotImplementedError)):
+        check_indifferent(work, default)
+
+
+# -- kernels --------------------------------------------------------------------------------------------
+
+N = fast._CHUNK + 1077
+
+
+@cache
+def vectors() -> list[Tensor]:
+    source = torch.Generator().manual_seed(0)
+    return [torch.randn(N, generator=source) for _ in range(3)]
+
+
+def every_result(form: Any) -> list[Any]:
+    """Of all kernels that have several forms; most of the elements, then a few of them, are above."""
+    a, b, c = (x.clone() for x in vectors())
+    out, waits = torch.zeros_like(a), torch.zeros_like(a)
+    found: list[Any] = [form.accumulate(a, b, 0.9, out), out]
+    form.waiting(a, b, waits)
+    for threshold in (0.1, 3.5):
+        found += [form.above(a, threshold), *form.waiting_above(a, b, threshold)]
+        found += form.select(a, threshold, 900, 0.5)
+        found += form.select(a, threshold, N, 0.0)
+    form.fold(a, b, c, 0.5)
+    return [*found, waits, b, c]
+
+
+def on_an_accelerator(x: Tensor) -> list[Tensor]:
+    return [*fast._select_without_waiting(x, 1.0, 900, 0.5)]
+
+
+def every_other_result(form: Any) -> list[Any]:
+    """Of the kernels that have one form beside the reference."""
+    x = vectors()[0][:3000]
+    block = torch.arange(3000, dtype=torch.long, device="cpu") // 1000
+    counts = torch.tensor([3, 0, 1000], dtype=torch.long, device="cpu")
+    nothing = form.candidates(x[:0], 0, 3)
+    many, few = block * 7, block[:100] * 7
+    return [
+        form.largest(x, 40),
+        form.candidates(x, 700, 3),
+        form.largest_of_each(x.abs(), block, counts),
+        *form.sum_by_index(many, x, 4000),
+        *form.sum_by_index(few, x[:100], 4000),
+        form.is_finite(x),
+        nothing,
+    ]
+
+
+@every_default
+@pytest.mark.parametrize("form", ["torch", "compiled"])
+def test_kernels(form: str, default: str) -> None:
+    with kernels.using(form):
+        check_indifferent(lambda: every_result(kernels), default)
+
+
+@every_default
+@pytest.mark.parametrize("form", [fast, reference], ids=["fast", "reference"])
+def test_kernels_of_one_form(form: Any, default: str) -> None:
+    check_indifferent(lambda: [*every_other_result(form), *every_result(form)], default)
+
+
+@every_default
+def test_the_way_of_accelerators(default: str) -> None:
+    check_indifferent(lambda: on_an_accelerator(vectors()[0]), default)
+
+
+# -- wire -----------------------------------------------------------------------------------------------
+
+
+@every_default
+@pytest.mark.parametrize("codec", INDEX_CODECS, ids=lambda codec: codec.name)
+def test_index_codecs(codec: Any, default: str) -> None:
+    indices, count = torch.tensor([3, 17, 900, 0]), torch.tensor(3)
+    check_indifferent(lambda: codec.encode(indices, count, 4, 1000), default)
+
+
+@every_default
+@pytest.mark.parametrize("codec", VALUE_CODECS.values(), ids=lambda codec: codec.name)
+def test_value_codecs(codec: Any, default: str) -> None:
+    values = vectors()[0][None, :300]
+
+    def there_and_back() -> list[Tensor]:
+        data = codec.encode(values)
+        return [data, codec.decode(data, 300, torch.float32)]
+
+    check_indifferent(there_and_back, default)
+
+
+# -- schemes and pipelines ------------------------------------------------------------------------------
+
+
+def exchanged(scheme: Callable[[], Scheme[Any]], case: Case) -> Callable[[], list[Any]]:
+    """A few steps of all ranks: what each was given, spent, and is left with."""
+    source = case.source
+    gradients = {
+        (step, rank, bucket): source(step, rank, bucket)
+        for step in range(case.steps)
+        for rank in range(case.world)
+        for bucket in range(len(case.sizes))
+    }
+
+    def run() -> list[Any]:
+        fleet = Fleet(scheme(), case.sizes, case.world)
+        rounds = list(fleet.advance(lambda *place: gradients[place], case.steps))
+        return [[round_.outcomes for round_ in rounds], fleet.residuals, fleet.states]
+
+    return run
+
+
+CASES = [
+    Case("normal", world=4, sizes=(4099, 509), density=0.05),
+    Case("sparse integers", world=6, sizes=(31, 0), density=0.29),
+]
+
+REPEATABLE = [name for name in VARIANTS if name != "spardl, auto"]
+"""But for the one whose teams follow from how fast links are measured to be."""
+
+
+@every_default
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.kind)
+@pytest.mark.parametrize("scheme", registered())
+def test_exchanges(scheme: str, case: Case, default: str) -> None:
+    check_indifferent(exchanged(lambda: case.scheme(scheme), case), default)
+
+
+@every_default
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.kind)
+@pytest.mark.parametrize("variant", REPEATABLE)
+def test_exchanges_of_variants(variant: str, case: Case, default: str) -> None:
+    check_indifferent(exchanged(lambda: VARIANTS[variant](case.density, case.world), case), default)
+
+
+TRAINING = Training(world=4, n=1001, cap_mb=0.001)
+
+
+def listed(by_rank: list[dict[str, Tensor]]) -> list[list[Tensor]]:
+    return [[*own.values()] for own in by_rank]
+
+
+def remembered(ranks: Ranks) -> list[Any]:
+    return [listed(ranks.memories()), [pipeline.states for pipeline in ranks.pipelines]]
+
+
+def stepped(scheme: str, treatment: str) -> list[Any]:
+    ranks = Stepping(TRAINING, scheme, STEPS[treatment])
+    for step in range(TRAINING.steps):
+        ranks.advance(step)
+    coherences = [pipeline.coherence for pipeline in ranks.pipelines]
+    return [listed(ranks.flat), coherences, *remembered(ranks)]
+
+
+def received(scheme: str, treatment: str) -> list[Any]:
+    ranks = Receiving(TRAINING, scheme, GRADIENTS[treatment])
+    given = [ranks.advance(step) for step in range(TRAINING.steps)]
+    return [*map(listed, given), *remembered(ranks)]
+
+
+@every_default
+@pytest.mark.parametrize("treatment", STEPS)
+@pytest.mark.parametrize("scheme", ["exdyna", "oktopk"])
+def test_exchange_of_steps(scheme: str, treatment: str, default: str) -> None:
+    check_indifferent(lambda: stepped(scheme, treatment), default)
+
+
+@every_default
+@pytest.mark.parametrize("treatment", GRADIENTS)
+def test_exchange_of_gradients(treatment: str, default: str) -> None:
+    check_indifferent(lambda: received("exdyna", treatment), default)
+
+
+# -- what is compared, kept and measured ----------------------------------------------------------------
+
+
+@every_default
+def test_digests_and_numbers_in_checkpoints(default: str) -> None:
+    def work() -> list[Tensor]:
+        state = ExDyna(density=0.1).begin(100, 4)
+        return [digest(vectors()), *fields_to_tensors(state, "").values(), text_to_tensor("exdyna")]
+
+    check_indifferent(work, default)
+
+
+def made_for_benches() -> list[Any]:
+    torch.manual_seed(0)
+    gradients = traffic.Gradients(5000, scale=0.1)
+    rated = task_data.ratings.__wrapped__(2000, 100)
+    words = models.interactions([b"one two two three", b"two four"], items=3)
+    return [gradients.envelope, gradients.pool, rated, words, *workloads.batch_for("mlp", 5000)]
+
+
+@every_default
+def test_what_benches_measure_with(default: str) -> None:
+    check_indifferent(made_for_benches, default)
