@@ -88,6 +88,23 @@ def attach_outside_a_group() -> None:
         gradsieve.GradientSync(model.named_parameters(), optimizer)
 
 
+class Sieve(nn.Linear):
+    """Its attribute has nothing to do with gradients."""
+
+    sparse = True
+
+
+def attach_a_module_with_an_unrelated_attribute() -> None:
+    model = nn.Sequential(Sieve(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradsieve.attach(DistributedDataParallel(model), optimizer, density=0.5).close()
+
+
+def attach_sparse_gradients(kind: type[nn.Module]) -> None:
+    model = nn.Sequential(kind(8, 8, sparse=True))
+    gradsieve.attach(DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 REFUSALS: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
     (attach_twice, (), ConfigError, r"attached to this model already: close\(\) it first"),
     (attach_to_a_plain_model, (), ConfigError, "wants a DistributedDataParallel model, not Whole"),
@@ -100,6 +117,10 @@ REFUSALS: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
     (attach_to_a_frozen_model, (), ConfigError, "no parameter that requires a gradient"),
     (attach_complex_parameters, (), ConfigError, "'phase' is torch.complex64"),
     (attach_outside_a_group, (), ConfigError, "init_process_group"),
+    *[
+        (attach_sparse_gradients, (kind,), ConfigError, "module '0' makes sparse gradients")
+        for kind in (nn.Embedding, nn.EmbeddingBag)
+    ],
 ]
 
 
@@ -108,6 +129,7 @@ def refusals_then_training(rank: int) -> int:
     for attempt, arguments, kind, words in REFUSALS:
         with pytest.raises(kind, match=words):
             attempt(*arguments)
+    attach_a_module_with_an_unrelated_attribute()
     return Run(rank, Plan()).train().sync.pipeline.step
 
 

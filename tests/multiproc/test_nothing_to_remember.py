@@ -191,6 +191,34 @@ def test_a_look_in_the_middle_of_a_step_changes_nothing(two: Ranks, how: str) ->
     assert two.run(in_the_middle, how) == [True, True]
 
 
+def in_evaluation_mode(rank: int, micro: int) -> list[bool]:
+    """A model trained in evaluation mode, as people fine-tune; every backward is synchronised."""
+    run = Training(rank)
+    run.ddp.eval()
+    right = []
+    for step in range(6):
+        run.optimizer.zero_grad()
+        for part in range(micro):
+            before = run.own
+            run.loss(10 * step + part).backward()
+            right.append(same_bits(run.own, before))
+            with torch.no_grad():
+                value = run.model(torch.ones(1, WIDTH))
+            shared = copy.deepcopy(run.model)
+            for parameter, part_of_it in zip(shared.parameters(), run.shared, strict=True):
+                parameter.data = part_of_it
+            right.append(torch.equal(value, shared(torch.ones(1, WIDTH)).detach()))
+        run.optimizer.step()
+    right.append(run.sync.pipeline.step == 6 * micro)
+    run.sync.flush()
+    return right
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_a_model_may_be_trained_in_evaluation_mode(two: Ranks, micro: int) -> None:
+    assert all(all(each) for each in two.run(in_evaluation_mode, micro))
+
+
 def narrow(rank: int) -> tuple[bool, list[Tensor]]:
     run = Training(rank)
     run.sync.close()

@@ -92,6 +92,25 @@ def test_a_rank_without_a_usable_gradient_sits_out_alone(two: Ranks, scaled: boo
         assert torch.equal(first[f"model/{name}"], second[f"model/{name}"])
 
 
+def overflowing_flush(rank: int) -> tuple[str, bool, float]:
+    """Each rank has moved as far as a float32 goes: what all of them moved is not one."""
+    run = Run(rank, Plan(preset=WHOLE)).train()
+    assert isinstance(run.sync.pipeline, StepPipeline)
+    name, own = next(iter(run.sync.pipeline.own.items()))
+    shared = run.sync.pipeline.shown()[name].clone()
+    own.fill_(-3e38)
+    with pytest.raises(gradsieve.GradsieveError) as error:
+        run.sync.flush()
+    return str(error.value), torch.equal(run.sync.pipeline.shown()[name], shared), float(own.max())
+
+
+def test_a_flush_that_overflows_says_so_and_keeps_everything(two: Ranks) -> None:
+    for said, untouched, own in two.run(overflowing_flush):
+        assert "nothing was flushed, all of it still waits" in said
+        assert untouched
+        assert own == pytest.approx(-3e38)
+
+
 # -- around it ----------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ host looks at what they gave.
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -90,8 +91,13 @@ def test_a_slow_link_is_not_taken_for_a_fast_one(clock: Clock) -> None:
     assert not any(exchanges(clock, 24)), "dense takes fifteen times as long"
 
 
-def test_without_the_wait_at_its_end_it_would_be(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The twin: with the launch timed, dense is taken for ever."""
+def test_without_the_wait_at_its_end_it_would_be(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The twin: with the launch timed, dense is taken for ever. The log says so."""
     monkeypatch.setattr(base, "to_host", to_host)
     monkeypatch.setattr(links, "to_host", to_host)
-    assert sum(exchanges(clock, 24)) > 8
+    with caplog.at_level(logging.INFO, "gradsieve"):
+        assert sum(exchanges(clock, 24)) > 8
+    (said,) = caplog.messages
+    assert "unit 0 of 1: goes dense from here on, not sparse: an exchange takes" in said

@@ -98,11 +98,11 @@ class DdpSync(GradientSync):
         this rank's own model. Evaluation: the shared model, for as long as the forward takes."""
         if self.models is None:
             return
-        training = module.training or self._trains_in_evaluation_mode
-        if not training:
+        trains = torch.is_grad_enabled() and (module.training or self._trains_in_evaluation_mode)
+        if not module.training and not trains:
             self.take_over()  # a rank that skipped its step has not done so yet
             self._looks.append(self.models.look())
-        elif torch.is_grad_enabled():
+        elif trains:
             self.models.show_own()
             if not self._begun:
                 self._refuse_join()
@@ -173,11 +173,13 @@ class DdpSync(GradientSync):
         return torch.futures.collect_all(waited).then(lambda all_done: _or_raise(all_done, buffer))
 
     def _belongs_to_a_backward(self) -> None:
-        """The exchange that was begun, or one begun now: a model in evaluation mode is trained."""
+        """The exchange that was begun, or one begun now: a model in evaluation mode is trained, or only parts
+        of one were called."""
         if not self._begun:
             self._refuse_join()
             self.start_exchange()
-            self._trains_in_evaluation_mode = True
+            ddp = self._ddp()
+            self._trains_in_evaluation_mode = ddp is not None and not ddp.module.training
         self._begun = False
 
     def _refuse_join(self) -> None:

@@ -91,11 +91,11 @@ class GradientSync:
         self.engine = Engine(group)
         try:
             self._set_up(bucket_cap_mb, dense_if_faster)
+            self.enter()
         except BaseException:
             self.engine.close()
             raise
         sayings.what_is_set(self.pipeline, self.parameters, self._given)
-        self.enter()
 
     def _set_up(self, bucket_cap_mb: float, dense_if_faster: bool) -> None:
         rank, world = self.engine.rank, self.engine.world
@@ -168,7 +168,7 @@ class GradientSync:
         """Wait for the exchange under way, if there is one, and take over what it gave; then write this
         rank's own model in these parameters, where that is due. False where a sum overflowed."""
         under_way = self._under_way
-        if under_way is None and not names:
+        if under_way is None and not (names and self.exchanges_steps):
             return True
         start = time.perf_counter()
         done = self.engine.submit_call(lambda: self._settle(under_way, names), self.device)
