@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
@@ -104,6 +104,7 @@ def test_what_is_stored_does_not_follow_later_changes() -> None:
         ("vector", torch.zeros(4, dtype=torch.float64), "not a tensor of torch.float32"),
         ("flags", torch.tensor([1, 0]), "not a tensor of torch.bool"),
         ("flags", b"\x01\x00", "not a tensor of torch.bool"),
+        ("vector", torch.zeros(4, device="meta"), r"has no data \(device meta\)"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_key_and_reason(key: str, value: object, words: str) -> None:
@@ -112,6 +113,14 @@ def test_what_does_not_fit_is_refused_with_key_and_reason(key: str, value: objec
         del stored[f"x/{key}"]
     with pytest.raises(Malformed, match=words):
         fields_from_tensors(everything(), stored, "x/")  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_comes_to_the_device_of_the_run() -> None:
+    """There is one with data here: that of the run stands for another, and is asked for."""
+    run = replace(everything(), vector=torch.zeros(4, device="meta"))
+    loaded = fields_from_tensors(run, fields_to_tensors(everything(), "x/"), "x/")
+    assert loaded.vector.device.type == "meta"
+    assert loaded.flags.device.type == "cpu"
 
 
 def test_any_shape_is_taken_where_none_is_given() -> None:
