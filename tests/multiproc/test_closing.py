@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
-import os
-import subprocess
-import sys
 import textwrap
 import threading
 from typing import Any
@@ -22,6 +18,7 @@ import gradsieve
 from gradsieve.integrations import gradient_sync
 from laws.checks import same_bits
 from multiproc.harness import Ranks
+from multiproc.outside import Lines, torchrun
 from multiproc.training import GRADIENTS
 
 PRESETS = {"steps": gradsieve.Treatment(), "gradients": GRADIENTS}
@@ -134,18 +131,8 @@ def test_an_attach_that_failed_leaves_nothing_behind(two: Ranks, where: str) -> 
         assert momentum == [0.5]
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        logging.getLogger("gradsieve").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def closed_with_something_waiting(rank: int, flushes: bool) -> tuple[list[str], list[Tensor]]:
-    said, (model, optimizer) = _Lines(), new_model()
+    said, (model, optimizer) = Lines(), new_model()
     sync = gradsieve.attach(
         ddp := DistributedDataParallel(model), optimizer, density=0.05, dense_if_faster=False
     )
@@ -168,7 +155,7 @@ def test_close_says_what_it_leaves_behind(two: Ranks) -> None:
 
 
 SCRIPT = """
-    import torch, gradsieve, torch.distributed as dist
+    import atexit, os, torch, gradsieve, torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
     dist.init_process_group("gloo")
     model = torch.nn.Linear(40, 40)
@@ -181,21 +168,16 @@ SCRIPT = """
     sync.flush()
     {end}
     dist.destroy_process_group()
+    atexit._run_exitfuncs()
+    os._exit(0)
 """
+"""Ends by itself: torch's threads and the end of Python race, with plain DDP too (one abort in a hundred)."""
 
 
 @pytest.mark.parametrize("end", ["sync.close()", "pass"])
 def test_nothing_is_printed_at_the_end(tmp_path: Any, end: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT).format(end=end))
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    done = torchrun(script)
     assert done.stdout == ""
     assert done.stderr == ""

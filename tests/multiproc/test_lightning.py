@@ -4,14 +4,13 @@ by its Trainer is the training by hand."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from multiproc.outside import torchrun
 
 SCRIPT = Path(__file__).with_name("lightning_script.py")
 
@@ -19,24 +18,7 @@ SCRIPT = Path(__file__).with_name("lightning_script.py")
 @cache
 def trained(*words: str, again: int = 0) -> list[dict[str, Any]]:
     """How each rank ended; `again` makes another run of the same."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            str(SCRIPT),
-            *words,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    done = torchrun(SCRIPT, *words)
     ends = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return sorted(ends, key=lambda end: end["rank"])
 

@@ -15,6 +15,7 @@ import gradsieve
 from gradsieve.integrations.ddp import DdpSync
 from gradsieve.sync import StepPipeline
 from multiproc.harness import Ranks
+from multiproc.outside import Lines
 from multiproc.training import RATE, Plan, Run, differing, typical
 
 WHOLE = gradsieve.Treatment(preview=1.0)
@@ -123,26 +124,15 @@ def test_backward_passes_without_sync_exchange_nothing(two: Ranks) -> None:
     assert two.run(micro_steps) == [4, 4]
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def attached(rank: int, preset: str | gradsieve.Treatment) -> tuple[Sequence[str], list[float], list[float]]:
     """What was logged, and SGD's momentum while attached and after close."""
-    handler, log = _Lines(), logging.getLogger("gradsieve")
-    log.setLevel(logging.INFO)
-    log.addHandler(handler)
+    handler = Lines(logging.INFO)
     model = nn.Linear(40, 40)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
     sync = gradsieve.attach(DistributedDataParallel(model), optimizer, density=0.1, preset=preset)  # type: ignore[arg-type]
     held = [optimizer.param_groups[0][name] for name in ("momentum", "weight_decay")]
     sync.close()
-    log.removeHandler(handler)
+    logging.getLogger("gradsieve").removeHandler(handler)
     return handler.lines, held, [optimizer.param_groups[0][name] for name in ("momentum", "weight_decay")]
 
 

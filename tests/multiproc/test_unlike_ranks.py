@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 from typing import Any
@@ -15,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradsieve
 from gradsieve import DivergenceError, GradsieveError, MismatchError
 from multiproc.harness import Ranks
+from multiproc.outside import Lines
 from multiproc.test_nothing_to_remember import Training
 from multiproc.training import typical
 
@@ -147,18 +147,8 @@ def test_a_flush_alone_is_told_whatever_the_scheme(two: Ranks, scheme: str) -> N
         assert seconds < SOON
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        logging.getLogger("gradsieve").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def without_steps(rank: int, steps: int) -> list[str]:
-    said, run = _Lines(), Training(rank)
+    said, run = Lines(), Training(rank)
     for step in range(steps):
         run.optimizer.zero_grad()
         (run.loss(step) * (float("nan") if rank == 1 else 1.0)).backward()
@@ -200,7 +190,7 @@ def test_what_was_unfrozen_later_is_named(two: Ranks) -> None:
 def uncovered(rank: int) -> list[list[str]]:
     out = []
     for both in (False, True):
-        said = _Lines()
+        said = Lines()
         model = nn.Sequential(nn.Linear(8, 40), nn.Linear(40, 4))
         first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
         ddp = DistributedDataParallel(model)
