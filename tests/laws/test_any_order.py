@@ -56,7 +56,7 @@ seeds = st.integers(0, 10**6)
 
 
 class AnyOrder(RuleBasedStateMachine):
-    fleet: Fleet | None = None
+    fleet: Fleet
 
     @initialize(
         world=st.sampled_from([1, 2, 2, 3, 4]),
@@ -68,14 +68,13 @@ class AnyOrder(RuleBasedStateMachine):
         self.fleet = Fleet(world, scheme, density, preview)
 
     def teardown(self) -> None:
-        if self.fleet is not None:
+        if "fleet" in vars(self):  # it began
             self.fleet.close()
 
     @rule(data=st.data(), seed=seeds, micro=st.integers(0, 2))
     def train(self, data: st.DataObject, seed: int, micro: int) -> None:
         """One synchronised backward on every rank, and on each what it likes around it."""
         fleet = self.fleet
-        assert fleet is not None
         order = data.draw(st.permutations(range(fleet.world)), label="order of ranks")
         how = [data.draw(st.sampled_from(STEPS), label=f"step of rank {rank}") for rank in range(fleet.world)]
         middle = [
@@ -112,7 +111,6 @@ class AnyOrder(RuleBasedStateMachine):
             "parameters were written inside a backward"
         )
         parts = [numbers(seed + 100 + rank), *(numbers(seed + 7 * part + rank) for part in range(micro))]
-        assert self.fleet is not None
         self.fleet.step(one, how, {name: sum(part[name] for part in parts) for name in SHAPES})
 
     def _step_by_closure(self, rank: int, seed: int) -> None:
@@ -127,17 +125,14 @@ class AnyOrder(RuleBasedStateMachine):
         one.both.step(closure)
         assert all(p.isfinite().all() for p in one.pipeline.own.values()), "a NaN reached the parameters"
         if not broken:
-            assert self.fleet is not None
             self.fleet.note_step(one.both, one, factors)
 
     @property
     def ranks(self) -> list[OneRank]:
-        assert self.fleet is not None
         return self.fleet.ranks
 
     def _in_the_middle(self, one: OneRank, what: str, seed: int) -> None:
         fleet = self.fleet
-        assert fleet is not None
         if what == "evaluate":
             fleet.evaluate(one, inside=bool(seed % 2), gradients=seed % 3 == 0)
         elif what == "save":
@@ -152,57 +147,48 @@ class AnyOrder(RuleBasedStateMachine):
         self.judge(seed)
 
     def judge(self, seed: int) -> None:
-        assert self.fleet is not None
         values = [self.fleet.evaluate(r, bool(seed % 2), seed % 3 == 0) for r in self.fleet.ranks]
         assert all(torch.equal(value, values[0]) for value in values), "ranks evaluate different models"
 
     @rule()
     def copy_models(self) -> None:
-        assert self.fleet is not None
         for rank in self.ranks:
             at_rest = rank.sync.models is not None and not rank.sync.models.shows_own
             self.fleet.save_model(rank, at_rest)
 
     @rule()
     def flush(self) -> None:
-        assert self.fleet is not None
         self.fleet.flush()
         self.fleet.check()
 
     @rule()
     def verify(self) -> None:
-        assert self.fleet is not None
         fleet = self.fleet
         fleet.room.everyone(lambda rank: fleet.ranks[rank].sync.verify())
         fleet.check()
 
     @rule()
     def save(self) -> None:
-        assert self.fleet is not None
         self.fleet.save()
         self.fleet.check()
 
     @rule()
     def load(self) -> None:
-        assert self.fleet is not None
         self.fleet.load()
         self.fleet.check()
 
     @rule(seed=seeds)
     def load_model(self, seed: int) -> None:
-        assert self.fleet is not None
         self.fleet.load_model(numbers(seed))
         self.fleet.check(taken=range(self.fleet.world))
 
     @rule()
     def load_the_same_model(self) -> None:
-        assert self.fleet is not None
         self.fleet.load_the_same_model()
         self.fleet.check(taken=range(self.fleet.world))
 
     @rule(seed=seeds)
     def write(self, seed: int) -> None:
-        assert self.fleet is not None
         self.fleet.write(numbers(seed))
         for rank in self.fleet.ranks:
             if rank.sync.models is not None:
@@ -212,12 +198,10 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(dense=st.booleans())
     def change_way(self, dense: bool) -> None:
-        assert self.fleet is not None
         self.fleet.go(dense)
 
     @rule()
     def attach_anew(self) -> None:
-        assert self.fleet is not None
         self.fleet.attach_anew()
         self.fleet.check(taken=range(self.fleet.world))
 

@@ -30,7 +30,7 @@ from gradsieve.bench.rivals import bucket_cap_mb, torch_hook
 from gradsieve.bench.timeline import Event, events_of, from_all_ranks, hidden
 from gradsieve.bench.workloads import batch_for, build
 from gradsieve.integrations.ddp import DdpSync
-from gradsieve.integrations.door import Door, through
+from gradsieve.integrations.door import hang_door
 from gradsieve.sync.base import Stats
 from gradsieve.telemetry import Span
 
@@ -64,10 +64,8 @@ class Arena:
         self.parameters = list(self.ddp.parameters())
         self.optimizer = self.new_optimizer()
         """For those whose syncs do not look at it."""
-        self.door = Door()
+        self.door = hang_door(self.ddp)
         """Behind it is whoever's turn it is."""
-        self.ddp.register_comm_hook(self.door, through)
-        self.door.is_hung = True
 
     def new_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters, lr=0.01, momentum=0.9)

@@ -39,9 +39,8 @@ def measure_links(ctx: Ctx, device: torch.device) -> Program[Links]:
         for _ in range(_TRIES):
             message = torch.zeros(length, dtype=torch.int32, device=device)
             start = time.perf_counter()
-            to_host(
-                (yield Exchange(message, to, source, length))[:1]
-            )  # an accelerator's is only queued so far
+            reply = yield Exchange(message, to, source, length)
+            to_host(reply[:1])  # an accelerator's is only queued so far
             tries.append(time.perf_counter() - start)
         quickest.append(min(tries))
     means = yield AllReduce(torch.tensor(quickest, dtype=torch.float64, device=device))

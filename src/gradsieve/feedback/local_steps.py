@@ -90,7 +90,7 @@ class LocalSteps:
             _settle_all(
                 self.unit.sparse, self.shared, self.mark, update.values, spent.values, parameters, world
             )
-            self._due_whole |= frozenset(self.unit.names_of_sparse)
+            self._due_whole |= self.unit.names_of_sparse
             due.places = []
         else:
             self._settle_some(update, spent, parameters, world)
@@ -145,6 +145,8 @@ class LocalSteps:
         n = self.unit.n
         for due in self._due:
             here = due.names & names
+            if not here:
+                continue
             self._fold_dense(parameters, here)
             start, stop = n * due.window // WINDOWS, n * (due.window + 1) // WINDOWS
             self._fold_between(parameters, preview, start, stop, here - whole)

@@ -16,7 +16,7 @@ from torch import Tensor
 from gradsieve.comm.ops import AllGather
 from gradsieve.errors import DivergenceError, MismatchError
 from gradsieve.feedback.digest import digest
-from gradsieve.sync.tags import list_ranks
+from gradsieve.sync.tags import list_ranks, sides
 from gradsieve.types import Program
 
 _TEXT = 240
@@ -49,8 +49,7 @@ def agree_on_values(tensors: Mapping[str, Tensor], rank: int, device: torch.devi
     if all(same):
         return
     names = [name for name, equal in zip(tensors, same, strict=True) if not equal]
-    column = same.index(False)
-    _, odd = sides(rows[:, column].tolist())
+    odd = against_the_majority(rows[:, same.index(False)].tolist())
     some = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
     raise DivergenceError(
         f"rank {rank}: ranks start with different weights; {odd}, in {len(names)} of {len(same)} parameters "
@@ -59,14 +58,14 @@ def agree_on_values(tensors: Mapping[str, Tensor], rank: int, device: torch.devi
     )
 
 
-def sides(values: Sequence[object]) -> tuple[object, str]:
-    """The usual value, and in words who has another one."""
-    (usual, most), *others = Counter(values).most_common()
+def against_the_majority(hashes: Sequence[int]) -> str:
+    """Who stands there, in words."""
+    (_, most), *others = Counter(hashes).most_common()
     if others and others[0][1] == most:
-        return usual, "there is no majority to tell which"
-    odd = [rank for rank, value in enumerate(values) if value != usual]
+        return "there is no majority to tell which"
+    _, odd = sides(hashes)
     some = str(odd) if len(odd) <= _RANKS else f"{str(odd[:_RANKS])[:-1]}, ...]"
-    return usual, f"against the majority stand ranks {some}"
+    return f"against the majority stand ranks {some}"
 
 
 def _told_apart(texts: Sequence[str]) -> str:

@@ -83,15 +83,18 @@ def door_of(ddp: DistributedDataParallel) -> Door | None:
     return None
 
 
+def hang_door(ddp: DistributedDataParallel) -> Door:
+    door = Door()
+    door.group = ddp.process_group
+    ddp._comm_hooks.clear()  # a copied model's
+    ddp.register_comm_hook(door, through)
+    door.is_hung = True
+    return door
+
+
 def open_door(ddp: DistributedDataParallel, sync: Behind) -> tuple[Door, list[RemovableHandle]]:
     """Lead DDP's hook and those of the model inside to `sync`."""
-    door = door_of(ddp)
-    if door is None:
-        door = Door()
-        door.group = ddp.process_group
-        ddp._comm_hooks.clear()  # a copied model's
-        ddp.register_comm_hook(door, through)
-        door.is_hung = True
+    door = door_of(ddp) or hang_door(ddp)
     door.sync = sync
     root = ddp.module
     handles = [

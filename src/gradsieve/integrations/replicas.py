@@ -11,7 +11,7 @@ from gradsieve.comm.ops import AllGather
 from gradsieve.errors import DivergenceError
 from gradsieve.feedback import checkpoint
 from gradsieve.feedback.digest import digest
-from gradsieve.integrations.agreement import agree_on, agree_on_values, sides
+from gradsieve.integrations.agreement import against_the_majority, agree_on, agree_on_values
 from gradsieve.sync import StepPipeline
 from gradsieve.types import Program, replicated_fields
 
@@ -48,9 +48,10 @@ def _compared(sync: GradientSync) -> Program[None]:
     hashes = everyone.flatten().tolist()
     if len(set(hashes)) > 1:
         raise DivergenceError(
-            f"rank {sync.engine.rank}: replicas differ after step {sync.pipeline.step}; {sides(hashes)[1]}. "
-            "Something outside the exchange changed parameters or state on some ranks only (rank-dependent "
-            "code, a partly loaded checkpoint). Restart all ranks from one checkpoint."
+            f"rank {sync.engine.rank}: replicas differ after step {sync.pipeline.step}; "
+            f"{against_the_majority(hashes)}. Something outside the exchange changed parameters or state on "
+            "some ranks only (rank-dependent code, a partly loaded checkpoint). Restart all ranks from one "
+            "checkpoint."
         )
 
 

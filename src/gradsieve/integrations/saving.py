@@ -14,7 +14,7 @@ from gradsieve.errors import Malformed, MismatchError
 from gradsieve.feedback import checkpoint
 from gradsieve.feedback.digest import digest
 from gradsieve.feedback.units import shaped_like
-from gradsieve.integrations.agreement import sides
+from gradsieve.integrations.agreement import against_the_majority
 from gradsieve.sync import StepPipeline
 from gradsieve.sync.tags import list_ranks
 from gradsieve.types import Program
@@ -101,7 +101,7 @@ def _alike(sync: GradientSync, loaded: Loaded | None, problem: Malformed | None)
     if len(set(prints)) > 1:
         raise MismatchError(
             f"rank {rank}: the checkpoints of step {steps[0]} hold different shared models; "
-            f"{sides(prints)[1]}; nothing was loaded. Give all ranks the checkpoint of one run"
+            f"{against_the_majority(prints)}; nothing was loaded. Give all ranks the checkpoint of one run"
         )
 
 

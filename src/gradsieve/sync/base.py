@@ -168,8 +168,8 @@ class Pipeline(ABC):
         exchange = scheme.exchange(acc, state, ctx) if self.units[index].n else _nothing(rider, state)
         tag = Tag(call, self.step, index, self.loads)
         seconds = rider.new_tensor([self._seconds(index)] if way.fallback else [])
-        tail = torch.cat([words(tag, self.rank, self.idle, rider), seconds])
-        outcome, ride = yield from _measured(carry(exchange, torch.cat([rider, tail])), stats, index)
+        whole = torch.cat([rider, words(tag, self.rank, self.idle, rider), seconds])
+        outcome, ride = yield from _measured(carry(exchange, whole), stats, index)
         with stats.timeline.stage("exchange", index):
             # On an accelerator collectives return before they are done: here the host waits for them, so that
             # what the exchange is seen to cost is what was waited for.

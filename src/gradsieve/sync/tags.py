@@ -79,12 +79,12 @@ def explain(tags: Sequence[Tag]) -> str:
     if len({tag.call for tag in tags}) > 1:
         return _explain_calls(tags)
     if len({tag.loads for tag in tags}) > 1:
-        usual, odd = _sides([tag.loads for tag in tags])
+        usual, odd = sides([tag.loads for tag in tags])
         return (
             f"a model was loaded into the parameters {_times(tags, odd)} on {list_ranks(odd)} and {usual} "
             "times on the other ranks: call the model's load_state_dict() on every rank, or on none"
         )
-    usual, odd = _sides([tag.step for tag in tags])
+    usual, odd = sides([tag.step for tag in tags])
     where = ", ".join(f"rank {rank} at step {tags[rank].step}" for rank in odd[:8])
     return (
         f"{where or 'units differ'}, the other ranks at step {usual}: they loaded checkpoints of different "
@@ -107,8 +107,8 @@ def _explain_calls(tags: Sequence[Tag]) -> str:
     )
 
 
-def _sides(values: Sequence[int]) -> tuple[int, list[int]]:
-    """The usual value, and the ranks with another one."""
+def sides(values: Sequence[int]) -> tuple[int, list[int]]:
+    """The usual value among ranks, and who has another one."""
     usual = Counter(values).most_common(1)[0][0]
     return usual, [rank for rank, value in enumerate(values) if value != usual]
 
