@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -13,14 +14,16 @@ from torch import Tensor
 from gradsieve.wire.values import BLOCK, VALUE_CODECS, ValueCodec
 from laws.checks import same_bits
 
-EXACT, BF16, INT8 = VALUE_CODECS.values()
+EXACT, BF16, INT8, *LOW = VALUE_CODECS.values()
 
 value_codecs = pytest.mark.parametrize("codec", VALUE_CODECS.values(), ids=VALUE_CODECS.keys())
 float_types = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 
 moderate = st.floats(-(2.0**100), 2.0**100, width=32)
 anything = st.floats(width=32)
-any_length = st.sampled_from([0, 1, 127, 128, 129, 300])
+any_length = st.sampled_from([0, 1, 7, 127, 128, 129, 256, 300])
+LONGEST = 2 * BLOCK
+"""Of any codec's blocks."""
 
 
 def some_values(data: st.DataObject, elements: st.SearchStrategy[float], dtype: torch.dtype) -> Tensor:
@@ -86,16 +89,18 @@ def test_int8_takes_the_smallest_power_of_two_that_reaches() -> None:
 @float_types
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_stays_so(codec: ValueCodec, dtype: torch.dtype, odd: float) -> None:
-    values = torch.linspace(-1, 1, 2 * BLOCK + 9, dtype=dtype)
-    values[BLOCK + 3] = odd
+    values = torch.linspace(-1, 1, 2 * LONGEST + 9, dtype=dtype)
+    values[LONGEST + 3] = odd
     finite = believed(codec, values).isfinite()
-    assert not bool(finite[BLOCK + 3])
-    assert bool(finite[:BLOCK].all() & finite[2 * BLOCK :].all())
-    if codec is INT8:
-        assert not bool(finite[BLOCK : 2 * BLOCK].any()), "the whole block is spoilt, not a part of it zeroed"
+    assert not bool(finite[LONGEST + 3])
+    assert bool(finite[:LONGEST].all() & finite[2 * LONGEST :].all())
+    if codec not in (EXACT, BF16):
+        block = BLOCK if codec is INT8 else LONGEST
+        spoilt = finite[LONGEST : LONGEST + block]
+        assert not bool(spoilt.any()), "the whole block is spoilt, not a part of it zeroed"
 
 
-@pytest.mark.parametrize("codec", [BF16, INT8], ids=["bf16", "int8"])
+@pytest.mark.parametrize("codec", [BF16, INT8, *LOW], ids=lambda codec: codec.name)
 def test_what_float32_cannot_hold_is_seen_as_overflow(codec: ValueCodec) -> None:
     assert not bool(believed(codec, torch.tensor([1e300], dtype=torch.float64)).isfinite().any())
 
@@ -114,6 +119,23 @@ def test_any_bytes_decode_to_some_floats(codec: ValueCodec, dtype: torch.dtype, 
     assert (back.dtype, back.shape) == (dtype, (world, count))
     for row, alone in zip(part, back, strict=True):
         assert torch.equal(codec.decode(row, count, dtype).nan_to_num(), alone.nan_to_num())
+    total = functools.reduce(torch.add, back)
+    assert torch.equal(codec.decode_sum(part, count, dtype).nan_to_num(), total.nan_to_num())
+
+
+@value_codecs
+@float_types
+def test_rows_are_added_up_in_their_order(codec: ValueCodec, dtype: torch.dtype) -> None:
+    """A small one is lost beside two large ones that cancel only if it comes between them."""
+    large, small = torch.tensor([2.0**60, 1.0], dtype=dtype)
+    for rows, wanted in (((large, -large, small), 1.0), ((large, small, -large), 0.0)):
+        data = codec.encode(torch.stack(rows)[:, None])
+        part = codec.decode(codec.encode(small[None]), 1, dtype)
+        assert codec.decode_sum(data, 1, dtype).tolist() == [wanted * float(part)]
+        alone = data[:1].clone()
+        assert same_bits(codec.decode_sum(alone, 1, dtype), codec.decode(alone[0], 1, dtype))
+        codec.decode_sum(alone, 1, dtype).zero_()
+        assert same_bits(alone, data[:1]), "the sum is the caller's own"
 
 
 @value_codecs
@@ -125,3 +147,4 @@ def test_values_wait_for_no_device(codec: ValueCodec, dtype: torch.dtype, count:
     assert data.shape == (codec.predict_size(count, dtype),)
     back = codec.decode(data.expand(3, -1), count, dtype)
     assert (back.device.type, back.shape) == ("meta", (3, count))
+    assert codec.decode_sum(data.expand(3, -1), count, dtype).shape == (count,)

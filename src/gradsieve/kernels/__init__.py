@@ -4,8 +4,10 @@
 that pass over all n elements have compiled forms too, and `choice.py` takes the one that suits the tensors.
 """
 
+import torch
 from torch import Tensor
 
+from gradsieve.kernels import low_bit
 from gradsieve.kernels.choice import active, form_for, using
 from gradsieve.kernels.fast import candidates, is_finite, largest, largest_of_each, sum_by_index
 
@@ -14,10 +16,14 @@ __all__ = [
     "accumulate",
     "active",
     "candidates",
+    "decode_low",
+    "decode_low_sum",
+    "encode_low",
     "fold",
     "is_finite",
     "largest",
     "largest_of_each",
+    "low_bit_size",
     "select",
     "sum_by_index",
     "using",
@@ -62,3 +68,23 @@ def select(x: Tensor, threshold: float, capacity: int, phase: float) -> tuple[Te
     a finite float32 from 0 up. On an accelerator the host waits for nothing.
     """
     return form_for(x).select(x, threshold, capacity, phase)
+
+
+def low_bit_size(bits: int, count: int) -> int:
+    """Bytes that `encode_low` makes of `count` values."""
+    return low_bit.size_of(bits, count)
+
+
+def encode_low(bits: int, values: Tensor) -> Tensor:
+    """Of float32 or float64 of shape (..., count) the bytes of shape (..., size): codes of 1, 2 or 4 bits."""
+    return low_bit.encode_low(bits, values)
+
+
+def decode_low(bits: int, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """Of bytes of shape (..., size) the values of shape (..., count); any bytes decode to some floats."""
+    return low_bit.decode_low(bits, data, count, dtype)
+
+
+def decode_low_sum(bits: int, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """Of bytes of shape (rows, size) the sum of the rows' values, added up in the order of the rows."""
+    return low_bit.decode_low_sum(bits, data, count, dtype)

@@ -7,9 +7,12 @@ difference to v in its residual, so that rounding delays and does not lose.
     bf16    two bytes a value: eight significant bits, the range of float32
     int8    one byte a value, and before all values one for each block of 128, the exponent of its scale: the
             smallest power of two of which 127 reach max|v|, so that sums of what arrives are mostly exact
+    int4    four bits a value, and two bytes a block of 256 (`gradsieve.kernels.low_bit` has the layout)
+    int2    two bits a value, the sign and which of two magnitudes
+    sign    one bit a value, the sign; every value of a block has the same magnitude
 
-A value that is not finite decodes to one that is not finite, in int8 with its whole block: an overflow is
-seen, not turned into numbers. The same goes for values beyond what bf16 or the scale can hold.
+A value that is not finite decodes to one that is not finite, where there are blocks with its whole block: an
+overflow is seen, not turned into numbers. The same goes for values beyond what bf16 or the scale can hold.
 
 All is torch on the values' own device, with shapes known beforehand. Any bytes of the right size decode to
 floats; whether these are usable is for the caller to judge.
@@ -21,6 +24,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from gradsieve.wire.low_bit import LowBit
 
 BLOCK = 128
 _STEPS = 127
@@ -42,8 +47,16 @@ class ValueCodec(Protocol):
     def decode(self, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         """Of bytes of shape (..., size) the values of shape (..., count)."""
 
+    def decode_sum(self, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+        """Of bytes of shape (rows, size) the sum of the rows' values, added up in the order of the rows."""
+        rows = self.decode(data, count, dtype)
+        total = rows[0].clone()
+        for row in rows[1:]:
+            total += row
+        return total
 
-class Exact:
+
+class Exact(ValueCodec):
     name = "exact"
 
     def predict_size(self, count: int, dtype: torch.dtype) -> int:
@@ -56,7 +69,7 @@ class Exact:
         return _reread(data, count, dtype)
 
 
-class BF16:
+class BF16(ValueCodec):
     name = "bf16"
 
     def predict_size(self, count: int, dtype: torch.dtype) -> int:
@@ -69,7 +82,7 @@ class BF16:
         return _reread(data, count, torch.bfloat16).to(dtype)
 
 
-class Int8:
+class Int8(ValueCodec):
     name = "int8"
 
     def predict_size(self, count: int, dtype: torch.dtype) -> int:
@@ -101,7 +114,11 @@ def _power(exponent: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(exponent == _NOT_FINITE, torch.nan, power)
 
 
-VALUE_CODECS: dict[str, ValueCodec] = {codec.name: codec for codec in (Exact(), BF16(), Int8())}
+_CODECS: tuple[ValueCodec, ...] = (
+    *(Exact(), BF16(), Int8()),
+    *(LowBit("int4", 4), LowBit("int2", 2), LowBit("sign", 1)),
+)
+VALUE_CODECS = {codec.name: codec for codec in _CODECS}
 
 
 def _blocks(count: int) -> int:

@@ -1,0 +1,27 @@
+"""Values in four bits, two or one: bytes as `gradsieve.kernels.low_bit` defines them, whatever form runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradsieve import kernels
+
+
+class LowBit:
+    """Codes of so many bits, and before them two bytes of scale for each block of 256."""
+
+    def __init__(self, name: str, bits: int) -> None:
+        self.name, self.bits = name, bits
+
+    def predict_size(self, count: int, dtype: torch.dtype) -> int:
+        return kernels.low_bit_size(self.bits, count)
+
+    def encode(self, values: Tensor) -> Tensor:
+        return kernels.encode_low(self.bits, values)
+
+    def decode(self, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+        return kernels.decode_low(self.bits, data, count, dtype)
+
+    def decode_sum(self, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+        return kernels.decode_low_sum(self.bits, data, count, dtype)

@@ -1,0 +1,238 @@
+"""Values in four bits, two or one: where each bit lies, how near they come back, what is never hidden."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gradsieve.kernels.low_bit import BLOCK
+from gradsieve.wire.values import VALUE_CODECS, ValueCodec
+from laws.checks import same_bits
+
+INT4, INT2, SIGN = LOW = [VALUE_CODECS[name] for name in ("int4", "int2", "sign")]
+BITS = {"int4": 4, "int2": 2, "sign": 1}
+COUNTS = [0, 1, 7, 8, 9, 255, 256, 257, 511, 771]
+
+low_codecs = pytest.mark.parametrize("codec", LOW, ids=BITS)
+float_types = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+counts = st.sampled_from(COUNTS) | st.integers(0, 600)
+moderate = st.floats(-(2.0**100), 2.0**100, width=32)
+anything = st.floats(width=32)
+
+
+@st.composite
+def some_values(draw: st.DrawFn, dtype: torch.dtype, elements: st.SearchStrategy[float] = moderate) -> Tensor:
+    """Few values over and over, or many different ones, of any magnitude."""
+    count, few = draw(counts), draw(st.lists(elements, min_size=1, max_size=9))
+    repeated = torch.tensor(few, dtype=dtype).repeat(count)[:count]
+    if draw(st.booleans()):
+        return repeated
+    random = torch.randn(count, generator=torch.Generator().manual_seed(draw(st.integers(0, 999))))
+    return random.to(dtype) * repeated
+
+
+def believed(codec: ValueCodec, values: Tensor) -> Tensor:
+    return codec.decode(codec.encode(values), values.shape[-1], values.dtype)
+
+
+def scales(codec: ValueCodec, values: Tensor) -> Tensor:
+    """For every value that of its block, as it is sent."""
+    data = codec.encode(values)[: 2 * -(-values.numel() // BLOCK)]
+    return data.clone().view(torch.bfloat16).double().repeat_interleave(BLOCK)[: values.numel()]
+
+
+def golden(row: str, codec: ValueCodec, values: list[float], decoded: list[float]) -> None:
+    for dtype in (torch.float32, torch.float64):
+        data = codec.encode(torch.tensor(values, dtype=dtype))
+        assert bytes(data.tolist()).hex(" ") == row
+        assert codec.decode(data, len(values), dtype).tolist() == decoded
+
+
+def test_every_bit_of_sign_has_its_place() -> None:
+    """Mean 2: 0x4000. Positive, both zeros included: 0, 2, 3, 4, 8."""
+    values = [1.0, -1.0, 0.0, -0.0, 6.0, -4.0, -4.0, -1.0, 1.0]
+    golden("00 40 1d 01", SIGN, values, [2.0, -2.0, 2.0, 2.0, 2.0, -2.0, -2.0, -2.0, 2.0])
+
+
+def test_every_bit_of_int2_has_its_place() -> None:
+    """Mean 3.2, so that the scale is 2: 0x4000. 4 is not beyond twice the scale."""
+    values = [4.0, -4.0, 0.0, -8.0, 0.0]
+    golden("00 40 91 01", INT2, values, [2.0, -2.0, 2.0, -6.0, 2.0])
+
+
+def test_every_bit_of_int4_has_its_place() -> None:
+    """The largest is 14, so that the scale is 2: 0x4000. Half a step goes to the even one."""
+    golden("00 40 1f 98 06", INT4, [14.0, -14.0, 1.0, 1.5, -3.0], [14.0, -14.0, 0.0, 2.0, -4.0])
+
+
+@low_codecs
+@pytest.mark.parametrize("count", COUNTS)
+def test_codes_lie_side_by_side_and_spare_bits_are_zero(codec: ValueCodec, count: int) -> None:
+    """Read bit by bit: block after block of codes, all set in the way that sets the highest bit of each."""
+    bits, blocks = BITS[codec.name], -(-count // BLOCK)
+    values = torch.linspace(0.5, 1.0, count)
+    data = codec.encode(values)
+    assert data.numel() == codec.predict_size(count, values.dtype) == 2 * blocks + -(-count * bits // 8)
+    line = "".join(f"{byte:08b}"[::-1] for byte in data[2 * blocks :].tolist())
+    codes = [int(line[j * bits : (j + 1) * bits][::-1], 2) for j in range(count)]
+    assert "1" not in line[count * bits :]
+    levels = believed(codec, values).double() / scales(codec, values)
+    meaning = {1: {1: 1}, 2: {1: 1, 3: 3}, 4: {8 + step: step for step in range(8)}}[bits]
+    assert [meaning[code] for code in codes] == levels.tolist()
+
+
+@low_codecs
+@float_types
+@given(data=st.data())
+def test_rows_are_encoded_each_for_itself(codec: ValueCodec, dtype: torch.dtype, data: st.DataObject) -> None:
+    row = data.draw(some_values(dtype, anything))
+    rows = torch.stack([row, -row, row.flip(0), row * 3])
+    together = codec.encode(rows.view(2, 2, -1))
+    size = codec.predict_size(row.numel(), dtype)
+    assert together.shape == (2, 2, size)
+    assert same_bits(together.view(4, size), torch.stack([codec.encode(each) for each in rows]))
+    gaps = torch.stack([rows, rows], -1)[..., 0]
+    assert same_bits(codec.encode(gaps), together.view(4, size)), "values need not lie side by side"
+
+
+@float_types
+@given(data=st.data())
+def test_sign_keeps_the_sign_and_the_mean_magnitude(dtype: torch.dtype, data: st.DataObject) -> None:
+    values = data.draw(some_values(dtype))
+    back, scale = believed(SIGN, values).double(), scales(SIGN, values)
+    assert torch.equal(back, torch.where(values >= 0, scale, -scale))
+    for part, sent in zip(values.split(BLOCK), scale.split(BLOCK), strict=True):
+        if part.numel():
+            mean = part.double().abs().mean()
+            assert abs(float(sent[0]) - mean) <= (2.0**-8 + 2.0**-20) * mean + 2.0**-133
+
+
+@float_types
+@given(data=st.data())
+def test_int2_takes_the_nearest_of_its_levels(dtype: torch.dtype, data: st.DataObject) -> None:
+    values = data.draw(some_values(dtype))
+    back, scale = believed(INT2, values).double(), scales(INT2, values)
+    levels = torch.stack([-3 * scale, -scale, scale, 3 * scale])
+    assert bool((levels == back).any(0).all())
+    assert torch.equal((values.double() - back).abs(), (values.double() - levels).abs().amin(0))
+    for part, sent in zip(values.split(BLOCK), scale.split(BLOCK), strict=True):
+        if part.numel():
+            wanted = 0.625 * part.double().abs().mean()
+            assert abs(float(sent[0]) - wanted) <= (2.0**-8 + 2.0**-20) * wanted + 2.0**-133
+
+
+@float_types
+@given(data=st.data())
+def test_int4_is_within_half_a_step_and_zero_stays_zero(dtype: torch.dtype, data: st.DataObject) -> None:
+    values = data.draw(some_values(dtype))
+    back, scale = believed(INT4, values), scales(INT4, values)
+    error = (back.double() - values.double()).abs()
+    assert bool((error <= scale * (0.5 + 2.0**-20) + 2.0**-131).all())
+    assert not bool(back[values == 0].any())
+    for part, sent in zip(values.split(BLOCK), scale.split(BLOCK), strict=True):
+        if part.numel():
+            wanted = part.double().abs().max() / 7
+            assert abs(float(sent[0]) - wanted) <= (2.0**-8 + 2.0**-20) * wanted + 2.0**-133
+
+
+@low_codecs
+@float_types
+@pytest.mark.parametrize("count", [1, 255, 1000])
+def test_what_is_left_is_less_than_what_there_was(codec: ValueCodec, dtype: torch.dtype, count: int) -> None:
+    """How much less, for a Gaussian, is known; a quantiser that is off would miss it."""
+    for seed in range(20):
+        values = torch.randn(count, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        left = float((values - believed(codec, values)).square().sum() / values.square().sum())
+        assert left < 1
+        if count == 1000:
+            low, high = {"int4": (0.003, 0.03), "int2": (0.1, 0.14), "sign": (0.3, 0.42)}[codec.name]
+            assert low < left < high
+
+
+def test_sixteen_bits_of_scale_are_rounded_to_even() -> None:
+    """bfloat16 has steps of 2 ** -7 above 1; halves go to the even neighbour, more than a half goes up."""
+    for mean, sent in (
+        (1 + 2.0**-8, 1.0),
+        (1 + 3 * 2.0**-8, 1 + 2.0**-6),
+        (1 + 2.0**-8 + 2.0**-20, 1 + 2.0**-7),
+    ):
+        assert believed(SIGN, torch.tensor([mean])).tolist() == [sent]
+
+
+@pytest.mark.parametrize(("ones", "sent"), [((128, 64), 2.0**16), ((1, 129), 2.0**16 + 2.0**9)])
+def test_means_are_sums_of_halves(ones: tuple[int, int], sent: float) -> None:
+    """The first sum lies midway between two scales; a one is lost beside it, but not two that met before."""
+    values = torch.zeros(BLOCK)
+    values[0] = 2.0**24 + 2.0**16
+    values[list(ones)] = 1.0
+    assert believed(SIGN, values).tolist() == [sent] * BLOCK
+
+
+@low_codecs
+@float_types
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("tiny", [0.0, -0.0, 1e-45, -1e-42])
+def test_blocks_too_small_for_a_scale_become_zeros(
+    codec: ValueCodec, dtype: torch.dtype, count: int, tiny: float
+) -> None:
+    values = torch.full((count,), tiny, dtype=dtype)
+    assert not bool(believed(codec, values / 1024).any())
+    assert bool(believed(codec, values.clamp(max=1.0) + 1).all()), "others do not"
+
+
+@low_codecs
+@float_types
+@given(data=st.data())
+def test_nothing_that_is_not_finite_is_turned_into_numbers(
+    codec: ValueCodec, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    values = data.draw(some_values(dtype, anything))
+    back = believed(codec, values)
+    for part, got in zip(values.split(BLOCK), back.split(BLOCK), strict=True):
+        if not bool(part.isfinite().all()):
+            assert not bool(got.isfinite().any())
+        elif part.numel() and float(part.abs().max()) < 1e35:
+            assert bool(got.isfinite().all())
+
+
+@low_codecs
+def test_what_no_scale_can_hold_is_seen_as_overflow(codec: ValueCodec) -> None:
+    for huge in (1e300, 1e39 * 7):
+        values = torch.tensor([huge, 1.0], dtype=torch.float64)
+        assert not bool(believed(codec, values).isfinite().any())
+    assert bool(believed(codec, torch.tensor([1e38, 1.0], dtype=torch.float64)).isfinite().all())
+
+
+@low_codecs
+@float_types
+@given(data=st.data())
+def test_any_bytes_decode_wherever_they_lie(
+    codec: ValueCodec, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    count, world, before = data.draw(counts), data.draw(st.integers(1, 3)), data.draw(st.integers(0, 3))
+    size = codec.predict_size(count, dtype)
+    random = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
+    message = torch.randint(0, 256, (world, before + size + 1), dtype=torch.uint8, generator=random)
+    part = message[:, before : before + size]
+    back = codec.decode(part, count, dtype)
+    assert (back.dtype, back.shape) == (dtype, (world, count))
+    total = back[0].clone()
+    for row in back[1:]:
+        total += row
+    summed = codec.decode_sum(part, count, dtype)
+    assert torch.equal(summed.isnan(), total.isnan())
+    assert torch.equal(summed.nan_to_num(), total.nan_to_num())
+    finite = back.isfinite()
+    sent = part[:, : 2 * -(-count // BLOCK)].contiguous().view(-1, 2)
+    usable = (sent[:, 1].int() << 8 | sent[:, 0]) & 0x7F80 < 0x7D00  # 8 times as much is finite too
+    each = usable.view(world, -1).repeat_interleave(BLOCK, 1)[:, :count]
+    assert bool((finite | ~each).all())
+
+
+@low_codecs
+def test_parameters_that_require_gradients_are_taken(codec: ValueCodec) -> None:
+    values = torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
+    assert same_bits(codec.encode(values), codec.encode(values.detach()))
