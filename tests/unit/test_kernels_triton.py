@@ -20,7 +20,7 @@ INTERPRET = "TRITON_INTERPRET"
 before = os.environ.get(INTERPRET)
 os.environ[INTERPRET] = "1"  # read where a kernel is defined, Triton's own included
 pytest.importorskip("triton", reason="Triton is not installed: pip install --no-deps triton")
-from gradsieve.kernels import fast, reference, triton_kernels  # noqa: E402
+from gradsieve.kernels import fast, low_bit, reference, triton_kernels, triton_low_bit  # noqa: E402
 from laws.checks import same_bits  # noqa: E402
 
 if before is None:
@@ -30,7 +30,10 @@ BLOCK = triton_kernels._BLOCK
 ODD = [0.0, -0.0, 1.0, -1.0, 1.5, torch.nan, torch.inf, -torch.inf, 1e-42, 3e38, -3e38]
 THRESHOLDS = [0.0, 1e-42, 1.0, 1.25, 3e38, float("inf"), float("nan")]
 LENGTHS = st.integers(0, 40) | st.sampled_from([BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5])
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, for NaN and infinities
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy's, for NaN and infinities
+    pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -110,10 +113,54 @@ def test_the_trial_passes_here_and_sees_a_wrong_answer(monkeypatch: pytest.Monke
         triton_kernels.try_out(torch.device("cpu"))
 
 
+@st.composite
+def rows_of_values(draw: st.DrawFn) -> Tensor:
+    """Up to three rows, in which blocks of all magnitudes follow each other, one of them odd."""
+    count = draw(st.integers(0, 40) | st.sampled_from([255, 256, 257, 700]))
+    source = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    rows = torch.randn(draw(st.integers(1, 3)), count, generator=source)
+    rows *= torch.tensor(draw(st.sampled_from([1.0, 1e-41, 1e-44, 1e37, 3e38, 0.0])))
+    odd = torch.tensor(ODD)[torch.randint(0, len(ODD), rows.shape, generator=source)]
+    return torch.where(
+        torch.rand(rows.shape, generator=source) < draw(st.sampled_from([0, 0.01, 1])), odd, rows
+    )
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+@given(values=rows_of_values())
+def test_low_bits_are_torchs(bits: int, values: Tensor) -> None:
+    data, count = low_bit.encode_low(bits, values), values.shape[1]
+    assert same_bits(triton_low_bit.encode_low(bits, values), data)
+    check_decoding(bits, data, count)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+@given(world=st.integers(1, 4), count=st.sampled_from([0, 1, 7, 9, 256, 300]), seed=st.integers(0, 1000))
+def test_low_bits_of_any_bytes_are_torchs(bits: int, world: int, count: int, seed: int) -> None:
+    shape, source = (world, low_bit.size_of(bits, count)), torch.Generator().manual_seed(seed)
+    check_decoding(bits, torch.randint(0, 256, shape, dtype=torch.uint8, generator=source), count)
+
+
+def check_decoding(bits: int, data: Tensor, count: int) -> None:
+    ours = triton_low_bit.decode_low(bits, data, count, torch.float32)
+    assert alike(ours, low_bit.decode_low(bits, data, count, torch.float32))
+    total = triton_low_bit.decode_low_sum(bits, data, count, torch.float32)
+    assert alike(total, low_bit.decode_low_sum(bits, data, count, torch.float32))
+
+
+@pytest.mark.parametrize("kernel", ["encode_low", "decode_low", "decode_low_sum"])
+def test_the_trial_of_low_bits_sees_a_wrong_answer(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    triton_low_bit.try_out(torch.device("cpu"))
+    right = getattr(triton_low_bit, kernel)
+    monkeypatch.setattr(triton_low_bit, kernel, lambda *arguments: right(*arguments).flip(-1))
+    with pytest.raises(RuntimeError, match="do not answer as torch's"):
+        triton_low_bit.try_out(torch.device("cpu"))
+
+
 COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
-from gradsieve.kernels import triton_kernels
+from gradsieve.kernels import triton_kernels, triton_low_bit
 
 def compiles(kernel, signature, **constants):
     names = kernel.arg_names
@@ -126,6 +173,9 @@ compiles(mark, "*fp32 *bf16 *fp32 *i32 *i32 *fp32 i64 fp32 fp32", add=True, size
 compiles(mark, "*fp32 *fp32 *fp32 *i32 *i32 *fp32 i32 fp32 fp32", add=False, size=1024)
 compiles(triton_kernels._scan, "*i32 *i64 i32", size=1024)
 compiles(triton_kernels._compact, "*fp32 *i64 *i64 *i64 i32 fp32 i32", size=1024)
+for bits in (1, 2, 4):
+    compiles(triton_low_bit._encode, "*fp32 *u8 i32 i32 i32", bits=bits, width=256)
+    compiles(triton_low_bit._decode, "*u8 *fp32 i32 i32 i32 i32", bits=bits, width=256)
 """
 
 
@@ -135,4 +185,4 @@ def test_a_compiler_for_a_gpu_takes_every_kernel() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, check=False
     )
-    assert ran.stdout.split() == ["True"] * 4, ran.stderr
+    assert ran.stdout.split() == ["True"] * 10, ran.stderr

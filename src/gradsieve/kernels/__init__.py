@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradsieve.kernels import low_bit
-from gradsieve.kernels.choice import active, form_for, using
+from gradsieve.kernels.choice import active, form_for, low_bit_form_for, using
 from gradsieve.kernels.fast import candidates, is_finite, largest, largest_of_each, sum_by_index
 
 __all__ = [
@@ -77,14 +77,26 @@ def low_bit_size(bits: int, count: int) -> int:
 
 def encode_low(bits: int, values: Tensor) -> Tensor:
     """Of float32 or float64 of shape (..., count) the bytes of shape (..., size): codes of 1, 2 or 4 bits."""
-    return low_bit.encode_low(bits, values)
+    return low_bit_form_for(values, values.dtype).encode_low(bits, values)
 
 
 def decode_low(bits: int, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     """Of bytes of shape (..., size) the values of shape (..., count); any bytes decode to some floats."""
-    return low_bit.decode_low(bits, data, count, dtype)
+    data = _whole(bits, data, count)
+    return low_bit_form_for(data, dtype).decode_low(bits, data, count, dtype)
 
 
 def decode_low_sum(bits: int, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     """Of bytes of shape (rows, size) the sum of the rows' values, added up in the order of the rows."""
-    return low_bit.decode_low_sum(bits, data, count, dtype)
+    if data.dim() != 2 or not len(data):
+        raise ValueError(f"rows to add up, not a tensor of shape {tuple(data.shape)}")
+    data = _whole(bits, data, count)
+    return low_bit_form_for(data, dtype).decode_low_sum(bits, data, count, dtype)
+
+
+def _whole(bits: int, data: Tensor, count: int) -> Tensor:
+    """Rows end to end, as compiled forms need them, and as long as these take them to be."""
+    if data.dtype != torch.uint8 or data.shape[-1] != low_bit.size_of(bits, count):
+        wanted = low_bit.size_of(bits, count)
+        raise ValueError(f"{wanted} bytes are {count} values, not {data.shape[-1]} of {data.dtype}")
+    return data.contiguous()

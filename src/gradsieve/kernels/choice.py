@@ -10,13 +10,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Protocol, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from gradsieve.errors import ConfigError
-from gradsieve.kernels import fast
+from gradsieve.kernels import fast, low_bit
 
 
 class Kernels(Protocol):
@@ -37,7 +37,19 @@ class Kernels(Protocol):
     def waiting_above(self, mark: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]: ...
 
 
+class LowBitKernels(Protocol):
+    """Values in few bits; `low_bit.py` says what they mean. Apart, as few runs need their machine code."""
+
+    def encode_low(self, bits: int, values: Tensor) -> Tensor: ...
+
+    def decode_low(self, bits: int, data: Tensor, count: int, dtype: torch.dtype) -> Tensor: ...
+
+    def decode_low_sum(self, bits: int, data: Tensor, count: int, dtype: torch.dtype) -> Tensor: ...
+
+
 TORCH = cast(Kernels, fast)
+TORCH_LOW_BIT = cast(LowBitKernels, low_bit)
+Form = TypeVar("Form")
 _form = "compiled"
 _loading = threading.Lock()
 
@@ -49,7 +61,7 @@ def using(form: str) -> Iterator[None]:
     if form not in ("torch", "compiled"):
         raise ConfigError(f'kernels are "torch" or "compiled", not {form!r}')
     if form == "compiled" and on_cpu() is TORCH:
-        raise ConfigError(f"no compiled kernels: {_loaded(_numba)[1]}; pip install 'gradsieve[cpu]'")
+        raise ConfigError(f"no compiled kernels: {_loaded(_numba, TORCH)[1]}; pip install 'gradsieve[cpu]'")
     before, _form = _form, form
     try:
         yield
@@ -61,7 +73,7 @@ def active() -> str:
     """The form that float32 on the CPU takes: "compiled", "torch", or "torch (why it is not compiled)"."""
     if _form == "torch":
         return "torch"
-    reason = _loaded(_numba)[1]
+    reason = _loaded(_numba, TORCH)[1]
     return f"torch ({reason})" if reason else "compiled"
 
 
@@ -78,35 +90,56 @@ def form_for(*tensors: Tensor) -> Kernels:
     return on_cuda() if all(x.is_cuda for x in tensors) else TORCH
 
 
+def low_bit_form_for(x: Tensor, dtype: torch.dtype) -> LowBitKernels:
+    """The form for values of this type that are, or become, x. Compiled ones take float32, end to end."""
+    if _form == "torch" or dtype != torch.float32 or not x.is_contiguous():
+        return TORCH_LOW_BIT
+    if x.is_cpu:
+        return _loaded(_numba_low_bit, TORCH_LOW_BIT)[0]
+    return _loaded(_triton_low_bit, TORCH_LOW_BIT)[0] if x.is_cuda else TORCH_LOW_BIT
+
+
 def on_cpu() -> Kernels:
-    return _loaded(_numba)[0]
+    return _loaded(_numba, TORCH)[0]
 
 
 def on_cuda() -> Kernels:
-    return _loaded(_triton)[0]
+    return _loaded(_triton, TORCH)[0]
 
 
-def _loaded(load: Callable[[], Kernels]) -> tuple[Kernels, str]:
+def _loaded(load: Callable[[], Form], otherwise: Form) -> tuple[Form, str]:
     with _loading:  # two threads need not compile the same
-        return _load_once(load)
+        form, reason = _load_once(load)
+    return otherwise if form is None else form, reason
 
 
 @cache
-def _load_once(load: Callable[[], Kernels]) -> tuple[Kernels, str]:
-    """The form, or torch's and why: whatever is wrong with an extra, training goes on without it."""
+def _load_once(load: Callable[[], Form]) -> tuple[Form | None, str]:
+    """The form, or none and why: whatever is wrong with an extra, training goes on without it."""
     try:
         return load(), ""
     except Exception as error:
-        return TORCH, f"{type(error).__name__}: {error}"
+        return None, f"{type(error).__name__}: {error}"
 
 
 def _numba() -> Kernels:
     from gradsieve.kernels.compiled import Compiled
 
+    return _kept_on_disk(Compiled)
+
+
+def _numba_low_bit() -> LowBitKernels:
+    from gradsieve.kernels.compiled_low_bit import CompiledLowBit
+
+    return _kept_on_disk(CompiledLowBit)
+
+
+def _kept_on_disk(form: Callable[[bool], Form]) -> Form:
+    """Where that is possible: numba raises what it meets, no place to write or a broken file."""
     try:
-        return Compiled(cache=True)
-    except Exception:  # numba raises what it meets: no place to write, a broken file
-        return Compiled(cache=False)
+        return form(True)
+    except Exception:
+        return form(False)
 
 
 def _triton() -> Kernels:
@@ -114,3 +147,10 @@ def _triton() -> Kernels:
 
     triton_kernels.try_out(torch.device("cuda"))
     return cast(Kernels, triton_kernels)
+
+
+def _triton_low_bit() -> LowBitKernels:
+    from gradsieve.kernels import triton_low_bit
+
+    triton_low_bit.try_out(torch.device("cuda"))
+    return cast(LowBitKernels, triton_low_bit)

@@ -1,8 +1,7 @@
 """The kernels that pass over whole models, compiled for this CPU by numba.
 
 For contiguous float32 vectors of one length on the CPU; `choice.py` sees to that, since nothing here checks a
-bound. Every kernel releases the GIL: backward runs in one thread while another one exchanges. Vectors come as
-addresses: `Tensor.numpy()` would forbid their owner to resize them, for ever.
+bound. Every kernel releases the GIL: backward runs in one thread while another one exchanges.
 
 Kernels are given with their signatures, so that numba compiles them when they are loaded and not in some
 later step. Where a loop has to be vectorised, indices are `uint64`: a signed one is tested for its sign.
@@ -15,11 +14,12 @@ from typing import Any
 
 import torch
 from llvmlite import ir
-from numba import carray, float32, int32, int64, njit, types, uint64  # type: ignore[attr-defined]
+from numba import float32, int32, njit, types, uint64
 from numba.extending import intrinsic, register_jitable
 from torch import Tensor
 
 from gradsieve.kernels import fast
+from gradsieve.kernels.pointers import floats_at, integers_at
 
 _LARGEST = torch.finfo(torch.float32).max
 _LANES = 16
@@ -88,31 +88,9 @@ def _type_fence(_: Any) -> Any:
     return types.void(), generate
 
 
-def _type_pointer(kind: Any) -> Callable[..., Any]:
-    def typed(_: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-        return types.CPointer(kind)(address), generate  # type: ignore[no-untyped-call]
-
-    return typed
-
-
 _sum_past_the_cache: Any = intrinsic(_type_lanes(_sums, streamed=True))
 _sum_into_the_cache: Any = intrinsic(_type_lanes(_sums, streamed=False))
 _fence: Any = intrinsic(_type_fence)
-_float_pointer: Any = intrinsic(_type_pointer(float32))
-_integer_pointer: Any = intrinsic(_type_pointer(int64))
-
-
-@register_jitable
-def _floats(address: Any, n: Any) -> Any:
-    return carray(_float_pointer(address), n)
-
-
-@register_jitable
-def _integers(address: Any, n: Any) -> Any:
-    return carray(_integer_pointer(address), n)
 
 
 @register_jitable
@@ -134,7 +112,7 @@ def _wait(mark: Any, own: Any, i: Any) -> Any:
 
 
 def _accumulate(n: Any, residual: Any, gradient: Any, scale: Any, out: Any, ahead: Any, streamed: Any) -> Any:
-    residual, gradient, out = _floats(residual, n), _floats(gradient, n), _floats(out, n)
+    residual, gradient, out = floats_at(residual, n), floats_at(gradient, n), floats_at(out, n)
     whole = ahead + (n - ahead) // _LANES * _LANES
     spoiled = 0
     for place in range(ahead, whole, _LANES):
@@ -151,13 +129,13 @@ def _accumulate(n: Any, residual: Any, gradient: Any, scale: Any, out: Any, ahea
 
 
 def _waiting(n: Any, mark: Any, own: Any, out: Any) -> None:
-    mark, own, out = _floats(mark, n), _floats(own, n), _floats(out, n)
+    mark, own, out = floats_at(mark, n), floats_at(own, n), floats_at(out, n)
     for i in range(n):
         out[i] = _wait(mark, own, i)
 
 
 def _fold(n: Any, shared: Any, own: Any, mark: Any, preview: Any) -> None:
-    shared, own, mark = _floats(shared, n), _floats(own, n), _floats(mark, n)
+    shared, own, mark = floats_at(shared, n), floats_at(own, n), floats_at(mark, n)
     for i in range(n):
         waits = _wait(mark, own, i)
         own[i] = shared[i] - preview * waits
@@ -174,7 +152,7 @@ def _list_above(x: Any, threshold: Any, begin: Any, end: Any, found: Any, count:
 
 def _above(n: Any, x: Any, threshold: Any, begin: Any, room: Any, found: Any, count: Any) -> Any:
     """Go on from `begin` until x ends or the room is full; how far that was, and the count."""
-    x, found = _floats(x, n), _integers(found, room)
+    x, found = floats_at(x, n), integers_at(found, room)
     whole = begin + (n - begin) // _BLOCK * _BLOCK
     for place in range(begin, whole, _BLOCK):
         if count + 2 * _BLOCK > room:
@@ -202,8 +180,8 @@ def _waiting_above(
     n: Any, mark: Any, own: Any, threshold: Any, begin: Any, room: Any, found: Any, values: Any, count: Any
 ) -> Any:
     """As `_above`."""
-    mark, own = _floats(mark, n), _floats(own, n)
-    found, values = _integers(found, room), _floats(values, room)
+    mark, own = floats_at(mark, n), floats_at(own, n)
+    found, values = integers_at(found, room), floats_at(values, room)
     whole = begin + (n - begin) // _BLOCK * _BLOCK
     for place in range(begin, whole, _BLOCK):
         if count + 2 * _BLOCK > room:
