@@ -71,6 +71,17 @@ def check_decoding(bits: int, data: Tensor, count: int) -> None:
 
 
 @every_width
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_longer_than_what_torch_takes_at_once(
+    bits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = torch.randn(3, 1001, dtype=dtype)
+    whole = low_bit.encode_low(bits, values)
+    monkeypatch.setattr(low_bit, "_TOGETHER", 3)
+    assert same_bits(low_bit.encode_low(bits, values), whole)
+
+
+@every_width
 def test_rows_of_several_dimensions_are_rows(bits: int) -> None:
     values = torch.randn(2, 3, 300)
     data = kernels.encode_low(bits, values)

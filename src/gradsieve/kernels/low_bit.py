@@ -33,6 +33,8 @@ STEPS = 7
 """The largest code of four bits, as a number."""
 NOT_A_NUMBER = 0x7FC0
 """The one NaN that is sent, as bfloat16: which one arithmetic gives depends on the machine."""
+_TOGETHER = 512
+"""Blocks that are encoded at once on a CPU."""
 
 
 def blocks_of(count: int) -> int:
@@ -50,13 +52,18 @@ def encode_low(bits: int, values: Tensor) -> Tensor:
     lead, count = values.shape[:-1], values.shape[-1]
     spare = -count % BLOCK
     filled = torch.nn.functional.pad(values, (0, spare)) if spare else values.contiguous()
-    blocks = filled.view(*lead, blocks_of(count), BLOCK)
-    halves = _bfloat16(_scales(bits, blocks, count))
-    codes = _codes(bits, blocks, halves.view(torch.bfloat16).to(values.dtype)[..., None])
-    packed = _pack(bits, codes).flatten(-2)[..., : -(-count * bits // 8)]
+    blocks = blocks_of(count)
+    left = torch.arange(count, 0, -BLOCK, dtype=torch.int64, device=values.device).clamp_(max=BLOCK)
+    true = left.to(values.dtype).expand(*lead, blocks).reshape(-1)
+    parts = [
+        _encode_blocks(bits, some, counts)
+        for some, counts in zip(*(_pieces(each) for each in (filled.view(-1, BLOCK), true)), strict=True)
+    ]
+    halves, codes = (torch.cat(each).view(*lead, -1) for each in zip(*parts, strict=True))
+    row = torch.cat([halves, codes[..., : -(-count * bits // 8)]], -1)
     if beyond := count * bits % 8:
-        packed[..., -1] &= (1 << beyond) - 1
-    return torch.cat([halves.view(torch.uint8), packed], -1)
+        row[..., -1] &= (1 << beyond) - 1
+    return row
 
 
 def decode_low(bits: int, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
@@ -79,7 +86,19 @@ def decode_low_sum(bits: int, data: Tensor, count: int, dtype: torch.dtype) -> T
     return total
 
 
-def _scales(bits: int, blocks: Tensor, count: int) -> Tensor:
+def _pieces(blocks: Tensor) -> tuple[Tensor, ...]:
+    """On a CPU, so few blocks at once that what is made of them stays in a core's cache."""
+    return torch.split(blocks, _TOGETHER if blocks.is_cpu else max(len(blocks), 1))
+
+
+def _encode_blocks(bits: int, blocks: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
+    """The bytes of their scales, and of their codes."""
+    halves = _bfloat16(_scales(bits, blocks, true))
+    codes = _codes(bits, blocks, halves.view(torch.bfloat16).to(blocks.dtype)[:, None])
+    return halves.view(torch.uint8), _pack(bits, codes).flatten()
+
+
+def _scales(bits: int, blocks: Tensor, true: Tensor) -> Tensor:
     """Before rounding. Divisors are tensors: for a number, CUDA multiplies with its inverse."""
     magnitude = blocks.abs()
     if bits == 4:
@@ -87,8 +106,7 @@ def _scales(bits: int, blocks: Tensor, count: int) -> Tensor:
     while magnitude.shape[-1] > 1:
         low, high = magnitude.chunk(2, -1)
         magnitude = low + high
-    left = torch.arange(count, 0, -BLOCK, dtype=torch.int64, device=blocks.device)
-    mean = magnitude[..., 0] / left.clamp(max=BLOCK).to(blocks.dtype)
+    mean = magnitude[..., 0] / true
     return mean if bits == 1 else mean * SHARE
 
 
