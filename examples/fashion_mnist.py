@@ -96,4 +96,4 @@ if rank == 0:
     loopback = "loopback, where dense is hard to beat: try gradsieve lab run --rate 1gbit"
     network = f"from host to host, rank 0 at {os.environ['MASTER_ADDR']}"
     print("network       ", loopback if os.environ.get("LOCAL_WORLD_SIZE") == str(world) else network)
-dist.destroy_process_group()
+dist.barrier(), dist.destroy_process_group()  # together: a message on its way would abort Python's end

@@ -6,11 +6,30 @@ from typing import Any, Literal, TypeAlias
 
 from gradsieve.errors import ConfigError
 from gradsieve.feedback.treatment import Treatment
+from gradsieve.schemes import make
 from gradsieve.schemes.base import Scheme
 from gradsieve.schemes.dgc import Dgc
+from gradsieve.schemes.stripes import Stripes
 from gradsieve.settings import with_settings
 
 Preset: TypeAlias = Literal["default", "paper"] | Treatment
+
+
+def choose_scheme(
+    scheme: str | Scheme[Any] | None, density: float | None, bits: float | None, preset: Preset
+) -> Scheme[Any]:
+    """What a run asks for: a scheme, at a density or at its own; or a budget, fixed or found while it runs,
+    which is spent by stripes."""
+    if bits is not None:
+        if scheme is not None or density is not None:
+            raise ConfigError(
+                "bits= is a budget that follows no density and no other scheme: drop one of them"
+            )
+        return Stripes()
+    if scheme is not None or density is not None:
+        return make("exdyna" if scheme is None else scheme, density)
+    steps = preset == "default" or (isinstance(preset, Treatment) and preset.exchange == "steps")
+    return Stripes() if steps else make("exdyna")
 
 
 def choose(preset: Preset, scheme: Scheme[Any]) -> Treatment:

@@ -76,7 +76,8 @@ class Vector(Protocol):
 class Sparse:
     """Some elements of a vector of `numel`; every other element is zero.
 
-    `indices` are sorted and unique. `None` stands for all of them, so that a dense vector needs no index.
+    `indices` are sorted and unique. `None` stands for a run of elements from `start` on: a dense vector, or a
+    stretch of one, needs no index.
     """
 
     indices: Tensor | None
@@ -84,10 +85,21 @@ class Sparse:
     numel: int
     host: Host | None = None
     """The indices once more, where they were on the host before they were on the device."""
+    start: int = 0
+    """Of a run."""
 
     @classmethod
     def full(cls, values: Tensor) -> Sparse:
         return cls(None, values, values.numel())
+
+    @classmethod
+    def run(cls, start: int, values: Tensor, numel: int) -> Sparse:
+        return cls(None, values, numel, start=start)
+
+    @property
+    def stop(self) -> int:
+        """Of a run."""
+        return self.start + self.count
 
     @property
     def count(self) -> int:
@@ -98,19 +110,27 @@ class Sparse:
         assert self.indices is not None
         return to_host(self.indices) if self.host is None else self.host
 
+    def listed(self) -> Tensor:
+        """The indices, also those of a run."""
+        if self.indices is not None:
+            return self.indices
+        return torch.arange(self.start, self.stop, dtype=torch.int64, device=self.values.device)
+
     def to_dense(self) -> Tensor:
-        if self.indices is None:
+        if self.count == self.numel:
             return self.values.clone()
         out = torch.zeros(self.numel, dtype=self.values.dtype, device=self.values.device)
-        out[self.indices] = self.values
+        out[self.where] = self.values
         return out
+
+    @property
+    def where(self) -> Tensor | slice:
+        """What picks these elements out of a whole vector."""
+        return slice(self.start, self.stop) if self.indices is None else self.indices
 
     def subtract_from(self, vector: Tensor) -> None:
         """vector -= self, touching only the elements present."""
-        if self.indices is None:
-            vector.sub_(self.values)
-        else:
-            vector[self.indices] -= self.values
+        vector[self.where] -= self.values
 
 
 @dataclass(frozen=True, slots=True)

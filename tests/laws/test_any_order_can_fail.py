@@ -14,12 +14,13 @@ from torch import Tensor
 from gradsieve import MismatchError
 from gradsieve.feedback import local_steps
 from gradsieve.feedback.local_steps import LocalSteps
-from gradsieve.feedback.units import Slot
+from gradsieve.feedback.units import Slot, by_slot
 from gradsieve.integrations import gradient_sync, optimizers
 from gradsieve.integrations.ddp import DdpSync
 from gradsieve.integrations.gradient_sync import GradientSync
 from gradsieve.sync import StepPipeline, base
 from gradsieve.sync.tags import Tag
+from gradsieve.types import Sparse
 from laws.stepping_ranks import Fleet
 from laws.test_any_order import fake_group, numbers, run_machine
 
@@ -31,28 +32,27 @@ TRIES = 300
 def x_becomes_w(patch: pytest.MonkeyPatch) -> None:
     """Where all was sent, what an optimizer did meanwhile is overwritten."""
 
-    def settle_all(
+    def settle_run(
         slots: tuple[Slot, ...],
         shared: Tensor,
         mark: Tensor,
-        total: Tensor,
+        update: Sparse,
         spent: Tensor,
         parameters: Mapping[str, Tensor],
         world: int,
     ) -> None:
-        for slot in slots:
-            here = slice(slot.start, slot.stop)
-            shared[here] -= total[here] / world
-            mark[here] = parameters[slot.name]
+        shared[update.where] -= update.values / world
+        for slot, where, _ in by_slot(slots, update):
+            mark[slot.start : slot.stop][where] = parameters[slot.name][where]
 
-    patch.setattr(local_steps, "_settle_all", settle_all)
+    patch.setattr(local_steps, "_settle_run", settle_run)
 
 
 def closures_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
     def before(self: optimizers.Optimizers, optimizer: Any, args: Any, kwargs: Any) -> None:
         listener, names = self._listener(), self.names_in(optimizer)
         if listener is not None and names:
-            listener.before_update(names)
+            listener.before_update(names, optimizer)
 
     patch.setattr(optimizers.Optimizers, "_before", before)
 

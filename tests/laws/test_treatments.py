@@ -149,7 +149,7 @@ def test_rounding_to_a_narrow_parameter_is_not_a_step(dtype: torch.dtype) -> Non
         for window in range(WINDOWS):
             local = pipeline.local[0]
             nothing = Sparse(torch.empty(0, dtype=torch.long), torch.empty(0), local.unit.n)
-            local.settle(nothing, nothing, torch.empty(0), torch.empty(0), own, 2, window)
+            local.settle(nothing, nothing, *[Sparse.full(torch.empty(0))] * 2, own, 2, window)
             local.fold(own, 0.5)
     assert same_bits([next(pipeline.waiting()) for pipeline in ranks.pipelines], kept)
 

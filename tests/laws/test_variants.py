@@ -10,7 +10,7 @@ from hypothesis import given
 from torch import Tensor
 
 from laws.cases import WORLDS, Case, cases, lengths
-from laws.checks import check_drained, check_nothing_lost, check_round, check_same_states
+from laws.checks import check_drained, check_nothing_lost, check_round, check_same_states, rounds_freely
 from laws.driver import Fleet
 from laws.gradients import KINDS, Source
 from laws.variants import VARIANTS
@@ -24,7 +24,7 @@ def test_every_round_is_lawful(variant: str, case: Case) -> None:
     scheme = VARIANTS[variant](case.density, case.world)
     fleet = Fleet(scheme, case.sizes, case.world, case.dtype)
     for round_ in fleet.advance(case.source, min(case.steps, 6)):
-        check_round(round_, case.source.exact)
+        check_round(round_, case.source.exact and not rounds_freely(scheme))
     check_same_states(fleet.states)
 
 
@@ -38,7 +38,7 @@ def test_every_number_of_ranks_and_kind_of_gradient_is_lawful(variant: str) -> N
             fleet = Fleet(VARIANTS[variant](0.1, world), [n], world)
             source = Source(kind, (n,), seed=row)
             for round_ in fleet.advance(source, 3):
-                check_round(round_, source.exact)
+                check_round(round_, source.exact and not rounds_freely(fleet.scheme))
 
 
 @every_variant
@@ -48,6 +48,7 @@ def test_nothing_is_lost_and_all_is_sent_in_the_end(variant: str, world: int) ->
     fleet = Fleet(VARIANTS[variant](0.1, world), [n], world)
     source = Source("integers", (n,), seed=world)
     gradients, updates = torch.zeros(n), torch.zeros(n)
+    freely, most = rounds_freely(fleet.scheme), 0.0
 
     def then_silence(step: int, rank: int, bucket: int) -> Tensor:
         return source(step, rank, bucket) * (step < 8)
@@ -57,7 +58,8 @@ def test_nothing_is_lost_and_all_is_sent_in_the_end(variant: str, world: int) ->
             updates += round_.outcomes[0].update.to_dense()
             gradients += sum(then_silence(round_.step, rank, 0) for rank in range(world))
         residuals = torch.stack([buckets[0] for buckets in fleet.residuals]).sum(0)
-        check_nothing_lost(gradients, updates, residuals, torch.zeros(n))
+        most = max([most, *(float(residual.abs().max()) for residual in chain(*fleet.residuals))])
+        check_nothing_lost(gradients, updates, residuals, torch.full((n,), 1e-4 if freely else 0.0))
         if not any(bool(residual.any()) for residual in chain(*fleet.residuals)):
             break
-    check_drained(list(chain(*fleet.residuals)))
+    check_drained(list(chain(*fleet.residuals)), most if freely else None)

@@ -285,8 +285,8 @@ def _sent(pipeline: GradientPipeline) -> dict[str, Tensor]:
     """Which elements of the sparse slots this rank sent, where it did not send all of them."""
     out = {}
     for unit, outcome in zip(pipeline.units, pipeline.outcomes, strict=True):
-        if outcome.spent.indices is not None:
-            marks = torch.zeros(unit.n, dtype=torch.bool).index_fill(0, outcome.spent.indices, True)
+        if outcome.spent.count < unit.n:
+            marks = torch.zeros(unit.n, dtype=torch.bool).index_fill(0, outcome.spent.listed(), True)
             out.update({slot.name: marks[slot.start : slot.stop] for slot in unit.sparse})
     return out
 

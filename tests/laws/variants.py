@@ -6,12 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 from gradsieve.schemes.base import Scheme
+from gradsieve.schemes.cltk import CltK
 from gradsieve.schemes.deft import Deft
 from gradsieve.schemes.exdyna import ExDyna
 from gradsieve.schemes.micro import Micro
 from gradsieve.schemes.oktopk import OkTopk
 from gradsieve.schemes.sidco import Sidco
 from gradsieve.schemes.spardl import SparDL
+from gradsieve.schemes.stripes import Stripes
+from gradsieve.schemes.topk_union import TopKUnion
 
 Build = Callable[[float, int], Scheme[Any]]
 """From the density and the number of ranks."""
@@ -37,6 +40,10 @@ VARIANTS: dict[str, Build] = {
     "exdyna, one block": lambda density, world: ExDyna(density=density, blocks_per_partition=1),
     "exdyna, bf16 values": lambda density, world: ExDyna(density=density, values="bf16"),
     "exdyna, int8 values": lambda density, world: ExDyna(density=density, values="int8"),
+    "exdyna, sign values": lambda density, world: ExDyna(density=density, values="sign"),
+    "cltk, int4 values": lambda density, world: CltK(density=density, values="int4"),
+    "topk-union, int2 values": lambda density, world: TopKUnion(density=density, values="int2"),
+    "stripes, int4 values": lambda density, world: Stripes(density=density, values="int4"),
     "micro, bf16 values": lambda density, world: Micro(density=density, values="bf16"),
     "micro without control": lambda density, world: Micro(density=density, control=False),
     "oktopk, other periods": lambda density, world: OkTopk(

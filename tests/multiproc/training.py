@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradsieve
 from gradsieve.comm import lockstep
 from gradsieve.schemes import SCHEMES, make
+from gradsieve.schemes.base import Scheme
 from gradsieve.sync import GradientPipeline
 from gradsieve.types import replicated_fields
 from multiproc.models import SHAPES, Whole, whole_numbers
@@ -46,7 +47,7 @@ def private_fields() -> list[str]:
 class Plan:
     """A training of `Whole`."""
 
-    scheme: str = "exdyna"
+    scheme: str | Scheme[Any] = "exdyna"
     density: float = 0.05
     steps: int = 6
     cap_mb: float = 0.01

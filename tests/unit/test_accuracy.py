@@ -65,7 +65,9 @@ def keep(folder: Path, case: Case, own: dict[str, Any]) -> Path:
 
 def test_dense_and_torchs_hooks_are_trained_once_whatever_treatments_and_densities() -> None:
     syncs = ["dense", "exdyna", "powersgd:rank=4"]
-    found = accuracy.cases(["cnn", "lstm"], syncs, ["default", "paper"], [0.01, 0.001], [4, 8], 3, True, None)
+    found = accuracy.cases(
+        ["cnn", "lstm"], syncs, ["default", "paper"], [0.01, 0.001], [], [4, 8], 3, True, None
+    )
     assert len(found) == len(set(found)) == 2 * 2 * 3 * (1 + 2 * 2 + 1)
     plain = [case for case in found if case.sync != "exdyna"]
     assert {(case.treatment, case.density) for case in plain} == {("default", 1.0)}
@@ -74,13 +76,13 @@ def test_dense_and_torchs_hooks_are_trained_once_whatever_treatments_and_densiti
 
 def test_steps_can_be_fewer() -> None:
     assert [
-        case.steps for case in accuracy.cases(["cnn"], ["dense"], ["default"], [1.0], [4], 1, True, 7)
+        case.steps for case in accuracy.cases(["cnn"], ["dense"], ["default"], [1.0], [], [4], 1, True, 7)
     ] == [7]
 
 
 def test_ranks_that_cannot_share_a_batch_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"3 ranks cannot share the 128 examples of a step of cnn"):
-        accuracy.cases(["cnn"], ["dense"], ["default"], [1.0], [3], 1, True, None)
+        accuracy.cases(["cnn"], ["dense"], ["default"], [1.0], [], [3], 1, True, None)
 
 
 def test_every_difference_between_cases_is_in_the_name_of_the_file() -> None:
@@ -89,6 +91,7 @@ def test_every_difference_between_cases_is_in_the_name_of_the_file() -> None:
         "sync": "exdyna:blocks_per_partition=8",
         "treatment": "steps:preview=1",
         "density": 0.0123456789,
+        "bits": 0.5,
         "world": 8,
         "mixed": False,
         "seed": 1,

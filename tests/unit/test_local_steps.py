@@ -32,7 +32,7 @@ def whole(local: LocalSteps, parameters: dict[str, Tensor]) -> Tensor:
 
 def fold(local: LocalSteps, parameters: dict[str, Tensor], preview: float, window: int) -> None:
     """After an exchange in which nothing was sent."""
-    none = torch.empty(0)
+    none = Sparse.full(torch.empty(0))
     local.settle(nothing(), nothing(), none, none, parameters, 4, window)
     local.fold(parameters, preview)
 
@@ -75,9 +75,9 @@ def test_what_a_narrow_parameter_rounds_away_is_kept_in_the_shared_model(small: 
     for _ in range(100):
         waits = local.waiting_dense(parameters) if small > 1 else local.waiting(parameters).between(0, 16)
         assert not waits.any()
-        none, mine = torch.empty(0), torch.zeros(16)
+        none, mine = Sparse.full(torch.empty(0)), torch.zeros(16)
         if small > 1:
-            local.settle(nothing(), nothing(), tiny, mine, parameters, 1, 0)
+            local.settle(nothing(), nothing(), Sparse.full(tiny), Sparse.full(mine), parameters, 1, 0)
         else:
             local.settle(Sparse.full(tiny), Sparse.full(mine), none, none, parameters, 1, 0)
         local.fold(parameters, 1.0)
@@ -94,7 +94,7 @@ def test_what_is_sent_is_gone_and_the_rest_waits() -> None:
     before, shared = whole(local, parameters), local.shared.clone()
     spent = Sparse(places, before[places] / 2, N)
     update = Sparse(places, torch.ones(5), N)
-    none = torch.empty(0)
+    none = Sparse.full(torch.empty(0))
     local.settle(update, spent, none, none, parameters, 4, 3)
     local.fold(parameters, 0.25)
     expected = before.clone()

@@ -116,7 +116,7 @@ def preview(waiting: list[torch.Tensor], steps: int = 1) -> float:
     for step in range(steps):
         total = torch.stack([probe(Whole(own), step) for own in waiting]).sum(0)
         coherence = coherence.after(squares(total)[None].numpy(), len(waiting))
-    return coherence.preview(len(waiting))
+    return coherence.share(len(waiting))
 
 
 @given(world=st.integers(1, 16), n=st.integers(1, 500), seed=st.integers(0, 99))
@@ -137,7 +137,7 @@ def test_preview_of_noise_is_one_rank_of_all(world: int) -> None:
 
 
 def test_preview_where_nothing_waits_is_all_and_large_numbers_do_not_upset_it() -> None:
-    assert Coherence().preview(4) == 1.0
+    assert Coherence().share(4) == 1.0
     assert preview([torch.zeros(7)] * 3) == 1.0
     assert preview([torch.empty(0)] * 3) == 1.0
     assert preview([torch.full((7,), 4e17)] * 4) == pytest.approx(1.0)

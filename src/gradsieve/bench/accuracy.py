@@ -43,6 +43,8 @@ class Case:
     sync: str
     treatment: str = "default"
     density: float = 1.0
+    bits: float | None = None
+    """A budget a parameter and step, the flush included, instead of a density."""
     world: int = 4
     mixed: bool = True
     seed: int = 0
@@ -51,7 +53,8 @@ class Case:
     @property
     def file(self) -> str:
         density = repr(self.density).removesuffix(".0")  # all digits: no two densities share a name
-        parts = [self.task, self.sync, self.treatment, f"d{density}", f"P{self.world}"]
+        amount = f"d{density}" if self.bits is None else f"b{self.bits!r}"
+        parts = [self.task, self.sync, self.treatment, amount, f"P{self.world}"]
         parts += [] if self.mixed else ["own"]
         return "_".join([*parts, f"n{self.steps}", f"s{self.seed}"]).replace(":", "~") + ".json"
 
@@ -70,15 +73,19 @@ def cases(
     syncs: Sequence[str],
     treatments: Sequence[str],
     densities: Sequence[float],
+    budgets: Sequence[float],
     worlds: Sequence[int],
     seeds: int,
     mixed: bool,
     steps: int | None,
 ) -> list[Case]:
-    """All combinations; dense and torch's own hooks have neither a treatment nor a density."""
+    """All combinations, with densities or with budgets; dense and torch's own hooks have neither, nor a
+    treatment."""
     found: dict[Case, None] = {}
-    for seed, task, world, sync, treatment, density in product(
-        range(seeds), of_tasks, worlds, syncs, treatments, densities
+    amounts: list[tuple[float, float | None]] = [(1.0, bits) for bits in budgets]
+    amounts = amounts or [(density, None) for density in densities]
+    for seed, task, world, sync, treatment, (density, bits) in product(
+        range(seeds), of_tasks, worlds, syncs, treatments, amounts
     ):
         recipe = tasks.TASKS[task]
         if recipe.batch % world:
@@ -87,13 +94,16 @@ def cases(
                 "choose a number that divides them"
             )
         if sync == "dense" or rivals.is_rival(sync):
-            treatment, density = "default", 1.0
+            treatment, density, bits = "default", 1.0, None
+        elif bits is not None and sync != "stripes":
+            raise ConfigError(f"a budget is spent by stripes: {sync} wants --densities")
         found[
             Case(
                 task=task,
                 sync=sync,
                 treatment=treatment,
                 density=density,
+                bits=bits,
                 world=world,
                 mixed=mixed,
                 seed=seed,
@@ -185,7 +195,9 @@ def train(case: Case, after_step: Callable[[], None]) -> virtual.Course:
         )
     scheme = parse(case.sync, case.density)
     treatment = presets.parse(case.treatment, scheme)
-    run = virtual.Run(case.task, scheme, treatment, case.seed, case.world, case.steps, case.mixed)
+    run = virtual.Run(
+        case.task, scheme, treatment, case.seed, case.world, case.steps, case.mixed, bits=case.bits
+    )
     with one_thread():
         return virtual.train(run, after_step)
 
@@ -232,7 +244,9 @@ def rows(found: Found) -> list[dict[str, Any]]:
                 "task": key.task,
                 "sync": key.sync,
                 "treatment": key.treatment,
-                "density": key.density,
+                "density": None if key.bits is not None else key.density,
+                "budget": key.bits,
+                "bits": _mean([_bits(course) for _, course in members], 3),
                 "world": key.world,
                 "shards": "mixed" if key.mixed else "own",
                 "steps": key.steps,
@@ -254,9 +268,14 @@ def rows(found: Found) -> list[dict[str, Any]]:
 
 
 COLUMNS = (
-    "task", "sync", "treatment", "density", "world", "seeds", "final", "spread", "gap", "gap_spread",
-    "fidelity", "age", "waiting", "bytes",
+    "task", "sync", "treatment", "density", "budget", "bits", "world", "seeds", "final", "spread", "gap",
+    "gap_spread", "fidelity", "age", "waiting", "bytes",
 )  # fmt: skip
+
+
+def _bits(course: dict[str, Any]) -> float:
+    """A parameter and step, moved by the busiest rank; NaN of a training from before they were counted."""
+    return 8 * course["bytes_sent"] / course["parameters"] if course["parameters"] else math.nan
 
 
 def _gap(task: str, value: float, dense: float) -> float:

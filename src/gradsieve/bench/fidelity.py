@@ -28,7 +28,7 @@ def captured(total: Tensor, update: Sparse) -> float:
     ideal = torch.topk(total.square(), update.count, sorted=False).values.sum()
     if not ideal:
         return 1.0  # there was nothing to capture
-    at = total if update.indices is None else total[update.indices]
+    at = total[update.where]
     taken = (
         update.values * (2 * at - update.values)
     ).sum()  # |A|^2 - |A - S|^2 without the elements not in S

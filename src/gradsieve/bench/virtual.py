@@ -19,6 +19,7 @@ from gradsieve.bench.fidelity import captured
 from gradsieve.comm import lockstep
 from gradsieve.feedback.treatment import Treatment
 from gradsieve.schemes.base import Scheme
+from gradsieve.sync.budget import Fixed, cost
 from gradsieve.sync.fitted import Fitted
 from gradsieve.types import Sparse
 
@@ -39,6 +40,8 @@ class Run:
     world: int = 4
     steps: int | None = None
     mixed: bool = True
+    bits: float | None = None
+    """A budget a parameter and step, the flush included, which stripes spend."""
 
 
 @dataclass(slots=True)
@@ -56,6 +59,7 @@ class Course:
     bytes_sent: float = 0.0
     """By the busiest rank, a step; the flush included."""
     density: float = 0.0
+    parameters: int = 0
 
 
 class Member:
@@ -67,6 +71,9 @@ class Member:
         optimizer = self.training.optimizer
         self.fitted = Fitted(parameters, [optimizer], run.scheme, run.treatment, rank, run.world)
         self.pipeline = self.fitted.pipeline
+        if run.bits is not None:
+            flush = cost("exact", run.world) / self.training.steps
+            self.pipeline.budget = Fixed(run.bits - flush)
         self.batches = own_batches(self.training, rank, run.world, run.mixed, run.seed)
 
     def backward(self) -> None:
@@ -76,7 +83,10 @@ class Member:
         torch.autograd.backward(training.loss(training.model(*batch.inputs), batch.target))
 
     def step(self) -> None:
-        self.training.optimizer.step()
+        optimizer = self.training.optimizer
+        self.fitted.begin_step(optimizer, self.fitted.parameters.keys())
+        optimizer.step()
+        self.fitted.end_step()
         self.training.schedule.step()
 
 
@@ -139,6 +149,7 @@ class Watch:
         self._sent_in = [torch.zeros(unit.n, dtype=torch.int32, device=unit.device) for unit in units]
         """The step in which an element was last sent."""
         self._elements = sum(unit.n for unit in units)
+        self.course.parameters = members[0].training.n
 
     def judge(self, step: int) -> None:
         self.course.steps.append(step)
@@ -151,17 +162,14 @@ class Watch:
         self.course.density += stats[0].sent / self._elements
         for index, sent_in in enumerate(self._sent_in):
             update = self.members[0].pipeline.outcomes[index].update
-            if update.indices is None:
-                sent_in.fill_(step)
-                continue
-            if step % LOOK_EVERY == 0 and update.count:
+            if step % LOOK_EVERY == 0 and 0 < update.count < update.numel:
                 self._look(step, index, update)
-            sent_in[update.indices] = step
+            sent_in[update.where] = step
 
     def _look(self, step: int, index: int, update: Sparse) -> None:
         pipelines = [member.pipeline for member in self.members]
         left = torch.stack([list(pipeline.waiting())[index] for pipeline in pipelines])
         spent = torch.stack([pipeline.outcomes[index].spent.to_dense() for pipeline in pipelines])
-        self.course.ages.append(float((step - self._sent_in[index][update.indices]).float().mean()))
+        self.course.ages.append(float((step - self._sent_in[index][update.where]).float().mean()))
         self.course.waiting.append(float(left.norm() / spent.norm()))
         self.course.fidelity.append(captured((left + spent).sum(0), update))

@@ -25,7 +25,8 @@ columns:
   fidelity    energy that an update captures, over that of the best update with as many elements
   age         steps since an element was last sent, mean over those sent
   waiting     norm of what waits over that of what is sent
-  bytes       moved by the busiest rank, a step
+  bytes       moved by the busiest rank, a step, the flush at the end included
+  bits        the same for one parameter
 """
 
 _EXAMPLES = """\
@@ -43,9 +44,9 @@ def add_parser(commands: Commands) -> None:
     add(
         "--syncs",
         type=_syncs,
-        default="dense,exdyna",
         metavar="LIST",
-        help="schemes, fp16, powersgd, powersgd:rank=N (default: %(default)s; all: every scheme)",
+        help="schemes, fp16, powersgd, powersgd:rank=N (default: dense,exdyna, with --bits dense,stripes; "
+        "all: every scheme)",
     )
     add(
         "--treatments",
@@ -55,6 +56,13 @@ def add_parser(commands: Commands) -> None:
         help="default, paper, steps or gradients with settings (default: %(default)s)",
     )
     add("--densities", type=densities, default="0.01,0.001", metavar="LIST", help="default: %(default)s")
+    add(
+        "--bits",
+        type=lambda text: [float(each) for each in text.split(",")],
+        default=[],
+        metavar="LIST",
+        help="budgets in bits a parameter and step, which stripes spend, instead of densities",
+    )
     add("--world", type=worlds, default="4", metavar="LIST", help="numbers of ranks (default: 4)")
     add("--seeds", type=size, default="3", metavar="N", help="trainings of each kind (default: 3)")
     add("--own-shards", action="store_true", help="each rank has its own kinds of data (default: mixed)")
@@ -74,6 +82,9 @@ def run(args: argparse.Namespace) -> int:
 
     for density in args.densities:
         check_density(density)
+    if any(not bits > 0 for bits in args.bits):
+        raise ConfigError("--bits are budgets above 0")
+    syncs = args.syncs or ["dense", "stripes" if args.bits else "exdyna"]
     for treatment in args.treatments:
         presets.parse(treatment, parse("exdyna"))
     drawable(args.plot)
@@ -83,9 +94,10 @@ def run(args: argparse.Namespace) -> int:
     results.writable(args.plot)
     todo = accuracy.cases(
         args.tasks,
-        args.syncs,
+        syncs,
         args.treatments,
         args.densities,
+        args.bits,
         args.world,
         args.seeds,
         not args.own_shards,

@@ -1,16 +1,18 @@
-"""How much of what waits on one rank is what waits on all of them: the part of it worth believing.
+"""How much of what one rank has is what all of them have: the part of it worth believing.
 
-    e_r   what waits on rank r = what all ranks found alike + the noise of its own batches
-    a     the factor that makes a e_r the best guess of the mean over ranks of e, in the least squares:
+    v_r   what waits on rank r, or its gradient = what all ranks found alike + the noise of its own batches
+    a     the factor that makes a v_r the best guess of the mean over ranks of v, in the least squares:
 
-          a = sum over ranks of <e_r, mean e> / sum over ranks of |e_r|^2 = P |mean e|^2 / sum of |e_r|^2
+          a = sum over ranks of <v_r, mean v> / sum over ranks of |v_r|^2 = P |mean v|^2 / sum of |v_r|^2
 
 It is 1 where all ranks hold the same and 1/P where they hold noise alone. Both sums are formed over a few
-elements drawn anew in every step, the same ones on all ranks, which ride along in an all-reduce.
+elements drawn anew in every step, the same ones on all ranks, which ride along in an all-reduce: of what
+waits in one step (the preview, `local_steps.py`), of gradients in the next (`step_length.py`).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,12 +20,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradsieve.types import Vector
+from gradsieve.types import Host, Vector
 
-PROBES = 256
-"""Elements of a unit that are looked at in a step."""
+FEWEST, MOST, APART = 16, 256, 8192
+"""Elements of a unit that are looked at in a step: one in so many, within these bounds, so that looking costs
+little of what a small model sends."""
 MEMORY = 0.98
-"""Weight of the past, a step: some fifty steps tell of the present one."""
+"""Weight of the past, a look: some fifty tell of the present one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,25 +34,41 @@ class Coherence:
     """The same bits on every rank."""
 
     alike: float = 0.0
-    """P |mean e|^2, summed over probes and, with falling weight, over steps."""
+    """P |mean v|^2, summed over probes and, with falling weight, over looks."""
     all: float = 0.0
-    """Sum over ranks of |e|^2, likewise."""
+    """Sum over ranks of |v|^2, likewise."""
 
-    def preview(self, world: int) -> float:
+    def share(self, world: int) -> float:
+        """a; 1 before anything was seen."""
         return min(max(self.alike / self.all, 1.0 / world), 1.0) if self.all > 0.0 else 1.0
 
     def after(self, seen: NDArray[np.float64], world: int) -> Coherence:
-        """With what `squares` gave of this step, one row a unit."""
+        """With what `squares` gave of this step, one row a unit. Squares that overflow tell nothing."""
         alike, every = seen.sum(0).tolist()
+        if not math.isfinite(alike + every):
+            return self
         return Coherence(MEMORY * self.alike + alike / world, MEMORY * self.all + every)
+
+
+def places(n: int, step: int) -> Host:
+    """Of n elements those that are looked at in this step, sorted."""
+    return np.sort(np.random.default_rng(step).integers(n, size=count(n)))
+
+
+def count(n: int) -> int:
+    """How many are looked at."""
+    return min(MOST, max(FEWEST, n // APART))
 
 
 def probe(waiting: Vector, step: int) -> Tensor:
     """What waits at the elements that are looked at in this step, then the sum of its squares."""
     if not waiting.numel():
         return torch.zeros(1, dtype=waiting.dtype, device=waiting.device)
-    places = np.sort(np.random.default_rng(step).integers(waiting.numel(), size=PROBES))
-    values = waiting.at(places, torch.from_numpy(places).to(waiting.device))
+    here = places(waiting.numel(), step)
+    return with_square(waiting.at(here, torch.from_numpy(here).to(waiting.device)))
+
+
+def with_square(values: Tensor) -> Tensor:
     return torch.cat([values, values.square().sum()[None]])
 
 

@@ -64,12 +64,20 @@ class LocalSteps:
     def waiting(self, parameters: Mapping[str, Tensor]) -> Waiting:
         return Waiting(self, parameters)
 
-    def waiting_dense(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """Of the dense slots, which are exchanged in full."""
-        out = torch.empty_like(self.mark_dense)
-        for slot in self.unit.dense:
-            here = slice(slot.start, slot.stop)
-            waiting(self.mark_dense[here], parameters[slot.name], out[here])
+    def dense_turn(self, step: int, most: int | None) -> slice:
+        """Where the dense slots are exchanged in this step: they need no choice, but take turns where they
+        are more than `most` elements, or they would cost more than all others."""
+        length = self.mark_dense.numel()
+        turns = -(-length // max(1, most)) if most is not None and length else 1
+        turn = step % turns
+        return slice(length * turn // turns, length * (turn + 1) // turns)
+
+    def waiting_dense(self, parameters: Mapping[str, Tensor], here: slice | None = None) -> Tensor:
+        """Of the dense slots."""
+        here = here or slice(0, self.mark_dense.numel())
+        out = self.mark_dense.new_empty(here.stop - here.start)
+        for place, own in _pieces(self.unit.dense, parameters, here):
+            waiting(self.mark_dense[place], own, out[place.start - here.start : place.stop - here.start])
         return out
 
     # -- settle -----------------------------------------------------------------------------------------
@@ -78,8 +86,8 @@ class LocalSteps:
         self,
         update: Sparse,
         spent: Sparse,
-        dense_total: Tensor,
-        dense_spent: Tensor,
+        dense_update: Sparse,
+        dense_spent: Sparse,
         parameters: Mapping[str, Tensor],
         world: int,
         window: int,
@@ -87,17 +95,14 @@ class LocalSteps:
         """Take over what an exchange gave; what was sent is what is taken off."""
         due = Due(window, [update], self._all)
         if update.indices is None:
-            _settle_all(
-                self.unit.sparse, self.shared, self.mark, update.values, spent.values, parameters, world
-            )
-            self._due_whole |= self.unit.names_of_sparse
-            due.places = []
+            slots, vectors = self.unit.sparse, (self.shared, self.mark)
+            _settle_run(slots, *vectors, update, spent.values, parameters, world)
         else:
             self._settle_some(update, spent, parameters, world)
             if spent.indices is not update.indices:
                 due.places.append(spent)
-        dense = self.unit.dense
-        _settle_all(dense, self.shared_dense, self.mark_dense, dense_total, dense_spent, parameters, world)
+        slots, vectors = self.unit.dense, (self.shared_dense, self.mark_dense)
+        _settle_run(slots, *vectors, dense_update, dense_spent.values, parameters, world)
         self._round(update)
         self._due.append(due)
         if len(self._due) > WINDOWS:  # some optimizer does not step: what it has to fold must not pile up
@@ -122,15 +127,10 @@ class LocalSteps:
         for slot in self.unit.dense:
             if slot.name in self._narrow:
                 self._narrow[slot.name].copy_(self.shared_dense[slot.start : slot.stop])
-        for slot, indices, _ in by_slot(self.unit.sparse, update):
-            if slot.name not in self._narrow:
-                continue
-            shared = self.shared[slot.start : slot.stop]
-            if indices is None:
-                self._narrow[slot.name].copy_(shared)
-            else:
+        for slot, where, _ in by_slot(self.unit.sparse, update):
+            if slot.name in self._narrow:
                 narrow = self._narrow[slot.name]
-                narrow.index_copy_(0, indices, shared.index_select(0, indices).to(narrow.dtype))
+                narrow[where] = self.shared[slot.start : slot.stop][where].to(narrow.dtype)
 
     # -- fold -------------------------------------------------------------------------------------------
 
@@ -147,21 +147,23 @@ class LocalSteps:
             here = due.names & names
             if not here:
                 continue
-            self._fold_dense(parameters, here)
+            self._fold_dense(parameters, preview, here)
             start, stop = n * due.window // WINDOWS, n * (due.window + 1) // WINDOWS
             self._fold_between(parameters, preview, start, stop, here - whole)
             for places in due.places:
+                if places.indices is None:
+                    self._fold_between(parameters, preview, places.start, places.stop, here - whole)
+                    continue
                 inside = places if here == self._all else self._inside(places, here)
                 self._fold_at(inside, parameters, preview)
             due.names -= here
         self._due = [due for due in self._due if due.names]
 
-    def _fold_dense(self, parameters: Mapping[str, Tensor], names: Set[str]) -> None:
-        """All was told but what an optimizer did since: that is in x in full."""
+    def _fold_dense(self, parameters: Mapping[str, Tensor], preview: float, names: Set[str]) -> None:
         for slot in self.unit.dense:
             if slot.name in names:
                 here = slice(slot.start, slot.stop)
-                fold(self.shared_dense[here], parameters[slot.name], self.mark_dense[here], 1.0)
+                fold(self.shared_dense[here], parameters[slot.name], self.mark_dense[here], preview)
 
     def _fold_between(
         self, parameters: Mapping[str, Tensor], preview: float, start: int, stop: int, names: Set[str]
@@ -174,7 +176,7 @@ class LocalSteps:
         waits = self.waiting(parameters).of(places)
         own = self.shared.index_select(0, places.indices) - preview * waits
         for slot, indices, values in by_slot(self.unit.sparse, replace(places, values=own)):
-            assert indices is not None
+            assert isinstance(indices, Tensor)
             parameter = parameters[slot.name]
             narrow = values.to(parameter.dtype)
             parameter.index_copy_(0, indices, narrow)
@@ -187,7 +189,7 @@ class LocalSteps:
         kept = [
             (indices + slot.start, values)
             for slot, indices, values in by_slot(self.unit.sparse, places)
-            if slot.name in names and indices is not None
+            if slot.name in names and isinstance(indices, Tensor)
         ]
         indices, values = zip(*kept, strict=True) if kept else ((), ())
         none = places.values.new_empty(0)
@@ -235,7 +237,7 @@ class LocalSteps:
         """x where `part` has elements."""
         own = self.mark.new_empty(part.count)
         for slot, places, values in by_slot(self.unit.sparse, replace(part, values=own)):
-            assert places is not None
+            assert isinstance(places, Tensor)
             values.copy_(parameters[slot.name].index_select(0, places))
         return own
 
@@ -243,10 +245,10 @@ class LocalSteps:
         self, parameters: Mapping[str, Tensor], start: int, stop: int, names: Set[str] | None = None
     ) -> Iterator[tuple[slice, Tensor]]:
         """The vector from `start` to `stop` and this rank's model there, slot by slot."""
-        for slot in self.unit.sparse:
-            first, last = max(start, slot.start), min(stop, slot.stop)
-            if first < last and (names is None or slot.name in names):
-                yield slice(first, last), parameters[slot.name][first - slot.start : last - slot.start]
+        slots = self.unit.sparse
+        if names is not None:
+            slots = tuple(slot for slot in slots if slot.name in names)
+        return _pieces(slots, parameters, slice(start, stop))
 
     def by_kind(self) -> dict[str, dict[str, Tensor]]:
         shared = parts_of(self.shared, self.unit.sparse) | parts_of(self.shared_dense, self.unit.dense)
@@ -313,23 +315,32 @@ def _concatenate(unit: Unit, slots: tuple[Slot, ...], parameters: Mapping[str, T
     return torch.cat(parts) if parts else torch.empty(0, dtype=unit.dtype, device=unit.device)
 
 
-def _settle_all(
+def _pieces(
+    slots: tuple[Slot, ...], parameters: Mapping[str, Tensor], here: slice
+) -> Iterator[tuple[slice, Tensor]]:
+    for slot in slots:
+        first, last = max(here.start, slot.start), min(here.stop, slot.stop)
+        if first < last:
+            yield slice(first, last), parameters[slot.name][first - slot.start : last - slot.start]
+
+
+def _settle_run(
     slots: tuple[Slot, ...],
     shared: Tensor,
     mark: Tensor,
-    total: Tensor,
+    update: Sparse,
     spent: Tensor,
     parameters: Mapping[str, Tensor],
     world: int,
 ) -> None:
-    """Where all elements were sent."""
-    for slot in slots:
-        for begin in range(0, slot.numel, _PIECE):
-            end = min(begin + _PIECE, slot.numel)
-            here = slice(slot.start + begin, slot.start + end)
-            own = parameters[slot.name][begin:end].to(mark.dtype)
-            mark[here] = _marked(mark[here], own, spent[here])
-            shared[here] -= total[here] / world
+    """Where all elements of a run were sent."""
+    for place, own in _pieces(slots, parameters, slice(update.start, update.stop)):
+        for begin in range(place.start, place.stop, _PIECE):
+            here = slice(begin, min(begin + _PIECE, place.stop))
+            there = slice(here.start - update.start, here.stop - update.start)
+            x = own[here.start - place.start : here.stop - place.start].to(mark.dtype)
+            mark[here] = _marked(mark[here], x, spent[there])
+            shared[here] -= update.values[there] / world
 
 
 def _marked(mark: Tensor, own: Tensor, spent: Tensor) -> Tensor:

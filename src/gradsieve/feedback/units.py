@@ -70,11 +70,14 @@ def parts_of(vector: Tensor, slots: Iterable[Slot]) -> dict[str, Tensor]:
     return {slot.name: vector[slot.start : slot.stop] for slot in slots}
 
 
-def by_slot(slots: tuple[Slot, ...], update: Sparse) -> Iterator[tuple[Slot, Tensor | None, Tensor]]:
-    """The update in each slot, with indices relative to it."""
+def by_slot(slots: tuple[Slot, ...], update: Sparse) -> Iterator[tuple[Slot, Tensor | slice, Tensor]]:
+    """The update in each slot: where, relative to the slot, and what."""
     if update.indices is None:
         for slot in slots:
-            yield slot, None, update.values[slot.start : slot.stop]
+            first = min(max(update.start, slot.start), slot.stop)
+            last = max(min(update.stop, slot.stop), first)
+            where = slice(first - slot.start, last - slot.start)
+            yield slot, where, update.values[max(first - update.start, 0) :][: last - first]
         return
     stops = np.searchsorted(update.on_host(), [slot.stop for slot in slots])
     start = 0

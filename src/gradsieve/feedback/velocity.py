@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradsieve.errors import ConfigError
-from gradsieve.feedback.units import Unit
+from gradsieve.feedback.units import Unit, by_slot
 from gradsieve.types import Sparse
 
 
@@ -98,11 +98,10 @@ class Velocity:
         Where everything went, nothing had waited: that is momentum SGD, and nothing is forgotten.
         """
         self.kept, self._staged = self._staged, self.kept
-        if sent is None or sent.indices is None:
+        if sent is None or sent.count == sent.numel:
             return
-        for slot in self.unit.sparse:
-            inside = (sent.indices >= slot.start) & (sent.indices < slot.stop)
-            self.kept[slot.name][sent.indices[inside] - slot.start] = 0.0
+        for slot, where, _ in by_slot(self.unit.sparse, sent):
+            self.kept[slot.name][where] = 0.0
 
     def by_kind(self) -> dict[str, dict[str, Tensor]]:
         return {"velocity": self.kept}

@@ -52,12 +52,12 @@ def signs(waiting: Iterable[Tensor], outcomes: Sequence[Outcome[Any]]) -> dict[s
 
 def _most_energy(kept: Tensor, spent: Sparse) -> float:
     """Of as many elements as were spent, chosen best; estimated from elements at equal distances."""
-    if spent.indices is None or not spent.count:
+    if spent.count == spent.numel or not spent.count:
         return float(spent.values.norm()) ** 2
     stride = max(1, kept.numel() // _SAMPLE)
-    sample = kept[::stride].clone()
-    seen = spent.indices % stride == 0
-    sample[spent.indices[seen] // stride] += spent.values[seen]
+    sample, indices = kept[::stride].clone(), spent.listed()
+    seen = indices % stride == 0
+    sample[indices[seen] // stride] += spent.values[seen]
     best = torch.topk(sample.abs(), max(1, round(spent.count / stride)), sorted=False).values
     return stride * float(best.norm()) ** 2
 

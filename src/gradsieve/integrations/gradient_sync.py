@@ -26,17 +26,17 @@ from torch import Tensor
 
 from gradsieve import kernels
 from gradsieve.comm.c10d import Engine
-from gradsieve.comm.links import measure_links
+from gradsieve.comm.links import Links, measure_links
 from gradsieve.errors import ConfigError, GradsieveError
 from gradsieve.feedback.units import flat_view
 from gradsieve.integrations import replicas, saving, sayings
 from gradsieve.integrations.advice import Advisor, signs
 from gradsieve.integrations.optimizers import Optimizers, as_list
 from gradsieve.integrations.two_models import TwoModels
-from gradsieve.presets import Preset, choose
-from gradsieve.schemes import make
+from gradsieve.presets import Preset, choose, choose_scheme
 from gradsieve.schemes.base import Scheme
 from gradsieve.sync import UNIT_CAP_MB, GradientPipeline, StepPipeline
+from gradsieve.sync.budget import Adaptive, Fixed, Times
 from gradsieve.sync.fitted import Fitted
 from gradsieve.sync.tags import CALLS
 from gradsieve.telemetry import Span
@@ -64,8 +64,9 @@ class GradientSync:
         parameters: Iterable[tuple[str, Tensor]],
         optimizer: Any,
         *,
-        scheme: str | Scheme[Any] = "exdyna",
+        scheme: str | Scheme[Any] | None = None,
         density: float | None = None,
+        bits: float | None = None,
         preset: Preset = "default",
         scaler: torch.amp.GradScaler | None = None,
         dense_if_faster: bool = True,
@@ -78,7 +79,9 @@ class GradientSync:
         every = dict(parameters)
         self.parameters = {name: p for name, p in every.items() if p.requires_grad}
         self._frozen = {name: p for name, p in every.items() if not p.requires_grad}
-        self.scheme = make(scheme, density)
+        self.scheme = choose_scheme(scheme, density, bits, preset)
+        self.bits = bits
+        self._spends = scheme is None and density is None
         self.treatment = choose(preset, self.scheme)
         self._given = as_list(optimizer)
         _refuse_sharded(self._given, self.treatment.exchange)
@@ -87,6 +90,7 @@ class GradientSync:
         self._compared = 0  # the step after which replicas were last compared
         self._moved = True  # whether a step was taken since the last exchange began
         self._is_closed = False
+        self._begun_at = self._room = 0.0  # when the last exchange began, and for how long it was not needed
         kernels.active()  # numba is loaded here and not in the first step
         self.engine = Engine(group)
         try:
@@ -110,14 +114,28 @@ class GradientSync:
         try:
             if world > 1 and not self.scheme.silent:
                 replicas.start_alike(self, dense_if_faster)
-                if dense_if_faster and not self.scheme.lossless:
-                    links = measure_links(Ctx(rank, world, 0), self.device)
-                    self.pipeline.fall_back(self.engine.run(links, "the links", self.device))
+                self._find_a_budget(dense_if_faster)
         except BaseException:
             self.fitted.give_back()
             raise
         adaptive = not all(isinstance(one, torch.optim.SGD) for one in self._given)
         self._advisor = Advisor(self.scheme, adaptive, rank)
+
+    def _find_a_budget(self, dense_if_faster: bool) -> None:
+        """Which density does not give: by what the links hold, where nobody fixed it."""
+        if self.bits is not None:
+            self.pipeline.budget = Fixed(self.bits)
+            return
+        spends = self._spends and self.exchanges_steps
+        if not spends and (self.scheme.lossless or not dense_if_faster):
+            return
+        program = measure_links(Ctx(self.engine.rank, self.engine.world, 0), self.device)
+        links: Links = self.engine.run(program, "the links", self.device)
+        if spends:
+            n = sum(parameter.numel() for parameter in self.parameters.values())
+            self.pipeline.budget = Adaptive.over(links, n, self.engine.world)
+        else:
+            self.pipeline.fall_back(links)
 
     def enter(self) -> None:
         """Listen to the optimizers that step the model."""
@@ -156,6 +174,9 @@ class GradientSync:
         if self.exchanges_steps:
             self.pipeline.idle = 0 if self._moved else self.pipeline.idle + 1
             self._moved = False
+        now = time.perf_counter()
+        self._begun_at, began = now, self._begun_at
+        self.pipeline.times = Times(now - began if began else 0.0, self._room)
         tensors = self.fitted.tensors()
         futures = []
         for index, unit in enumerate(self.pipeline.units):
@@ -171,6 +192,8 @@ class GradientSync:
         if under_way is None and not (names and self.exchanges_steps):
             return True
         start = time.perf_counter()
+        if under_way is not None:
+            self._room = start - self._begun_at
         done = self.engine.submit_call(lambda: self._settle(under_way, names), self.device)
         try:
             wait([done])
@@ -208,7 +231,7 @@ class GradientSync:
     def describe(self, index: int) -> str:
         return f"unit {index} of {len(self.pipeline.units)} in step {self.pipeline.step}"
 
-    def before_update(self, names: Set[str]) -> None:
+    def before_update(self, names: Set[str], optimizer: Any) -> None:
         """An optimizer is about to write these parameters.
 
         A skipped step changes nothing: optimizers pass over parameters without a gradient. Gradients were
@@ -226,8 +249,10 @@ class GradientSync:
         if not self.pipeline.last_step_good:
             for name in names:
                 self.parameters[name].grad = None
+        self.fitted.begin_step(optimizer, names)
 
     def after_update(self, names: Set[str]) -> None:
+        self.fitted.end_step()
         if not self.exchanges_steps:
             self._compare()
 

@@ -24,7 +24,7 @@ from gradsieve.errors import ConfigError
 
 
 class Listener(Protocol):
-    def before_update(self, names: Set[str]) -> None: ...
+    def before_update(self, names: Set[str], optimizer: Any) -> None: ...
 
     def after_update(self, names: Set[str]) -> None: ...
 
@@ -62,9 +62,11 @@ class Optimizers:
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
-            listener.before_update(names)
+            listener.before_update(names, optimizer)
             return None
-        after_closure = _followed_by(closure, lambda: listener.before_update(names), type(optimizer).__name__)
+        after_closure = _followed_by(
+            closure, lambda: listener.before_update(names, optimizer), type(optimizer).__name__
+        )
         if "closure" in kwargs:
             return args, {**kwargs, "closure": after_closure}
         return (args[0], after_closure, *args[2:]), kwargs

@@ -21,6 +21,7 @@ from gradsieve.schemes.oktopk import OkTopk
 from gradsieve.schemes.randomk import RandomK
 from gradsieve.schemes.sidco import Sidco
 from gradsieve.schemes.spardl import SparDL
+from gradsieve.schemes.stripes import Stripes
 from gradsieve.schemes.topk import TopK
 from gradsieve.schemes.topk_union import TopKUnion
 
@@ -32,6 +33,7 @@ SCHEMES: dict[str, type[Scheme[Any]]] = {
     "gtopk": GTopK,
     "cltk": CltK,
     "randomk": RandomK,
+    "stripes": Stripes,
     "deft": Deft,
     "hard-threshold": HardThreshold,
     "gaussiank": GaussianK,

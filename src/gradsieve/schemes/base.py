@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Generic
 
 from torch import Tensor
@@ -59,6 +59,9 @@ class Scheme(ABC, Generic[State]):
     reads_parts: ClassVar[bool] = False
     """True where `step` also takes a Vector, and reads of it only what it needs."""
 
+    in_turn: ClassVar[bool] = False
+    """True where every element is sent within 1/density steps: small tensors need no way of their own."""
+
     def __post_init__(self) -> None:
         check_density(self.density)
 
@@ -66,6 +69,16 @@ class Scheme(ABC, Generic[State]):
     def remembers(self) -> bool:
         """Whether what a step sends depends on the steps before it."""
         return not isinstance(self.begin(1, 1), Stateless)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the vector is exchanged as it is: density 1 is the dense exchange, whatever the
+        scheme."""
+        return self.density == 1.0 and not self.lossless
+
+    def whole(self) -> Scheme[State]:
+        """This scheme for one exchange of all of the vector, as it is."""
+        return self if self.lossless else replace(self, density=1.0)
 
     @abstractmethod
     def begin(self, n: int, world: int, previous: State | None = None) -> State:
@@ -111,13 +124,12 @@ class Scheme(ABC, Generic[State]):
         return target_count(self.density, n)
 
     def exchange(self, acc: Tensor | Vector, state: State, ctx: Ctx) -> Program[Outcome[State]]:
-        """The door every driver uses: density 1 is the dense exchange, whatever the scheme."""
-        sparse = self.density < 1.0 or self.lossless
-        if sparse and self.reads_parts:
+        """The door every driver uses."""
+        if self.reads_parts and not self.is_whole:
             return (yield from self.step(acc, state, ctx))  # type: ignore[arg-type]  # it takes both
         if not isinstance(acc, Tensor):
             acc = acc.between(0, acc.numel())
-        if sparse:
+        if not self.is_whole:
             return (yield from self.step(acc, state, ctx))
         total = yield AllReduce(acc.clone())
         return Outcome(Sparse.full(total), Sparse.full(acc), state)

@@ -2,7 +2,7 @@
 
 1. In step t rank t mod P leads and selects its k largest |acc|.
 2. It broadcasts their indices.
-3. All-reduce the values at those indices.
+3. Sum the values at those indices.
 
 Where the leader has nothing to send, nothing is sent in that step: the others' turn comes.
 """
@@ -14,16 +14,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradsieve.comm.ops import AllReduce, Broadcast
+from gradsieve.comm.ops import Broadcast
 from gradsieve.kernels import largest
-from gradsieve.schemes.base import Scheme, Stateless, log2_ceil
+from gradsieve.schemes.agreed import Agreed, sum_agreed
+from gradsieve.schemes.base import Stateless, log2_ceil
 from gradsieve.types import Ctx, Outcome, Program, Sparse
 from gradsieve.wire.check import row_increasing
 from gradsieve.wire.frame import index_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
-class CltK(Scheme[Stateless]):
+class CltK(Agreed[Stateless]):
     def begin(self, n: int, world: int, previous: Stateless | None = None) -> Stateless:
         return Stateless()
 
@@ -39,9 +40,8 @@ class CltK(Scheme[Stateless]):
         row_increasing(row, n, f"indices in step {ctx.step} of the leader, rank {leader}")
         picked = row[row != n].long()
         # 3.
-        mine = acc[picked]
-        total = yield AllReduce(mine.clone())
-        return Outcome(Sparse(picked, total, n), Sparse(picked, mine, n), state)
+        total, given = yield from sum_agreed(acc[picked], self.values, ctx)
+        return Outcome(Sparse(picked, total, n), Sparse(picked, given, n), state)
 
     def expected_words(self, n: int, world: int, state: Stateless | None = None) -> float:
         return self.k(n) * (log2_ceil(world) + 2.0 * (world - 1) / world)

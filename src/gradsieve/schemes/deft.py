@@ -23,7 +23,8 @@ from torch import Tensor
 
 from gradsieve.comm.ops import AllGather, AllReduce
 from gradsieve.kernels import largest
-from gradsieve.schemes.base import Scheme, log2_ceil
+from gradsieve.schemes.agreed import Agreed, sum_agreed
+from gradsieve.schemes.base import log2_ceil
 from gradsieve.schemes.quota import phase
 from gradsieve.schemes.speeds import check_speeds, shares_of_work
 from gradsieve.types import Ctx, Outcome, Program, Sparse
@@ -43,7 +44,7 @@ class State:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Deft(Scheme[State]):
+class Deft(Agreed[State]):
     speeds: tuple[float, ...] | None = None
     """How fast each rank selects, if not all alike: bins are filled in proportion."""
 
@@ -95,10 +96,9 @@ class Deft(Scheme[State]):
         picked = torch.cat([gathered, _all_of(whole, state.edges).to(acc.device)]).sort().values
         strictly_increasing(picked, n, f"indices of all ranks in step {ctx.step}")
         # 7.
-        values = acc[picked]
-        total = yield AllReduce(values.clone())
+        total, given = yield from sum_agreed(acc[picked], self.values, ctx)
         new = replace(state, sent=picked.numel(), longest=longest, rows=gathered.numel())
-        return Outcome(Sparse(picked, total, n), Sparse(picked, values, n), new)
+        return Outcome(Sparse(picked, total, n), Sparse(picked, given, n), new)
 
     def report(self, state: State) -> Mapping[str, float]:
         return {"layers": state.edges.numel() - 1.0}

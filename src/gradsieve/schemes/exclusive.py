@@ -26,24 +26,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradsieve.comm.ops import AllGather, AllReduce, AllToAll
+from gradsieve.comm.ops import AllGather
 from gradsieve.kernels import largest, select
 from gradsieve.kernels.fast import sendable
-from gradsieve.schemes.base import Scheme, log2_ceil
+from gradsieve.schemes.agreed import Agreed, Values, sum_agreed
+from gradsieve.schemes.base import log2_ceil
 from gradsieve.schemes.quota import phase
 from gradsieve.schemes.threshold import AnyPartitioned, settle_threshold
 from gradsieve.telemetry import stage
 from gradsieve.types import Ctx, Host, Program, Sparse, Vector, to_host
 from gradsieve.wire import indices
 from gradsieve.wire.check import counts_within, inside_its_partition, tails_within
-from gradsieve.wire.values import VALUE_CODECS
 
 HEADER = 12
 """Bytes of demand (int64) and tail (float32)."""
@@ -52,14 +52,11 @@ SLACK = 1.125
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exclusive(Scheme[AnyPartitioned]):
+class Exclusive(Agreed[AnyPartitioned]):
     """A scheme of exclusive partitions: one threshold for the model, about three words an element."""
 
     control: bool = True
     """False, for ablation: the threshold stays as it was found, and is found anew when it selects nothing."""
-    values: Literal["exact", "bf16", "int8"] = "exact"
-    """How values travel. Who rounds keeps the rounding error, so that nothing is lost; half the bytes, or a
-    third, for one round more."""
 
     reads_parts: ClassVar[bool] = True
 
@@ -147,37 +144,14 @@ def _select(
 
 
 def sum_values(
-    acc: Tensor | Vector, gathered: Gathered, values: str, ctx: Ctx
+    acc: Tensor | Vector, gathered: Gathered, values: Values, ctx: Ctx
 ) -> Program[tuple[Sparse, Sparse]]:
     """The sum over ranks at the gathered indices, and what this rank gave to it."""
     n, host = acc.numel(), gathered.picked
     picked = torch.from_numpy(host).to(acc.device, non_blocking=True)
     mine = acc[picked] if isinstance(acc, Tensor) else acc.at(host, picked)
-    if values == "exact":
-        total = yield AllReduce(mine.clone())
-        return Sparse(picked, total, n, host), Sparse(picked, mine, n, host)
-    codec, world, turn = VALUE_CODECS[values], ctx.world, ctx.step % ctx.world
-    width = int(gathered.sent.max())
-    filled = np.flatnonzero(np.arange(width) < gathered.sent[:, None])
-    where = torch.from_numpy(filled).to(acc.device, non_blocking=True)
-    table = mine.new_zeros(world * width).index_copy_(0, where, mine).view(world, width)  # a row a partition
-    with stage("encode"):
-        rows = codec.encode(table)
-        told = codec.decode(rows, width, mine.dtype)
-    one_each = (1,) * world
-    arrived = yield AllToAll(rows.roll(-turn, 0), one_each, one_each)
-    with stage("decode"):
-        exact = codec.decode(arrived, width, mine.dtype).sum(0)
-        row = codec.encode(exact[None])[0]
-    sums = yield AllGather(row)
-    with stage("decode"):
-        believed = codec.decode(sums.roll(turn, 0), width, mine.dtype)
-        own = (ctx.step + ctx.rank) % world
-        told[own] += believed[own] - exact  # who rounded the sum keeps the error
-    return (
-        Sparse(picked, believed.view(-1)[where], n, host),
-        Sparse(picked, told.view(-1)[where], n, host),
-    )
+    total, given = yield from sum_agreed(mine, values, ctx)
+    return Sparse(picked, total, n, host), Sparse(picked, given, n, host)
 
 
 def absorb(state: AnyPartitioned, gathered: Gathered) -> AnyPartitioned:

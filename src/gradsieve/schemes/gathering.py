@@ -4,7 +4,7 @@
     rows      all of the longest rank's length, filled up with index n, which is nowhere
 
 Ranks pick the same index or not, as it happens. Either everybody's values are added up where they were sent
-(`gather_entries`), or only indices are gathered and the values at their union are all-reduced
+(`gather_entries`), or only indices are gathered and the values at their union are summed
 (`reduce_union`): then every rank also gives, and spends, what it has where others picked.
 """
 
@@ -17,8 +17,9 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from gradsieve.comm.ops import AllGather, AllReduce
+from gradsieve.comm.ops import AllGather
 from gradsieve.kernels import above, largest, sum_by_index
+from gradsieve.schemes.agreed import Values, sum_agreed
 from gradsieve.schemes.base import Scheme, Seen, log2_ceil
 from gradsieve.types import Ctx, Program, Sparse
 from gradsieve.wire.check import counts_within, rows_increasing
@@ -97,7 +98,7 @@ def gather_entries(acc: Tensor, mine: Tensor, ctx: Ctx) -> Program[tuple[Sparse,
 
 
 def reduce_union(
-    acc: Tensor, mine: Tensor, ctx: Ctx, length: int | None = None
+    acc: Tensor, mine: Tensor, values: Values, ctx: Ctx, length: int | None = None
 ) -> Program[tuple[Sparse, Sparse, Seen]]:
     """Update, spent and figures when every rank gives what it has where any rank picked.
 
@@ -113,8 +114,7 @@ def reduce_union(
     marks = torch.zeros(n + 1, dtype=torch.bool, device=acc.device)
     marks[rows.long()] = True  # no sorting: rows together can be many times n
     union = marks[:n].nonzero().flatten()
-    given = acc[union]
-    total = yield AllReduce(given.clone())
+    total, given = yield from sum_agreed(acc[union], values, ctx)
     return Sparse(union, total, n), Sparse(union, given, n), _seen((rows != n).sum(1), union.numel())
 
 

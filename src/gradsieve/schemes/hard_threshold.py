@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gradsieve.kernels import above
-from gradsieve.schemes.base import Scheme, Seen, log2_ceil
+from gradsieve.schemes.agreed import Agreed
+from gradsieve.schemes.base import Seen, log2_ceil
 from gradsieve.schemes.gathering import reduce_union
 from gradsieve.types import Ctx, Outcome, Program
 
 
 @dataclass(frozen=True, kw_only=True)
-class HardThreshold(Scheme[Seen]):
+class HardThreshold(Agreed[Seen]):
     @property
     def remembers(self) -> bool:
         """Counts grow as residuals fill up, so that one step does not tell the traffic of the next."""
@@ -37,7 +38,7 @@ class HardThreshold(Scheme[Seen]):
         # 1. and 2.
         mine = above(acc, self.threshold(acc.numel()))
         # 3. and 4.
-        update, spent, seen = yield from reduce_union(acc, mine, ctx)
+        update, spent, seen = yield from reduce_union(acc, mine, self.values, ctx)
         return Outcome(update, spent, seen)
 
     def threshold(self, n: int) -> float:

@@ -2,7 +2,7 @@
 
 1. In each cycle of ceil(n / k) steps every element has its turn once: a shuffle of all elements, drawn anew
    for every cycle from the cycle's number, is dealt out k at a time.
-2. All-reduce the values of this step's elements.
+2. Sum the values of this step's elements.
 
 The shuffle is j -> (a j + b) mod n with a prime to n, so that a step needs memory and time for its k elements
 only. The elements of one step are evenly spaced for that reason, at a distance of a. No value has a part in
@@ -19,8 +19,8 @@ from random import Random
 import torch
 from torch import Tensor
 
-from gradsieve.comm.ops import AllReduce
-from gradsieve.schemes.base import Scheme, Stateless, log2_ceil
+from gradsieve.schemes.agreed import Agreed, sum_agreed
+from gradsieve.schemes.base import Stateless, log2_ceil
 from gradsieve.types import Ctx, Outcome, Program, Sparse
 
 _PRODUCT = 1 << 62
@@ -28,7 +28,7 @@ _PRODUCT = 1 << 62
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomK(Scheme[Stateless]):
+class RandomK(Agreed[Stateless]):
     def begin(self, n: int, world: int, previous: Stateless | None = None) -> Stateless:
         return Stateless()
 
@@ -37,9 +37,8 @@ class RandomK(Scheme[Stateless]):
         # 1.
         picked = turn(n, self.k(n), ctx.step, acc.device)
         # 2.
-        mine = acc[picked]
-        total = yield AllReduce(mine.clone())
-        return Outcome(Sparse(picked, total, n), Sparse(picked, mine, n), state)
+        total, given = yield from sum_agreed(acc[picked], self.values, ctx)
+        return Outcome(Sparse(picked, total, n), Sparse(picked, given, n), state)
 
     def expected_words(self, n: int, world: int, state: Stateless | None = None) -> float:
         return 2.0 * self.k(n) * (world - 1) / world

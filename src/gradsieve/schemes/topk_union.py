@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gradsieve.kernels import largest
-from gradsieve.schemes.base import Scheme, Seen, log2_ceil
+from gradsieve.schemes.agreed import Agreed
+from gradsieve.schemes.base import Seen, log2_ceil
 from gradsieve.schemes.gathering import reduce_union
 from gradsieve.types import Ctx, Outcome, Program
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopKUnion(Scheme[Seen]):
+class TopKUnion(Agreed[Seen]):
     def begin(self, n: int, world: int, previous: Seen | None = None) -> Seen:
         return Seen()
 
@@ -28,7 +29,7 @@ class TopKUnion(Scheme[Seen]):
         # 1.
         chosen = largest(acc, self.k(n))
         # 2. and 3. Everybody knows how many they are, so that counts need no gather of their own.
-        update, spent, seen = yield from reduce_union(acc, chosen, ctx, length=self.k(n))
+        update, spent, seen = yield from reduce_union(acc, chosen, self.values, ctx, length=self.k(n))
         return Outcome(update, spent, seen)
 
     def report(self, state: Seen) -> Mapping[str, float]:

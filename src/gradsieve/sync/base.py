@@ -26,6 +26,7 @@ from gradsieve.feedback.rider import carry
 from gradsieve.feedback.treatment import Treatment
 from gradsieve.feedback.units import lay_units
 from gradsieve.schemes.base import Scheme, log2_ceil
+from gradsieve.sync.budget import Budget, Times
 from gradsieve.sync.fallback import Fallback
 from gradsieve.sync.tags import IDLE, WORDS, Tag, agree, who_is_idle, words
 from gradsieve.telemetry import Timeline
@@ -62,8 +63,8 @@ class Way:
     dense: bool = False
     was_dense: bool = False
     """In this exchange, and in the last one that was settled."""
-    told: float = 0.0
-    """Seconds of that one, summed over ranks; 0 where nobody told any."""
+    told: Sequence[float] = ()
+    """Seconds that rode along, means over ranks: see `_seconds_to_tell`."""
 
 
 class Memory(Protocol):
@@ -93,7 +94,7 @@ class Pipeline(ABC):
         if not named:
             raise ConfigError("there is no parameter that requires a gradient")
         self.scheme, self.rank, self.world, self.treatment = scheme, rank, world, treatment
-        small = 0 if scheme.lossless else treatment.small  # a lossless scheme sends all of it anyway
+        small = 0 if scheme.lossless or scheme.in_turn else treatment.small
         self.units = lay_units(named, int(bucket_cap_mb * 2**20), small)
         self.states = [scheme.lay(unit.sizes, world) for unit in self.units]
         self.step = 0
@@ -106,6 +107,10 @@ class Pipeline(ABC):
         self.loads = 0
         """How often another model was loaded into the parameters."""
         self._idle_ones = ""
+        self.budget: Budget | None = None
+        """In bits a parameter; None: what is sent follows from the density alone."""
+        self.times = Times()
+        """This rank's, of the last step."""
         self.stats = Stats(Meter(rank, world))
         self._ways = [Way(scheme) for _ in self.units]
 
@@ -162,12 +167,11 @@ class Pipeline(ABC):
         """The scheme's own part, at the density of this step, with the rider."""
         state, way = self.states[index], self._ways[index]
         way.dense = everything or (way.fallback is not None and way.fallback.goes_dense)
-        density = 1.0 if way.dense else self.treatment.density_at(self.step, self.scheme.density)
-        scheme = self.scheme if density == self.scheme.density else replace(self.scheme, density=density)
+        scheme = self.scheme.whole() if way.dense else self.scheme_of_this_step()
         ctx = Ctx(self.rank, self.world, self.step)
         exchange = scheme.exchange(acc, state, ctx) if self.units[index].n else _nothing(rider, state)
         tag = Tag(call, self.step, index, self.loads)
-        seconds = rider.new_tensor([self._seconds(index)] if way.fallback else [])
+        seconds = rider.new_tensor(self._seconds_to_tell(index, way))
         whole = torch.cat([rider, words(tag, self.rank, self.idle, rider), seconds])
         outcome, ride = yield from _measured(carry(exchange, whole), stats, index)
         with stats.timeline.stage("exchange", index):
@@ -177,8 +181,12 @@ class Pipeline(ABC):
         yield from agree(tag, heard, self.rank, self.world, rider.device)
         self._hear_of(who_is_idle(heard))
         stats.sent += outcome.update.count
-        way.scheme, way.told = scheme, sum(heard[WORDS:])
+        way.scheme, way.told = scheme, [each / self.world for each in heard[WORDS:]]
         return outcome, ride[: rider.numel()]
+
+    def scheme_of_this_step(self) -> Scheme[Any]:
+        density = self.treatment.density_at(self.step, self.scheme.density)
+        return self.scheme if density == self.scheme.density else replace(self.scheme, density=density)
 
     def in_order(self, index: int, done: int) -> None:
         """Nobody takes over what a unit gives after one that failed."""
@@ -199,14 +207,17 @@ class Pipeline(ABC):
 
     def settle(self, states: list[Any]) -> None:
         """The step was good on all ranks. Units that sent everything told the scheme nothing."""
-        sparse = [way.scheme for way in self._ways if way.scheme.density < 1.0 or way.scheme.lossless]
+        sparse = [way.scheme for way in self._ways if not way.scheme.is_whole]
         self.states = sparse[0].settle(states) if sparse else states
         for index, way in enumerate(self._ways):
-            if way.fallback is not None and way.told:
-                before, way.fallback = way.fallback, way.fallback.after(way.told / self.world, way.was_dense)
+            if way.fallback is not None and any(way.told):
+                before, way.fallback = way.fallback, way.fallback.after(way.told[0], way.was_dense)
                 if before.goes_dense != way.fallback.goes_dense and self.rank == 0:
                     _log.info("step %d, unit %d of %d: %s", self.step, index, len(self.units), way.fallback)
             way.was_dense = way.dense
+        told = self._ways[0].told
+        if self.budget is not None and any(told) and not self._ways[0].dense:
+            self.budget = self.budget.after(Times(*told))
         self.step += 1
 
     def fall_back(self, links: Links) -> None:
@@ -215,10 +226,16 @@ class Pipeline(ABC):
             words = 2.0 * unit.n * unit.dtype.itemsize / 4 * (self.world - 1) / self.world
             way.fallback = Fallback(links.seconds(2 * log2_ceil(self.world), words))
 
-    def _seconds(self, index: int) -> float:
-        """What this rank's last exchange of a unit took; 0 before the first."""
+    def _seconds_to_tell(self, index: int, way: Way) -> Sequence[float]:
+        if self.budget is not None:
+            return self.times._replace(exchange=self.seconds()) if index == 0 else ()
+        return [self.seconds(index)] if way.fallback is not None else []
+
+    def seconds(self, index: int | None = None) -> float:
+        """What this rank's last exchange took, of one unit or of all; 0 before the first."""
         spans = self.stats.timeline.spans
-        return sum(span.stop - span.start for span in spans if span.unit == index)
+        own = (span for span in spans if (span.unit == index if index is not None else span.unit >= 0))
+        return sum(span.stop - span.start for span in own)
 
 
 def _nothing(like: Tensor, state: Any) -> Program[Outcome[Any]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradsieve.errors import ConfigError
+from gradsieve.feedback.step_length import StepLength
 from gradsieve.feedback.treatment import Treatment
 from gradsieve.feedback.units import flat_view
 from gradsieve.feedback.velocity import MovedMomentum
@@ -33,6 +34,7 @@ class Fitted:
     ) -> None:
         self.parameters, self.optimizers = parameters, optimizers
         self.moved: MovedMomentum | None = None
+        self._length = StepLength()
         self.pipeline: GradientPipeline | StepPipeline
         if treatment.exchange == "steps" and not scheme.lossless:
             self.pipeline = StepPipeline(parameters.items(), scheme, rank, world, bucket_cap_mb, treatment)
@@ -67,8 +69,22 @@ class Fitted:
         if isinstance(self.pipeline, StepPipeline):
             self.pipeline.finish(tensors)
 
+    def begin_step(self, optimizer: Any, names: Set[str]) -> None:
+        """The optimizer is about to step these parameters, by gradients that are finite."""
+        if not isinstance(self.pipeline, StepPipeline):
+            return
+        every = {name: self.parameters[name].grad for name in names}
+        self.pipeline.note_gradients(
+            {name: None if gradient is None else flat_view(gradient) for name, gradient in every.items()}
+        )
+        self._length.begin(optimizer, self.pipeline.rho**-0.5)
+
+    def end_step(self) -> None:
+        self._length.end()
+
     def give_back(self) -> None:
         """The optimizer as the user made it."""
+        self._length.end()
         if self.moved is not None:
             self.moved.give_back()
 

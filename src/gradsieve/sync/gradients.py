@@ -151,15 +151,13 @@ class GradientPipeline(Pipeline):
         """g = update / P; False where a gradient's narrower type cannot hold it (on all ranks alike)."""
         good = True
         dense = Sparse.full(ride)
-        for slot, indices, values in [*by_slot(unit.dense, dense), *by_slot(unit.sparse, update)]:
+        for slot, where, values in [*by_slot(unit.dense, dense), *by_slot(unit.sparse, update)]:
             gradient = gradients[slot.name]
             mean = (values / self.world).to(gradient.dtype)
             good &= gradient.dtype == unit.dtype or is_finite(mean)
-            if indices is None:
-                gradient.copy_(mean)
-            else:
+            if values.numel() < slot.numel:
                 gradient.zero_()
-                gradient[indices] = mean
+            gradient[where] = mean
         return good
 
     def _decide(self, gradients: Mapping[str, Tensor]) -> None:
@@ -213,13 +211,13 @@ class GradientPipeline(Pipeline):
 def _only_used(outcome: Outcome[Any], unit: Unit, ride: Tensor) -> Outcome[Any]:
     """Take back what would land in a parameter that no rank used in this step: DDP drops it there."""
     marks = ride[-1 - len(unit.sparse) : -1] > 0
-    if bool(marks.all()) or outcome.update.indices is None:
+    if bool(marks.all()) or outcome.update.count == outcome.update.numel:
         return outcome
     edges = torch.tensor([slot.stop for slot in unit.sparse], dtype=torch.int64, device=marks.device)
 
     def kept(part: Sparse) -> Sparse:
-        assert part.indices is not None
-        keep = marks[torch.searchsorted(edges, part.indices, right=True)]
-        return Sparse(part.indices[keep], part.values[keep], part.numel)
+        indices = part.listed()
+        keep = marks[torch.searchsorted(edges, indices, right=True)]
+        return Sparse(indices[keep], part.values[keep], part.numel)
 
     return Outcome(kept(outcome.update), kept(outcome.spent), outcome.state)

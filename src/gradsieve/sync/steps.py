@@ -14,21 +14,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gradsieve.comm.meter import Meter
-from gradsieve.feedback.coherence import Coherence, probe, squares
+from gradsieve.feedback.coherence import Coherence, count, places, probe, squares, with_square
 from gradsieve.feedback.local_steps import WINDOWS, LocalSteps
 from gradsieve.feedback.treatment import Treatment
-from gradsieve.feedback.units import flat_view
+from gradsieve.feedback.units import Slot, flat_view
 from gradsieve.kernels import is_finite
 from gradsieve.schemes.base import Scheme
 from gradsieve.sync.base import UNIT_CAP_MB, Memory, Pipeline, Stats
-from gradsieve.types import Outcome, Program, Vector, to_host
+from gradsieve.sync.budget import LEAST, Times, spend
+from gradsieve.sync.tags import WORDS
+from gradsieve.types import Host, Outcome, Program, Sparse, Vector, to_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +39,8 @@ class Staged:
     """What a unit's exchange gave."""
 
     outcome: Outcome[Any]
-    dense_total: Tensor
-    """Of the dense slots, summed over ranks; and this rank's part of it."""
-    dense_spent: Tensor
+    dense: Outcome[None]
+    """Of the dense slots, as many as had their turn."""
     probes: Tensor
 
 
@@ -64,7 +66,16 @@ class StepPipeline(Pipeline):
         self._staged: list[Staged] = []
         self._fresh = self.stats
         self.coherence = Coherence()
+        """Of what waits; and of gradients."""
+        self.agreement = Coherence()
         self.preview = 1.0
+        beside = sum(1 + count(unit.n) + WORDS for unit in self.units) + len(Times._fields)
+        elements = sum(slot.numel for unit in self.units for slot in unit.slots)
+        self._beside = 32.0 * beside * 2.0 * (world - 1) / world / elements
+        """Bits a parameter that travel beside the scheme's own."""
+        self._noted: dict[str, Tensor] = {}
+        self._noted_for = -1
+        """Gradients of the last step at the elements looked at, by parameter; and for which exchange."""
 
     def program(
         self, index: int, tensors: Mapping[str, Tensor], everything: bool = False, call: int = 0
@@ -76,19 +87,63 @@ class StepPipeline(Pipeline):
         self.in_order(index, len(self._staged))
         stats = self._fresh
         with stats.timeline.stage("accumulate", index):
-            waiting, dense, rider = self._offer(index, tensors)
+            waiting, dense, rider = self._offer(index, tensors, everything)
         outcome, ride = yield from self.exchange(index, waiting, rider, stats, everything, call)
-        self._staged.append(Staged(outcome, ride[: dense.numel()], dense, ride[dense.numel() :]))
+        total = replace(dense, values=ride[: dense.count])
+        self._staged.append(Staged(outcome, Outcome(total, dense, None), ride[dense.count :]))
+
+    def scheme_of_this_step(self) -> Scheme[Any]:
+        if self.budget is None:
+            return super().scheme_of_this_step()
+        values, density = spend(max(self.budget.bits - self._beside, LEAST / 2), self.world)
+        return replace(self.scheme, values=values, density=density)  # type: ignore[call-arg]  # stripes
 
     def offer(self, index: int) -> tuple[Vector, Tensor]:
-        waiting, _, rider = self._offer(index, self.own)
+        waiting, _, rider = self._offer(index, self.own, False)
         return waiting, rider
 
-    def _offer(self, index: int, own: Mapping[str, Tensor]) -> tuple[Vector, Tensor, Tensor]:
+    def _offer(
+        self, index: int, own: Mapping[str, Tensor], everything: bool
+    ) -> tuple[Vector, Sparse, Tensor]:
         """What waits, that of dense slots, and the rider: these and the probes."""
         local = self.local[index]
-        waiting, dense = local.waiting(own), local.waiting_dense(own)
-        return waiting, dense, torch.cat([dense, probe(waiting, self.step)])
+        most = None if everything else self.scheme_of_this_step().k(local.unit.n)
+        here = local.dense_turn(self.step, most)
+        dense = Sparse.run(here.start, local.waiting_dense(own, here), local.mark_dense.numel())
+        waiting = local.waiting(own)
+        probes = self._probe_gradients(index) if self.step % 2 else probe(waiting, self.step)
+        return waiting, dense, torch.cat([dense.values, probes])
+
+    def note_gradients(self, gradients: Mapping[str, Tensor | None]) -> None:
+        """An optimizer is about to step by these, flat; some of them ride along in the next exchange, if it
+        is one of every second that look at gradients."""
+        if self.step % 2 == 0:
+            return
+        if self._noted_for != self.step:
+            self._noted, self._noted_for = {}, self.step
+        for index in range(len(self.units)):
+            for slot, here in self._looked_at(index):
+                gradient = gradients.get(slot.name)
+                if gradient is not None and here.size:
+                    at = torch.from_numpy(here).to(gradient.device)
+                    self._noted[slot.name] = gradient.index_select(0, at).to(self.units[index].dtype)
+
+    def _looked_at(self, index: int) -> Iterator[tuple[Slot, Host]]:
+        """Places in each parameter of a unit, dense ones too."""
+        slots = self.units[index].slots
+        ends = np.cumsum([slot.numel for slot in slots])
+        drawn = places(int(ends[-1]), self.step)
+        inside = np.split(drawn, np.searchsorted(drawn, ends)[:-1])
+        for slot, end, here in zip(slots, ends.tolist(), inside, strict=True):
+            yield slot, here - (end - slot.numel)
+
+    def _probe_gradients(self, index: int) -> Tensor:
+        """0 where this rank took no step: it then says nothing about the others' agreement."""
+        unit = self.units[index]
+        noted = self._noted if self._noted_for == self.step else {}
+        none = torch.zeros(0, dtype=unit.dtype, device=unit.device)
+        parts = [noted.get(slot.name, none.new_zeros(here.size)) for slot, here in self._looked_at(index)]
+        return with_square(torch.cat([none, *parts]))
 
     def take_over(self, parameters: Mapping[str, Tensor]) -> bool:
         """Settle what the exchange gave, after the programs of all units; parameters are only read.
@@ -98,18 +153,23 @@ class StepPipeline(Pipeline):
         stats = self.stats = self._fresh
         with stats.timeline.stage("apply"):
             seen = to_host(torch.stack([squares(staged.probes) for staged in self._staged]))
-            sums = [part for staged in self._staged for part in (staged.dense_total, staged.probes)]
-            good = is_finite(*sums, *(staged.outcome.update.values for staged in self._staged))
+            good = is_finite(
+                *(staged.dense.update.values for staged in self._staged),
+                *(staged.outcome.update.values for staged in self._staged),
+            )
         if not good:
             self.skipped += 1
             return False
-        self.coherence = self.coherence.after(seen, self.world)
+        if self.step % 2:
+            self.agreement = self.agreement.after(seen, self.world)
+        else:
+            self.coherence = self.coherence.after(seen, self.world)
         fixed = self.treatment.preview
-        self.preview = self.coherence.preview(self.world) if fixed is None else fixed
+        self.preview = self.coherence.share(self.world) if fixed is None else fixed
         for index, (local, staged) in enumerate(zip(self.local, self._staged, strict=True)):
             update, spent = staged.outcome.update, staged.outcome.spent
             with stats.timeline.stage("apply", index):
-                dense = staged.dense_total, staged.dense_spent
+                dense = staged.dense.update, staged.dense.spent
                 local.settle(update, spent, *dense, parameters, self.world, self.step % WINDOWS)
         self.settle([staged.outcome.state for staged in self._staged])
         return True
@@ -145,11 +205,26 @@ class StepPipeline(Pipeline):
             local.renew()
 
     def figures(self) -> dict[str, float]:
-        return {"preview": self.preview, "alike": self.coherence.alike, "all": self.coherence.all}
+        return {
+            "preview": self.preview,
+            "alike": self.coherence.alike,
+            "all": self.coherence.all,
+            "gradients_alike": self.agreement.alike,
+            "gradients_all": self.agreement.all,
+            "budget": 0.0 if self.budget is None else self.budget.bits,
+        }
 
     def set_figures(self, figures: Mapping[str, float]) -> None:
         self.coherence = Coherence(figures["alike"], figures["all"])
+        self.agreement = Coherence(figures["gradients_alike"], figures["gradients_all"])
         self.preview = figures["preview"]
+        if self.budget is not None:
+            self.budget = self.budget.at(figures["budget"])
+
+    @property
+    def rho(self) -> float:
+        """Square of the mean gradient's length over that of a rank's own: `feedback/step_length.py`."""
+        return self.agreement.share(self.world)
 
     @property
     def outcomes(self) -> list[Outcome[Any]]:

@@ -1,0 +1,159 @@
+"""How much is sent in a step, in bits a parameter: a fixed number, or as much as forward and backward hide.
+
+What a budget buys (`spend`): all of a stretch in codes of few bits, and longer stretches before wider codes,
+by what part of the energy that tells.
+
+`Adaptive` finds the budget while training runs. A rank's seconds ride along in the exchange, so that all
+ranks know the same means and choose alike, without a message for it:
+
+    step       from one exchange's beginning to the next one's
+    room       from there until the optimizer needs what the exchange brings
+    exchange   what that took, computing included
+
+It goes by epochs of a few steps: the median of steps and rooms, the quickest exchange, since in the others
+ranks waited for a slow one. Now and then it looks what a step and an exchange take when next to nothing is
+sent. Then it sends as much as fills FULL of the room; where even next to nothing does not fit there, as much
+as makes that MORE times as long, and not less: what an exchange costs however little it carries is not saved
+by carrying less. And less where steps take longer although the exchange is hidden: it needs the processor or
+the memory that forward and backward need too.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from gradsieve.comm.links import Links
+from gradsieve.errors import ConfigError
+from gradsieve.schemes.agreed import Values
+from gradsieve.wire.values import VALUE_CODECS
+
+TOLD: dict[Values, float] = {"sign": 0.637, "int2": 0.881, "int4": 0.985, "bf16": 0.99999, "exact": 1.0}
+"""Part of a Gaussian's energy that codes of this kind tell."""
+LEAST = 0.05
+"""Bits with which a look is taken. With less than that models do not learn well."""
+EPOCH, SETTLING = 6, 2
+"""Steps of an epoch, and those at its beginning that are not judged: seconds are told one step late."""
+LOOK_AGAIN = 40
+"""Epochs between two looks."""
+FULL, MORE = 0.85, 1.2
+SLOWER = 1.05
+"""Times the quickest step from which on less is sent."""
+SLOWEST, FASTEST = 0.5, 1.6
+"""Factors within which the budget changes from one epoch to the next."""
+_CAUTION = 0.5
+"""Part of what the links promise that is tried first."""
+RELUCTANCE = 0.8
+"""Of a budget that slowed steps down: what is tried instead, until the next look."""
+_LONG = 1 << 16
+
+
+class Times(NamedTuple):
+    """Seconds; means over ranks."""
+
+    step: float = 0.0
+    room: float = 0.0
+    exchange: float = 0.0
+
+
+def spend(bits: float, world: int) -> tuple[Values, float]:
+    """How values travel, and the share of all that does, for so many bits a parameter and step."""
+    if world == 1:
+        return "exact", 1.0
+    shares = {values: min(1.0, bits / cost(values, world)) for values in TOLD}
+    best = max(TOLD, key=lambda values: shares[values] * TOLD[values])
+    return best, shares[best]
+
+
+def cost(values: Values, world: int) -> float:
+    """Bits that the busiest rank moves for one element: there, and the sum back."""
+    size = VALUE_CODECS[values].predict_size(_LONG, torch.float32)
+    return 2.0 * 8 * size / _LONG * (world - 1) / world
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """The same in every step: a run that is repeated is the same bits."""
+
+    bits: float
+
+    def __post_init__(self) -> None:
+        if not self.bits > 0:
+            raise ConfigError(f"bits are a budget a parameter and step, above 0, not {self.bits!r}")
+
+    def after(self, times: Times) -> Fixed:
+        return self
+
+    def at(self, bits: float) -> Fixed:
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Adaptive:
+    """The same on every rank."""
+
+    most: float
+    """Bits with which everything is sent as it is."""
+    bit: float
+    """Seconds that one more bit a parameter takes, by the links: for the first try only."""
+    bits: float = LEAST
+    found: float = 0.0
+    """Bits to go on with after the look that is being taken; 0: none were found so far."""
+    looking: bool = True
+    quickest: float = 0.0
+    """Seconds of a step in which next to nothing was sent; and of the exchange in it."""
+    shortest: float = 0.0
+    ceiling: float = float("inf")
+    """Bits that are not tried again before the next look."""
+    epochs: int = 0
+    """Since the last look."""
+    seen: tuple[Times, ...] = ()
+
+    @classmethod
+    def over(cls, links: Links, n: int, world: int) -> Adaptive:
+        return cls(cost("exact", world), links.word * n / 32)
+
+    def at(self, bits: float) -> Adaptive:
+        """As a checkpoint left it, on links and processors that may be others: with a look first."""
+        return replace(self, bits=LEAST, found=bits, looking=True, ceiling=float("inf"), epochs=0, seen=())
+
+    def after(self, times: Times) -> Adaptive:
+        """One more step."""
+        seen = (*self.seen, times)
+        if len(seen) < EPOCH:
+            return replace(self, seen=seen)
+        steps, rooms, exchanges = zip(*seen[SETTLING:], strict=True)
+        usual = Times(statistics.median(steps), statistics.median(rooms), min(exchanges))
+        now = replace(self, seen=(), epochs=self.epochs + 1)
+        return now._after_look(usual) if self.looking else now._after_epoch(usual)
+
+    def _after_look(self, usual: Times) -> Adaptive:
+        spare = _target(usual.room, usual.exchange) - usual.exchange
+        first = _CAUTION * spare / self.bit if self.bit > 0 else self.most
+        bits = min(max(self.found or first, LEAST), self.most)
+        now = replace(self, looking=False, bits=bits, epochs=0)
+        return replace(now, quickest=usual.step, shortest=usual.exchange)
+
+    def _after_epoch(self, usual: Times) -> Adaptive:
+        if self.epochs >= LOOK_AGAIN:
+            return replace(self, looking=True, bits=LEAST, found=self.bits, ceiling=FASTEST * self.bits)
+        target = _target(usual.room, self.shortest)
+        hidden = usual.exchange <= min(target, usual.room)
+        if hidden and usual.step > SLOWER * self.quickest:
+            less = max(LEAST, RELUCTANCE * self.bits)
+            return replace(self, bits=less, ceiling=less)
+        longer = usual.exchange - self.shortest
+        wanted = (target - self.shortest) / longer if longer > 0 else FASTEST
+        factor = min(max(wanted, SLOWEST), FASTEST)
+        return replace(self, bits=min(max(factor * self.bits, LEAST), self.most, self.ceiling))
+
+
+def _target(room: float, shortest: float) -> float:
+    """Seconds that an exchange may take."""
+    return max(FULL * room, MORE * shortest)
+
+
+Budget: TypeAlias = Fixed | Adaptive
