@@ -59,7 +59,13 @@ class Vector(Protocol):
 
     def numel(self) -> int: ...
 
-    def between(self, start: int, stop: int) -> Tensor: ...
+    def between(self, start: int, stop: int) -> Tensor:
+        """Computed into memory that is the caller's until the next step."""
+        ...
+
+    def room(self, count: int) -> Tensor:
+        """As many elements of memory, the caller's until the next step."""
+        ...
 
     def select(
         self, start: int, stop: int, threshold: float, capacity: int, phase: float

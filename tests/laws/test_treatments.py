@@ -15,7 +15,7 @@ from gradsieve.feedback.treatment import Treatment
 from gradsieve.feedback.units import flat_view
 from gradsieve.schemes import SCHEMES, make
 from gradsieve.sync.fitted import Fitted
-from gradsieve.types import Sparse
+from gradsieve.types import Outcome, Sparse
 from laws.cases import WORLDS, registered
 from laws.checks import same_bits
 from laws.treated import (
@@ -81,7 +81,7 @@ def test_no_number_of_ranks_is_left_to_chance(scheme: str) -> None:
 @few
 @given(case=cases())
 def test_density_one_is_training_on_the_mean_step(scheme: str, case: Case) -> None:
-    ranks = Stepping(case, make(scheme, 1.0), STEPS["measured"])
+    ranks = Stepping(case, make(scheme, 1.0).whole(), STEPS["measured"])
     wanted = {name: flat_view(p).double() for name, p in case.model().items()}
     for step in range(case.steps):
         ranks.advance(step)
@@ -149,7 +149,8 @@ def test_rounding_to_a_narrow_parameter_is_not_a_step(dtype: torch.dtype) -> Non
         for window in range(WINDOWS):
             local = pipeline.local[0]
             nothing = Sparse(torch.empty(0, dtype=torch.long), torch.empty(0), local.unit.n)
-            local.settle(nothing, nothing, *[Sparse.full(torch.empty(0))] * 2, own, 2, window)
+            none = Sparse.full(torch.empty(0))
+            local.settle(nothing, nothing, Outcome(none, none, None), own, 2, window)
             local.fold(own, 0.5)
     assert same_bits([next(pipeline.waiting()) for pipeline in ranks.pipelines], kept)
 
@@ -244,7 +245,7 @@ def test_with_everything_sent_local_momentum_is_sgd(
     models = [{n: p.double().requires_grad_() for n, p in case.model().items()} for _ in range(world + 1)]
     optimizers = [torch.optim.SGD(model.values(), **settings) for model in models]
     fitted = [
-        Fitted(models[rank], [optimizers[rank]], make(scheme, 1.0), treatment, rank, world)
+        Fitted(models[rank], [optimizers[rank]], make(scheme, 1.0).whole(), treatment, rank, world)
         for rank in range(world)
     ]
     ranks = Ranks()
@@ -268,7 +269,7 @@ def test_with_everything_sent_local_momentum_is_sgd(
 def test_what_is_accumulated_is_clipped_to_the_norm(scheme: str, cap_mb: float) -> None:
     """Over sqrt(P), for all units together, whatever else is in the mapping that a unit is handed."""
     case, bound = Case(world=4, cap_mb=cap_mb), 0.05
-    ranks = Receiving(case, make(scheme, 1.0), GRADIENTS["clipped"])
+    ranks = Receiving(case, make(scheme, 1.0).whole(), GRADIENTS["clipped"])
     for scale in (1.0, 2.0**-12):
         given_ = [{n: g * scale for n, g in case.numbers(0, rank).items()} for rank in range(4)]
         mean = {name: sum(own[name] for own in given_) / 4 for name in given_[0]}

@@ -202,10 +202,12 @@ def shared_of(pipeline: StepPipeline) -> list[Tensor]:
 
 
 def waiting_of(ranks: Stepping, rank: int) -> dict[str, Tensor]:
-    """What waits on a rank, by parameter; a dense one has nothing that waits after an exchange."""
-    pipeline = ranks.pipelines[rank]
-    vectors = zip(pipeline.units, pipeline.waiting(), strict=True)
-    return {name: part for unit, e in vectors for name, part in parts_of(e, unit.sparse).items()}
+    """What waits on a rank, by parameter."""
+    pipeline, out = ranks.pipelines[rank], {}
+    for local, e in zip(pipeline.local, pipeline.waiting(), strict=True):
+        out |= parts_of(e, local.unit.sparse)
+        out |= parts_of(local.waiting_dense(pipeline.own), local.unit.dense)
+    return out
 
 
 def check_steps_conserved(ranks: Stepping, exact: bool) -> None:
@@ -220,20 +222,24 @@ def check_steps_conserved(ranks: Stepping, exact: bool) -> None:
 
 
 def check_models(ranks: Stepping, exact: bool) -> None:
-    """In the window that was folded last x = w - preview e; what goes dense never waits."""
+    """x = w - preview e in what was folded last: the window, or what a scheme that takes turns has sent; and
+    in what goes dense."""
     for rank, (pipeline, own) in enumerate(zip(ranks.pipelines, ranks.memories(), strict=True)):
         assert 0.0 <= pipeline.preview <= 1.0
         window = (pipeline.step - 1) % WINDOWS
-        for unit, e in zip(pipeline.units, pipeline.waiting(), strict=True):
-            x = torch.cat([ranks.flat[rank][slot.name] for slot in unit.sparse]) if unit.n else e
-            w = torch.cat([own[f"shared/{slot.name}"] for slot in unit.sparse]) if unit.n else e
-            here = slice(unit.n * window // WINDOWS, unit.n * (window + 1) // WINDOWS)
-            off = (x - torch.sub(w, e, alpha=pipeline.preview))[here].abs()
-            worst = float(off.max()) if off.numel() else 0.0
-            assert worst <= (0.0 if exact else 1e-6), f"rank {rank}: {worst:g} from w - preview e"
-            for slot in unit.dense:
-                same = same_bits(ranks.flat[rank][slot.name], own[f"shared/{slot.name}"])
-                assert same, f"rank {rank}: {slot.name} is not the shared one"
+        waiting, flat = waiting_of(ranks, rank), ranks.flat[rank]
+        off = {
+            name: (x - (own[f"shared/{name}"] - pipeline.preview * waiting[name])).abs()
+            for name, x in flat.items()
+        }
+        for unit, outcome in zip(pipeline.units, pipeline.outcomes, strict=True):
+            here: Any = slice(unit.n * window // WINDOWS, unit.n * (window + 1) // WINDOWS)
+            if pipeline.scheme.in_turn:
+                here = outcome.update.where
+            sparse = torch.cat([x[:0] for x in flat.values()] + [off[slot.name] for slot in unit.sparse])
+            for part in (sparse[here], *(off[slot.name] for slot in unit.dense)):
+                worst = float(part.max()) if part.numel() else 0.0
+                assert worst <= (0.0 if exact else 1e-6), f"rank {rank}: {worst:g} from w - preview e"
 
 
 def check_one_model(ranks: Stepping) -> None:

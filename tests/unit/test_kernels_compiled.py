@@ -149,6 +149,29 @@ def test_fold_leaves_what_the_reference_leaves(form: str, vectors: list[Tensor],
     assert all(map(alike, (shared, own, mark), vectors))
 
 
+@pytest.mark.parametrize("form", FORMS)
+@given(vectors=several(5), preview=st.sampled_from([None, 0.0, 0.3, 1.0]), world=st.integers(1, 9))
+def test_settle_leaves_what_the_reference_leaves(
+    form: str, vectors: list[Tensor], preview: float | None, world: int
+) -> None:
+    given_ = [x.clone() for x in vectors]
+    reference.settle(*vectors, world, preview)
+    with kernels.using(form):
+        kernels.settle(*given_, world, preview)
+    assert all(map(alike, given_, vectors))
+
+
+@pytest.mark.usefixtures("form")
+def test_settling_and_folding_at_once_is_one_after_the_other() -> None:
+    vectors = [torch.randn(CHUNK + 5) for _ in range(5)]
+    both, each = ([x.clone() for x in vectors] for _ in range(2))
+    kernels.settle(*both, 4, 0.3)
+    kernels.settle(*each, 4, None)
+    assert same_bits(each[1], vectors[1]), "without a preview the parameters are only read"
+    kernels.fold(*each[:3], 0.3)
+    assert same_bits(both, each)
+
+
 NARROW = [torch.float32, torch.bfloat16, torch.float16]
 
 

@@ -12,7 +12,7 @@ from gradsieve.feedback.local_steps import WINDOWS, LocalSteps
 from gradsieve.feedback.units import lay_units
 from gradsieve.schemes import make
 from gradsieve.sync import StepPipeline
-from gradsieve.types import Sparse
+from gradsieve.types import Outcome, Sparse
 
 N = 2048
 CLOSE = {"rtol": 0.0, "atol": 2.0**-20}
@@ -33,7 +33,7 @@ def whole(local: LocalSteps, parameters: dict[str, Tensor]) -> Tensor:
 def fold(local: LocalSteps, parameters: dict[str, Tensor], preview: float, window: int) -> None:
     """After an exchange in which nothing was sent."""
     none = Sparse.full(torch.empty(0))
-    local.settle(nothing(), nothing(), none, none, parameters, 4, window)
+    local.settle(nothing(), nothing(), Outcome(none, none, None), parameters, 4, window)
     local.fold(parameters, preview)
 
 
@@ -77,9 +77,11 @@ def test_what_a_narrow_parameter_rounds_away_is_kept_in_the_shared_model(small: 
         assert not waits.any()
         none, mine = Sparse.full(torch.empty(0)), torch.zeros(16)
         if small > 1:
-            local.settle(nothing(), nothing(), Sparse.full(tiny), Sparse.full(mine), parameters, 1, 0)
+            local.settle(
+                nothing(), nothing(), Outcome(Sparse.full(tiny), Sparse.full(mine), None), parameters, 1, 0
+            )
         else:
-            local.settle(Sparse.full(tiny), Sparse.full(mine), none, none, parameters, 1, 0)
+            local.settle(Sparse.full(tiny), Sparse.full(mine), Outcome(none, none, None), parameters, 1, 0)
         local.fold(parameters, 1.0)
     assert bool(parameter.lt(1).all())
     shared = local.shared_dense if small > 1 else local.shared
@@ -95,7 +97,7 @@ def test_what_is_sent_is_gone_and_the_rest_waits() -> None:
     spent = Sparse(places, before[places] / 2, N)
     update = Sparse(places, torch.ones(5), N)
     none = Sparse.full(torch.empty(0))
-    local.settle(update, spent, none, none, parameters, 4, 3)
+    local.settle(update, spent, Outcome(none, none, None), parameters, 4, 3)
     local.fold(parameters, 0.25)
     expected = before.clone()
     expected[places] /= 2

@@ -11,7 +11,7 @@ from gradsieve.errors import ConfigError
 from gradsieve.schemes import SCHEMES
 
 RIVALS = ("fp16", "powersgd")
-SYNCS = (*SCHEMES, *RIVALS)
+SYNCS = (*SCHEMES, "auto", *RIVALS)
 """All that a bench on real ranks can compare."""
 
 POWERSGD_RANK = 2

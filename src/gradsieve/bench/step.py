@@ -15,7 +15,7 @@ from gradsieve.bench.workloads import check_size
 
 RATIOS = ["vs_noop", "vs_dense"]
 COLUMNS = ["sync", "step_ms", *(f"{ratio}{part}" for ratio in RATIOS for part in ("", "_half"))]
-COLUMNS += ["bytes_sent", "density", "hidden"]
+COLUMNS += ["bytes_sent", "bits", "density", "hidden"]
 ALWAYS = ["noop", "dense"]
 
 _MOST_APART = 1.5

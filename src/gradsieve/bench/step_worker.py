@@ -34,9 +34,9 @@ from gradsieve.integrations.door import hang_door
 from gradsieve.sync.base import Stats
 from gradsieve.telemetry import Span
 
-_WARM_STATEFUL, _WARM = 16, 2
-"""Steps before the clock runs: thresholds and partitions settle, dense is tried where it could be faster, DDP
-rebuilds its buckets."""
+_WARM_SEARCH, _WARM_STATEFUL, _WARM = 60, 16, 2
+"""Steps before the clock runs: a budget is found, thresholds and partitions settle, dense is tried where it
+could be faster, DDP rebuilds its buckets."""
 _TURN_SECONDS, _MOST_STEPS = 1.5, 50
 """A turn of a few milliseconds would measure who happened to have the processor."""
 
@@ -71,6 +71,15 @@ class Arena:
         return torch.optim.SGD(self.parameters, lr=0.01, momentum=0.9)
 
 
+def _sync(
+    name: str, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, density: float
+) -> DdpSync:
+    """`auto`: what a user gets who asks for nothing. Stripes choose no elements and have their own share."""
+    if name == "auto":
+        return DdpSync(ddp, optimizer)
+    return DdpSync(ddp, optimizer, scheme=name, density=None if name == "stripes" else density)
+
+
 class Contestant:
     """One sync: its hook on its arena, and what was measured of it."""
 
@@ -100,13 +109,15 @@ class Contestant:
             return partial(hook, state)
         self.optimizer = self.arena.new_optimizer()
         self.own = [parameter.detach().clone() for parameter in self.arena.parameters]
-        self.sync = DdpSync(self.arena.ddp, self.optimizer, scheme=self.name, density=density)
+        self.sync = _sync(self.name, self.arena.ddp, self.optimizer, density)
         self.sync.leave()  # until its turn comes
         self.optimizer.register_step_pre_hook(lambda *_: self._laps.lap("sync"))  # after the sync's own
         return self.sync.hook
 
     @property
     def warm_steps(self) -> int:
+        if self.name == "auto":
+            return _WARM_SEARCH
         return _WARM if self.name in ("noop", "dense", "fp16") else _WARM_STATEFUL
 
     def run(self, batch: tuple[Tensor, Tensor], steps: int, measured: bool) -> float:
@@ -210,10 +221,11 @@ def measure(config: dict[str, Any]) -> list[dict[str, Any]]:
     ]
     turn_steps = {}
     for contestant in contestants:
-        seconds = [contestant.run(batch, 1, measured=False) for _ in range(contestant.warm_steps)]
-        tell(f"warm-up: {contestant.name} {1e3 * seconds[-1]:.0f} ms a step")
+        contestant.run(batch, contestant.warm_steps - 1, measured=False)
+        seconds = contestant.run(batch, 1, measured=False)
+        tell(f"warm-up: {contestant.name} {1e3 * seconds:.0f} ms a step")
         turn_steps[contestant.name] = int(
-            min(max(_TURN_SECONDS // _same_everywhere(seconds[-1]), 1), _MOST_STEPS)
+            min(max(_TURN_SECONDS // _same_everywhere(seconds), 1), _MOST_STEPS)
         )
     start = time.perf_counter()
     for turn in range(config["rounds"]):
@@ -230,12 +242,14 @@ def measure(config: dict[str, Any]) -> list[dict[str, Any]]:
 def _row(contestant: Contestant, contestants: list[Contestant]) -> dict[str, Any]:
     by_name = {each.name: each.seconds for each in contestants}
     mine = contestant.seconds
+    bytes_sent = most_anywhere(contestant.bytes / contestant.steps)
     row = {
         "sync": contestant.name,
         "step_ms": round(1e3 * statistics.median(mine), 1),
         **_ratio("vs_noop", mine, by_name["noop"]),
         **_ratio("vs_dense", by_name["dense"], mine),
-        "bytes_sent": int(most_anywhere(contestant.bytes / contestant.steps)),
+        "bytes_sent": int(bytes_sent),
+        "bits": round(8 * bytes_sent / sum(each.numel() for each in contestant.arena.parameters), 3),
         "density": contestant.density(),
         "cpu_ms": round(1e3 * contestant.worked / contestant.steps, 1),
         "step_ms_all": [round(1e3 * seconds, 1) for seconds in mine],

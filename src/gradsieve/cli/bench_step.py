@@ -22,6 +22,7 @@ columns:
   vs_dense     dense's over it in the same round: how many times as fast
   ..._half     between which ratios the middle half of the rounds lies; the JSON has those of all rounds
   bytes_sent   by the busiest rank in a step, as its network interface counts them
+  bits         the same for one parameter
   density      elements in the update over all; of what does not go dense by itself
   hidden       share of the time in collectives that passed while forward or backward computed
 """

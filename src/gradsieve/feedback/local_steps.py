@@ -29,21 +29,19 @@ import torch
 from torch import Tensor
 
 from gradsieve.feedback.units import Slot, Unit, by_slot, parts_of
-from gradsieve.kernels import fold, select, waiting, waiting_above
+from gradsieve.kernels import fold, select, settle, waiting, waiting_above
 from gradsieve.kernels.fast import window
-from gradsieve.types import Host, Sparse
+from gradsieve.types import Host, Outcome, Sparse
 
-WINDOWS = 6
+WINDOWS = 3
 """Windows of the vector, one of which is folded in a step."""
-_PIECE = 1 << 17
-"""Elements that stay in a processor's cache while all is done to them."""
 
 
 @dataclass(slots=True)
 class Due:
     """What one exchange left to be folded, and in which parameters that was not done yet."""
 
-    window: int
+    window: int | None
     places: list[Sparse]
     names: Set[str]
 
@@ -58,11 +56,13 @@ class LocalSteps:
         own = {slot.name: parameters[slot.name] for slot in unit.slots}
         self._narrow = {name: p.clone() for name, p in own.items() if p.dtype != unit.dtype}
         self._all = frozenset(own)
+        self._rooms: dict[str, Tensor] = {}
         self._due: list[Due] = []
         self._due_whole: Set[str] = frozenset()
 
-    def waiting(self, parameters: Mapping[str, Tensor]) -> Waiting:
-        return Waiting(self, parameters)
+    def waiting(self, parameters: Mapping[str, Tensor], exchanged: bool = False) -> Waiting:
+        """`exchanged`: for an exchange, of which there is one at a time: it is lent memory that stays."""
+        return Waiting(self, parameters, self._rooms if exchanged else {})
 
     def dense_turn(self, step: int, most: int | None) -> slice:
         """Where the dense slots are exchanged in this step: they need no choice, but take turns where they
@@ -86,27 +86,52 @@ class LocalSteps:
         self,
         update: Sparse,
         spent: Sparse,
-        dense_update: Sparse,
-        dense_spent: Sparse,
+        dense: Outcome[None],
         parameters: Mapping[str, Tensor],
         world: int,
-        window: int,
+        window: int | None,
+        preview: float = 1.0,
+        names: Set[str] = frozenset(),
     ) -> None:
-        """Take over what an exchange gave; what was sent is what is taken off."""
-        due = Due(window, [update], self._all)
+        """Take over what an exchange gave; what was sent is what is taken off. In the parameters of these
+        names, fold at once."""
+        places = [update]
         if update.indices is None:
-            slots, vectors = self.unit.sparse, (self.shared, self.mark)
-            _settle_run(slots, *vectors, update, spent.values, parameters, world)
+            self._settle_run(True, update, spent, parameters, world, preview, names)
+            places = []
         else:
             self._settle_some(update, spent, parameters, world)
             if spent.indices is not update.indices:
-                due.places.append(spent)
-        slots, vectors = self.unit.dense, (self.shared_dense, self.mark_dense)
-        _settle_run(slots, *vectors, dense_update, dense_spent.values, parameters, world)
+                places.append(spent)
+        self._settle_run(False, dense.update, dense.spent, parameters, world, preview, frozenset())
         self._round(update)
+        due = Due(window, places, self._all)
+        self._fold_due(due, parameters, preview, names & self._all)
+        if update.indices is None:
+            due.places.append(update)
         self._due.append(due)
         if len(self._due) > WINDOWS:  # some optimizer does not step: what it has to fold must not pile up
             self._due_whole |= self._due.pop(0).names
+
+    def _settle_run(
+        self,
+        sparse: bool,
+        update: Sparse,
+        spent: Sparse,
+        parameters: Mapping[str, Tensor],
+        world: int,
+        preview: float,
+        names: Set[str],
+    ) -> None:
+        """Where all elements of a run were sent."""
+        slots, shared, mark = self._vectors()[0 if sparse else 1]
+        for slot, where, total in by_slot(slots, update):
+            assert isinstance(where, slice)
+            here = slice(slot.start + where.start, slot.start + where.stop)
+            given = spent.values[here.start - update.start : here.stop - update.start]
+            factor = preview if slot.name in names else None
+            if total.numel():
+                settle(shared[here], parameters[slot.name][where], mark[here], total, given, world, factor)
 
     def _settle_some(
         self, update: Sparse, spent: Sparse, parameters: Mapping[str, Tensor], world: int
@@ -142,22 +167,33 @@ class LocalSteps:
             if slot.name in whole:
                 self._fold_between(parameters, preview, slot.start, slot.stop, whole)
         self._due_whole -= whole
-        n = self.unit.n
         for due in self._due:
-            here = due.names & names
-            if not here:
-                continue
-            self._fold_dense(parameters, preview, here)
-            start, stop = n * due.window // WINDOWS, n * (due.window + 1) // WINDOWS
-            self._fold_between(parameters, preview, start, stop, here - whole)
-            for places in due.places:
-                if places.indices is None:
-                    self._fold_between(parameters, preview, places.start, places.stop, here - whole)
-                    continue
-                inside = places if here == self._all else self._inside(places, here)
-                self._fold_at(inside, parameters, preview)
-            due.names -= here
+            self._fold_due(due, parameters, preview, names & due.names, whole)
         self._due = [due for due in self._due if due.names]
+
+    def _fold_due(
+        self,
+        due: Due,
+        parameters: Mapping[str, Tensor],
+        preview: float,
+        names: Set[str],
+        done: Set[str] = frozenset(),
+    ) -> None:
+        """In these parameters; in those that are `done`, dense slots only."""
+        if not names:
+            return
+        self._fold_dense(parameters, preview, names)
+        n = self.unit.n
+        if due.window is not None:
+            start, stop = n * due.window // WINDOWS, n * (due.window + 1) // WINDOWS
+            self._fold_between(parameters, preview, start, stop, names - done)
+        for places in due.places:
+            if places.indices is None:
+                self._fold_between(parameters, preview, places.start, places.stop, names - done)
+            else:
+                inside = places if names == self._all else self._inside(places, names)
+                self._fold_at(inside, parameters, preview)
+        due.names -= names
 
     def _fold_dense(self, parameters: Mapping[str, Tensor], preview: float, names: Set[str]) -> None:
         for slot in self.unit.dense:
@@ -268,6 +304,7 @@ class Waiting:
 
     local: LocalSteps
     parameters: Mapping[str, Tensor]
+    rooms: dict[str, Tensor]
 
     @property
     def device(self) -> torch.device:
@@ -281,10 +318,20 @@ class Waiting:
         return self.local.mark.numel()
 
     def between(self, start: int, stop: int) -> Tensor:
-        out = self.local.mark.new_empty(stop - start)
+        out = self._room("waiting", stop - start)
         for here, own in self.local.pieces(self.parameters, start, stop):
             waiting(self.local.mark[here], own, out[here.start - start : here.stop - start])
         return out
+
+    def room(self, count: int) -> Tensor:
+        return self._room("more", count)
+
+    def _room(self, name: str, count: int) -> Tensor:
+        """New memory costs more than what is written to it: as long as it suffices, the same again."""
+        room = self.rooms.get(name)
+        if room is None or room.numel() < count:
+            room = self.rooms[name] = self.local.mark.new_empty(count)
+        return room[:count]
 
     def select(
         self, start: int, stop: int, threshold: float, capacity: int, phase: float
@@ -322,25 +369,6 @@ def _pieces(
         first, last = max(here.start, slot.start), min(here.stop, slot.stop)
         if first < last:
             yield slice(first, last), parameters[slot.name][first - slot.start : last - slot.start]
-
-
-def _settle_run(
-    slots: tuple[Slot, ...],
-    shared: Tensor,
-    mark: Tensor,
-    update: Sparse,
-    spent: Tensor,
-    parameters: Mapping[str, Tensor],
-    world: int,
-) -> None:
-    """Where all elements of a run were sent."""
-    for place, own in _pieces(slots, parameters, slice(update.start, update.stop)):
-        for begin in range(place.start, place.stop, _PIECE):
-            here = slice(begin, min(begin + _PIECE, place.stop))
-            there = slice(here.start - update.start, here.stop - update.start)
-            x = own[here.start - place.start : here.stop - place.start].to(mark.dtype)
-            mark[here] = _marked(mark[here], x, spent[there])
-            shared[here] -= update.values[there] / world
 
 
 def _marked(mark: Tensor, own: Tensor, spent: Tensor) -> Tensor:

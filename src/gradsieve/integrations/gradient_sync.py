@@ -31,6 +31,7 @@ from gradsieve.errors import ConfigError, GradsieveError
 from gradsieve.feedback.units import flat_view
 from gradsieve.integrations import replicas, saving, sayings
 from gradsieve.integrations.advice import Advisor, signs
+from gradsieve.integrations.metrics import metrics
 from gradsieve.integrations.optimizers import Optimizers, as_list
 from gradsieve.integrations.two_models import TwoModels
 from gradsieve.presets import Preset, choose, choose_scheme
@@ -90,7 +91,7 @@ class GradientSync:
         self._compared = 0  # the step after which replicas were last compared
         self._moved = True  # whether a step was taken since the last exchange began
         self._is_closed = False
-        self._begun_at = self._room = 0.0  # when the last exchange began, and for how long it was not needed
+        self._begun_at = self.room = 0.0  # when the last exchange began, and for how long it was not needed
         kernels.active()  # numba is loaded here and not in the first step
         self.engine = Engine(group)
         try:
@@ -139,6 +140,7 @@ class GradientSync:
 
     def enter(self) -> None:
         """Listen to the optimizers that step the model."""
+        self._begun_at = 0.0  # whatever was before is no step
         self._optimizers = Optimizers(self.parameters, self)
 
     def leave(self) -> None:
@@ -176,7 +178,7 @@ class GradientSync:
             self._moved = False
         now = time.perf_counter()
         self._begun_at, began = now, self._begun_at
-        self.pipeline.times = Times(now - began if began else 0.0, self._room)
+        self.pipeline.times = Times(now - began if began else 0.0, self.room)
         tensors = self.fitted.tensors()
         futures = []
         for index, unit in enumerate(self.pipeline.units):
@@ -193,7 +195,7 @@ class GradientSync:
             return True
         start = time.perf_counter()
         if under_way is not None:
-            self._room = start - self._begun_at
+            self.room = start - self._begun_at
         done = self.engine.submit_call(lambda: self._settle(under_way, names), self.device)
         try:
             wait([done])
@@ -214,7 +216,7 @@ class GradientSync:
             for future in under_way.futures:
                 future.result()
             if isinstance(self.pipeline, StepPipeline):
-                under_way.was_good = self.pipeline.take_over(under_way.tensors)
+                under_way.was_good = self.pipeline.take_over(under_way.tensors, names)
             under_way.is_taken_over = True
         if isinstance(self.pipeline, StepPipeline) and names:
             self.pipeline.fold(self.pipeline.own, names)
@@ -342,6 +344,17 @@ class GradientSync:
             self.models.raise_versions()
         replicas.compare(self)
 
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip as `torch.nn.utils.clip_grad_norm_` would clip the mean of all ranks' gradients; before the
+        optimizer's step. Returns the norm of that mean.
+
+        A rank's own gradient, which is all it has where steps are exchanged, is longer by the noise of its
+        own batch: what is clipped to 1 in a dense training would be clipped harder here.
+        """
+        shorter = self.pipeline.rho**0.5 if isinstance(self.pipeline, StepPipeline) else 1.0
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), max_norm / shorter)
+        return norm * shorter
+
     def close(self) -> None:
         """Let go of model and optimizer, with its momentum; end the communication thread and its group.
 
@@ -371,24 +384,8 @@ class GradientSync:
         return signs(self.pipeline.waiting(), self.pipeline.outcomes)
 
     def metrics(self) -> dict[str, Any]:
-        """The last step: density, bytes, seconds per stage, what waits and how long, threshold, imbalance."""
-        pipeline, stats = self.pipeline, self.pipeline.stats
-        elements = sum(unit.n for unit in pipeline.units)
-        norms = [waiting.norm() for waiting in pipeline.waiting()]
-        reports = [self.scheme.report(state) for state in pipeline.states]
-        return {
-            "step": pipeline.step,
-            "skipped": pipeline.skipped,
-            "density": stats.sent / elements if elements else 0.0,
-            "bytes_sent": int(stats.meter.sent),
-            "bytes_received": int(stats.meter.received),
-            "collectives": stats.meter.collectives,
-            "seconds": dict(stats.seconds),
-            "residual_norm": float(torch.stack(norms).norm()) if norms else 0.0,
-            **self.signs(),
-            **pipeline.figures(),
-            **{key: max(report[key] for report in reports) for key in (reports[0] if reports else {})},
-        }
+        """The last step in figures: see `integrations/metrics.py`."""
+        return metrics(self)
 
 
 def _refuse_sharded(optimizers: list[Any], exchange: str) -> None:

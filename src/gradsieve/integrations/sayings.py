@@ -11,6 +11,7 @@ from torch import Tensor
 from gradsieve import kernels
 from gradsieve.integrations.optimizers import uncovered
 from gradsieve.sync import Pipeline, StepPipeline
+from gradsieve.sync.budget import Fixed
 
 _log = logging.getLogger("gradsieve")
 
@@ -29,14 +30,22 @@ def what_is_set(pipeline: Pipeline, parameters: Mapping[str, Tensor], optimizers
         )
     if pipeline.rank == 0:
         _log.info(
-            "%s at density %g among %d ranks for %s: %s; kernels: %s",
+            "%s %s among %d ranks for %s: %s; kernels: %s",
             type(pipeline.scheme).__name__,
-            pipeline.scheme.density,
+            _amount(pipeline),
             pipeline.world,
             " and ".join(type(one).__name__ for one in optimizers),
             pipeline.treatment.describe(),
             kernels.active(),
         )
+
+
+def _amount(pipeline: Pipeline) -> str:
+    if pipeline.budget is None:
+        return f"at density {pipeline.scheme.density:g}"
+    if isinstance(pipeline.budget, Fixed):
+        return f"with {pipeline.budget.bits:g} bits a parameter and step"
+    return "with as many bits as forward and backward hide"
 
 
 def what_is_left(pipeline: StepPipeline) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradsieve.kernels import low_bit
-from gradsieve.kernels.choice import active, form_for, low_bit_form_for, using
+from gradsieve.kernels.choice import TORCH_LOW_BIT, active, form_for, low_bit_form_for, using
 from gradsieve.kernels.fast import candidates, is_finite, largest, largest_of_each, sum_by_index
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "active",
     "candidates",
     "decode_low",
+    "decode_low_into",
     "decode_low_sum",
     "encode_low",
     "fold",
@@ -25,6 +26,7 @@ __all__ = [
     "largest_of_each",
     "low_bit_size",
     "select",
+    "settle",
     "sum_by_index",
     "using",
     "waiting",
@@ -60,6 +62,20 @@ def fold(shared: Tensor, own: Tensor, mark: Tensor, preview: float) -> None:
     form_for(shared, own, mark).fold(shared, own, mark, preview)
 
 
+def settle(
+    shared: Tensor,
+    own: Tensor,
+    mark: Tensor,
+    update: Tensor,
+    spent: Tensor,
+    world: int,
+    preview: float | None,
+) -> None:
+    """In place: shared -= update / world; less waits by what was spent, and nothing to the last bit where all
+    of it was. With a preview, `fold` as well, in the same pass; without, `own` is only read."""
+    form_for(shared, own, mark, update, spent).settle(shared, own, mark, update, spent, world, preview)
+
+
 def select(x: Tensor, threshold: float, capacity: int, phase: float) -> tuple[Tensor, Tensor, Tensor]:
     """`capacity` of the sorted indices with |x| >= threshold, how many there are (demand), and their tail.
 
@@ -84,6 +100,13 @@ def decode_low(bits: int, data: Tensor, count: int, dtype: torch.dtype) -> Tenso
     """Of bytes of shape (..., size) the values of shape (..., count); any bytes decode to some floats."""
     data = _whole(bits, data, count)
     return low_bit_form_for(data, dtype).decode_low(bits, data, count, dtype)
+
+
+def decode_low_into(bits: int, data: Tensor, out: Tensor) -> None:
+    """As `decode_low`, into memory that is there already: new memory costs more than the decoding."""
+    data = _whole(bits, data, out.shape[-1])
+    form = low_bit_form_for(data, out.dtype) if out.is_contiguous() else TORCH_LOW_BIT
+    form.decode_low_into(bits, data, out)
 
 
 def decode_low_sum(bits: int, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:

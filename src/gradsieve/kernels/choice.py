@@ -32,6 +32,17 @@ class Kernels(Protocol):
         self, x: Tensor, threshold: float, capacity: int, phase: float
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
+    def settle(
+        self,
+        shared: Tensor,
+        own: Tensor,
+        mark: Tensor,
+        update: Tensor,
+        spent: Tensor,
+        world: int,
+        preview: float | None,
+    ) -> None: ...
+
     def waiting(self, mark: Tensor, own: Tensor, out: Tensor) -> None: ...
 
     def waiting_above(self, mark: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]: ...
@@ -43,6 +54,8 @@ class LowBitKernels(Protocol):
     def encode_low(self, bits: int, values: Tensor) -> Tensor: ...
 
     def decode_low(self, bits: int, data: Tensor, count: int, dtype: torch.dtype) -> Tensor: ...
+
+    def decode_low_into(self, bits: int, data: Tensor, out: Tensor) -> None: ...
 
     def decode_low_sum(self, bits: int, data: Tensor, count: int, dtype: torch.dtype) -> Tensor: ...
 

@@ -143,6 +143,34 @@ def _fold(n: Any, shared: Any, own: Any, mark: Any, preview: Any) -> None:
 
 
 @register_jitable
+def _left(mark: Any, own: Any, spent: Any, i: Any) -> Any:
+    """What waits at i when this was spent."""
+    left = (mark[i] - own[i]) - spent[i]
+    return left if _finite(left) else float32(0)
+
+
+def _settle(n: Any, shared: Any, own: Any, mark: Any, update: Any, spent: Any, world: Any) -> None:
+    shared, own, mark = floats_at(shared, n), floats_at(own, n), floats_at(mark, n)
+    update, spent = floats_at(update, n), floats_at(spent, n)
+    for i in range(n):
+        mark[i] = own[i] + _left(mark, own, spent, i)
+        shared[i] -= update[i] / world
+
+
+def _settle_and_fold(
+    n: Any, shared: Any, own: Any, mark: Any, update: Any, spent: Any, world: Any, preview: Any
+) -> None:
+    shared, own, mark = floats_at(shared, n), floats_at(own, n), floats_at(mark, n)
+    update, spent = floats_at(update, n), floats_at(spent, n)
+    for i in range(n):
+        mark[i] = own[i] + _left(mark, own, spent, i)
+        waits = _wait(mark, own, i)
+        shared[i] -= update[i] / world
+        own[i] = shared[i] - preview * waits
+        mark[i] = own[i] + waits
+
+
+@register_jitable
 def _list_above(x: Any, threshold: Any, begin: Any, end: Any, found: Any, count: Any) -> Any:
     for i in range(begin, end):
         found[count] = i
@@ -198,6 +226,8 @@ _KERNELS: dict[str, tuple[Callable[..., Any], str]] = {
     "accumulate": (_accumulate, "boolean(int64, int64, int64, float32, int64, int64, boolean)"),
     "waiting": (_waiting, "void(int64, int64, int64, int64)"),
     "fold": (_fold, "void(int64, int64, int64, int64, float32)"),
+    "settle": (_settle, "void(int64, int64, int64, int64, int64, int64, float32)"),
+    "settle_and_fold": (_settle_and_fold, "void(int64, int64, int64, int64, int64, int64, float32, float32)"),
     "above": (_above, "UniTuple(int64, 2)(int64, int64, float32, int64, int64, int64, int64)"),
     "waiting_above": (
         _waiting_above,
@@ -225,6 +255,22 @@ class Compiled:
 
     def fold(self, shared: Tensor, own: Tensor, mark: Tensor, preview: float) -> None:
         self._run["fold"](shared.numel(), shared.data_ptr(), own.data_ptr(), mark.data_ptr(), preview)
+
+    def settle(
+        self,
+        shared: Tensor,
+        own: Tensor,
+        mark: Tensor,
+        update: Tensor,
+        spent: Tensor,
+        world: int,
+        preview: float | None,
+    ) -> None:
+        where = (each.data_ptr() for each in (shared, own, mark, update, spent))
+        if preview is None:
+            self._run["settle"](shared.numel(), *where, world)
+        else:
+            self._run["settle_and_fold"](shared.numel(), *where, world, preview)
 
     def above(self, x: Tensor, threshold: float) -> Tensor:
         n, find = x.numel(), self._run["above"]

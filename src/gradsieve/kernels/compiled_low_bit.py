@@ -334,6 +334,9 @@ class CompiledLowBit:
         lead = data.shape[:-1]
         return self._decoded(bits, data, torch.empty((*lead, count), dtype=dtype, device=data.device), False)
 
+    def decode_low_into(self, bits: int, data: Tensor, out: Tensor) -> None:
+        self._decoded(bits, data, out, False)
+
     def decode_low_sum(self, bits: int, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         return self._decoded(bits, data, torch.empty(count, dtype=dtype, device=data.device), True)
 

@@ -205,6 +205,31 @@ def fold(shared: Tensor, own: Tensor, mark: Tensor, preview: float) -> None:
         torch.add(waits, own[here], out=mark[here])
 
 
+def settle(
+    shared: Tensor,
+    own: Tensor,
+    mark: Tensor,
+    update: Tensor,
+    spent: Tensor,
+    world: int,
+    preview: float | None,
+) -> None:
+    """shared -= update / world, and less waits by what was spent; with a preview, then `fold`.
+
+    The mark is exactly at `own` where nothing is left, so that a model of which all was told is the shared
+    one to the last bit. What an optimizer spoilt does not wait. Two roundings, not a fused one: replicas on
+    unlike processors must stay the same bits.
+    """
+    own = own.detach()
+    for here in _pieces(shared):
+        x = own[here].to(mark.dtype)
+        left = (mark[here] - x).sub_(spent[here])
+        torch.add(x, left.nan_to_num_(0.0, 0.0, 0.0), out=mark[here])
+        shared[here] -= update[here] / world
+        if preview is not None:
+            fold(shared[here], own[here], mark[here], preview)
+
+
 def select(x: Tensor, threshold: float, capacity: int, phase: float) -> tuple[Tensor, Tensor, Tensor]:
     """`capacity` of the sorted indices with |x| >= threshold, how many there are, and their tail sum.
 

@@ -78,6 +78,10 @@ def decode_low(bits: int, data: Tensor, count: int, dtype: torch.dtype) -> Tenso
     return decoded.flatten(-2)[..., :count].contiguous()
 
 
+def decode_low_into(bits: int, data: Tensor, out: Tensor) -> None:
+    out.copy_(decode_low(bits, data, out.shape[-1], out.dtype))
+
+
 def decode_low_sum(bits: int, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     """Of bytes of shape (rows, size) the sum of the rows' values, added up in the order of the rows."""
     total = decode_low(bits, data[0], count, dtype)

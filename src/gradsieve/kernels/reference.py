@@ -73,6 +73,23 @@ def waiting_above(mark: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, 
     return found, waits[found]
 
 
+def settle(
+    shared: Tensor,
+    own: Tensor,
+    mark: Tensor,
+    update: Tensor,
+    spent: Tensor,
+    world: int,
+    preview: float | None,
+) -> None:
+    x = own.to(mark.dtype)
+    left = (mark - x) - spent
+    mark.copy_(x + torch.where(left.isfinite(), left, 0.0))
+    shared.copy_(shared - update / world)
+    if preview is not None:
+        fold(shared, own, mark, preview)
+
+
 def fold(shared: Tensor, own: Tensor, mark: Tensor, preview: float) -> None:
     """own = shared - preview * waiting, rounded to its dtype; the mark goes along, so that as much waits."""
     waits = _waits(mark, own)

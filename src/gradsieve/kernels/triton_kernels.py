@@ -20,9 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gradsieve.kernels import fast
-from gradsieve.kernels.fast import above, fold, waiting, waiting_above
+from gradsieve.kernels.fast import above, fold, settle, waiting, waiting_above
 
-__all__ = ["above", "accumulate", "fold", "select", "try_out", "waiting", "waiting_above"]
+__all__ = ["above", "accumulate", "fold", "select", "settle", "try_out", "waiting", "waiting_above"]
 
 _BLOCK = 1024
 

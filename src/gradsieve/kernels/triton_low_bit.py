@@ -111,6 +111,10 @@ def decode_low(bits: int, data: Tensor, count: int, dtype: torch.dtype) -> Tenso
     return _launched(bits, data, out, data.shape[:-1].numel(), 1)
 
 
+def decode_low_into(bits: int, data: Tensor, out: Tensor) -> None:
+    _launched(bits, data, out, data.shape[:-1].numel(), 1)
+
+
 def decode_low_sum(bits: int, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     return _launched(bits, data, torch.empty(count, dtype=dtype, device=data.device), 1, len(data))
 

@@ -33,17 +33,21 @@ class Agreed(Scheme[State]):
     """How values travel. Who rounds keeps the rounding error, so that nothing is lost."""
 
 
-def sum_agreed(mine: Tensor, values: Values, ctx: Ctx) -> Program[tuple[Tensor, Tensor]]:
-    """The sum over ranks, and what this rank gave to it."""
+def sum_agreed(
+    mine: Tensor, values: Values, ctx: Ctx, room: Tensor | None = None
+) -> Program[tuple[Tensor, Tensor]]:
+    """The sum over ranks, and what this rank gave to it. `mine` is handed over, and `room`, if there is some:
+    as many elements that the sum may be written to."""
     if values == "exact":
         total = yield AllReduce(mine.clone())
         return total, mine
     codec, world, count = VALUE_CODECS[values], ctx.world, mine.numel()
     width, turn = -(-count // world), ctx.step % world
-    table = torch.nn.functional.pad(mine, (0, world * width - count)).view(world, width)
+    spare = world * width - count
+    told = (torch.nn.functional.pad(mine, (0, spare)) if spare else mine).view(world, width)
     with stage("encode"):
-        rows = codec.encode(table)
-        told = codec.decode(rows, width, mine.dtype)
+        rows = codec.encode(told)
+        codec.decode_into(rows, told)
     one_each = (1,) * world
     arrived = yield AllToAll(rows.roll(-turn, 0), one_each, one_each)  # row (r + step) mod P is rank r's
     with stage("decode"):
@@ -51,7 +55,8 @@ def sum_agreed(mine: Tensor, values: Values, ctx: Ctx) -> Program[tuple[Tensor, 
         row = codec.encode(exact[None])[0]
     sums = yield AllGather(row)
     with stage("decode"):
-        believed = codec.decode(sums.roll(turn, 0), width, mine.dtype)
+        believed = torch.empty_like(told) if spare or room is None else room.view(world, width)
+        codec.decode_into(sums.roll(turn, 0), believed)
         own = (ctx.rank + turn) % world
         told[own] += believed[own] - exact
     return believed.view(-1)[:count], told.view(-1)[:count]

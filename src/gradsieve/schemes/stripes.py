@@ -23,6 +23,11 @@ from gradsieve.schemes.base import log2_ceil
 from gradsieve.types import Ctx, Outcome, Program, Sparse, Vector
 from gradsieve.wire.values import VALUE_CODECS
 
+BLOCK = 256
+_LONG = 16 * BLOCK
+"""Elements a rank from which on a stretch ends where its last owner's last block of codes does: what needs no
+filling up need not be copied."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class State:
@@ -57,9 +62,14 @@ class Stripes(Agreed[State]):
         start, k = state.cursor, self.k(n)
         turns = max(1, (n - start + state.ahead) // k) if n else 1
         stop = start - (start - n) // turns
-        mine = acc[start:stop] if isinstance(acc, Tensor) else acc.between(start, stop)
+        if stop < n and stop - start > _LONG * ctx.world:
+            stop -= (stop - start) % (BLOCK * ctx.world)
+        if isinstance(acc, Tensor):
+            mine, room = acc[start:stop].clone(), None
+        else:
+            mine, room = acc.between(start, stop), acc.room(stop - start)
         # 2.
-        total, given = yield from sum_agreed(mine, self.values, ctx)
+        total, given = yield from sum_agreed(mine, self.values, ctx, room)
         state = State(n=n, cursor=stop % n if n else 0, ahead=min(n, max(0, state.ahead + stop - start - k)))
         return Outcome(Sparse.run(start, total, n), Sparse.run(start, given, n), state)
 

@@ -211,13 +211,15 @@ class Pipeline(ABC):
         self.states = sparse[0].settle(states) if sparse else states
         for index, way in enumerate(self._ways):
             if way.fallback is not None and any(way.told):
-                before, way.fallback = way.fallback, way.fallback.after(way.told[0], way.was_dense)
-                if before.goes_dense != way.fallback.goes_dense and self.rank == 0:
+                last, way.fallback = way.fallback, way.fallback.after(way.told[0], way.was_dense)
+                if last.goes_dense != way.fallback.goes_dense and self.rank == 0:
                     _log.info("step %d, unit %d of %d: %s", self.step, index, len(self.units), way.fallback)
             way.was_dense = way.dense
         told = self._ways[0].told
-        if self.budget is not None and any(told) and not self._ways[0].dense:
-            self.budget = self.budget.after(Times(*told))
+        if self.budget is not None and told and told[0] > 0.0 and not self._ways[0].dense:
+            before, self.budget = self.budget, self.budget.after(Times(*told))
+            if self.rank == 0 and self.budget.says(before):
+                _log.info("step %d: %s", self.step, self.budget.describe(self.world))
         self.step += 1
 
     def fall_back(self, links: Links) -> None:

@@ -90,6 +90,12 @@ class Fixed:
     def at(self, bits: float) -> Fixed:
         return self
 
+    def says(self, before: Budget) -> bool:
+        return False
+
+    def describe(self, world: int) -> str:
+        return _in_words(self.bits, world)
+
 
 @dataclass(frozen=True, slots=True)
 class Adaptive:
@@ -130,6 +136,16 @@ class Adaptive:
         now = replace(self, seen=(), epochs=self.epochs + 1)
         return now._after_look(usual) if self.looking else now._after_epoch(usual)
 
+    def says(self, before: Budget) -> bool:
+        """Whether what changed is worth a line: where a look ended, and where it settles after that."""
+        return not self.looking and self.epochs in (0, 8) and not self.seen and self != before
+
+    def describe(self, world: int) -> str:
+        return (
+            f"{_in_words(self.bits, world)}; with next to nothing sent, a step takes "
+            f"{1e3 * self.quickest:.1f} ms and its exchange {1e3 * self.shortest:.1f} ms"
+        )
+
     def _after_look(self, usual: Times) -> Adaptive:
         spare = _target(usual.room, usual.exchange) - usual.exchange
         first = _CAUTION * spare / self.bit if self.bit > 0 else self.most
@@ -149,6 +165,12 @@ class Adaptive:
         wanted = (target - self.shortest) / longer if longer > 0 else FASTEST
         factor = min(max(wanted, SLOWEST), FASTEST)
         return replace(self, bits=min(max(factor * self.bits, LEAST), self.most, self.ceiling))
+
+
+def _in_words(bits: float, world: int) -> str:
+    values, share = spend(bits, world)
+    turns = "" if share == 1.0 else f", so that nothing waits for more than about {1 / share:.0f} steps"
+    return f"sends {bits:.3g} bits a parameter and step: {share:.1%} of all, as {values}{turns}"
 
 
 def _target(room: float, shortest: float) -> float:

@@ -107,10 +107,11 @@ class StepPipeline(Pipeline):
     ) -> tuple[Vector, Sparse, Tensor]:
         """What waits, that of dense slots, and the rider: these and the probes."""
         local = self.local[index]
-        most = None if everything else self.scheme_of_this_step().k(local.unit.n)
+        scheme = self.scheme_of_this_step()
+        most = None if everything or scheme.is_whole else scheme.k(local.unit.n)
         here = local.dense_turn(self.step, most)
         dense = Sparse.run(here.start, local.waiting_dense(own, here), local.mark_dense.numel())
-        waiting = local.waiting(own)
+        waiting = local.waiting(own, exchanged=True)
         probes = self._probe_gradients(index) if self.step % 2 else probe(waiting, self.step)
         return waiting, dense, torch.cat([dense.values, probes])
 
@@ -145,8 +146,9 @@ class StepPipeline(Pipeline):
         parts = [noted.get(slot.name, none.new_zeros(here.size)) for slot, here in self._looked_at(index)]
         return with_square(torch.cat([none, *parts]))
 
-    def take_over(self, parameters: Mapping[str, Tensor]) -> bool:
-        """Settle what the exchange gave, after the programs of all units; parameters are only read.
+    def take_over(self, parameters: Mapping[str, Tensor], names: Set[str] = frozenset()) -> bool:
+        """Settle what the exchange gave, after the programs of all units. Parameters of these names are
+        folded at once; the others are only read.
 
         A sum that overflowed is the same on all ranks, and they all leave it: it still waits. Then False.
         """
@@ -167,10 +169,11 @@ class StepPipeline(Pipeline):
         fixed = self.treatment.preview
         self.preview = self.coherence.share(self.world) if fixed is None else fixed
         for index, (local, staged) in enumerate(zip(self.local, self._staged, strict=True)):
-            update, spent = staged.outcome.update, staged.outcome.spent
+            update, spent, dense = staged.outcome.update, staged.outcome.spent, staged.dense
+            soon = self.scheme.in_turn and update.count * WINDOWS >= update.numel
+            window = None if soon else self.step % WINDOWS
             with stats.timeline.stage("apply", index):
-                dense = staged.dense.update, staged.dense.spent
-                local.settle(update, spent, *dense, parameters, self.world, self.step % WINDOWS)
+                local.settle(update, spent, dense, parameters, self.world, window, self.preview, names)
         self.settle([staged.outcome.state for staged in self._staged])
         return True
 
@@ -182,7 +185,7 @@ class StepPipeline(Pipeline):
 
     def finish(self, parameters: Mapping[str, Tensor]) -> bool:
         """Both, where no optimizer moves in between."""
-        good = self.take_over(parameters)
+        good = self.take_over(parameters, self.own.keys())
         self.fold(parameters)
         return good
 

@@ -23,5 +23,8 @@ class LowBit:
     def decode(self, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         return kernels.decode_low(self.bits, data, count, dtype)
 
+    def decode_into(self, data: Tensor, out: Tensor) -> None:
+        kernels.decode_low_into(self.bits, data, out)
+
     def decode_sum(self, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         return kernels.decode_low_sum(self.bits, data, count, dtype)

@@ -47,6 +47,10 @@ class ValueCodec(Protocol):
     def decode(self, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         """Of bytes of shape (..., size) the values of shape (..., count)."""
 
+    def decode_into(self, data: Tensor, out: Tensor) -> None:
+        """As `decode`, into memory that is there already."""
+        out.copy_(self.decode(data, out.shape[-1], out.dtype))
+
     def decode_sum(self, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         """Of bytes of shape (rows, size) the sum of the rows' values, added up in the order of the rows."""
         rows = self.decode(data, count, dtype)

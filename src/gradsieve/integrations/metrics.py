@@ -1,0 +1,42 @@
+"""What `metrics()` tells of the last step.
+
+bits            moved by this rank, a parameter
+link            seconds of the exchange over those for which nobody needed it: 1 fills forward and backward
+staleness       steps for which what is sent now has waited
+rho             square of the mean gradient's length over that of a rank's own
+budget          bits that the next step may send; 0 where a density is given
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradsieve.sync import StepPipeline
+
+if TYPE_CHECKING:
+    from gradsieve.integrations.gradient_sync import GradientSync
+
+
+def metrics(sync: GradientSync) -> dict[str, Any]:
+    pipeline, stats = sync.pipeline, sync.pipeline.stats
+    elements = sum(unit.n for unit in pipeline.units)
+    norms = [waiting.norm() for waiting in pipeline.waiting()]
+    reports = [sync.scheme.report(state) for state in pipeline.states]
+    return {
+        "step": pipeline.step,
+        "skipped": pipeline.skipped,
+        "bits": 8 * stats.meter.moved / sum(p.numel() for p in sync.parameters.values()),
+        "link": pipeline.seconds() / sync.room if sync.room else 0.0,
+        "density": stats.sent / elements if elements else 0.0,
+        "bytes_sent": int(stats.meter.sent),
+        "bytes_received": int(stats.meter.received),
+        "collectives": stats.meter.collectives,
+        "seconds": dict(stats.seconds),
+        "residual_norm": float(torch.stack(norms).norm()) if norms else 0.0,
+        **sync.signs(),
+        **pipeline.figures(),
+        **({"rho": pipeline.rho} if isinstance(pipeline, StepPipeline) else {}),
+        **{key: max(report[key] for report in reports) for key in (reports[0] if reports else {})},
+    }
