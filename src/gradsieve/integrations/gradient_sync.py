@@ -91,7 +91,9 @@ class GradientSync:
         self._compared = 0  # the step after which replicas were last compared
         self._moved = True  # whether a step was taken since the last exchange began
         self._is_closed = False
-        self._begun_at = self.room = 0.0  # when the last exchange began, and for how long it was not needed
+        self._begun_at = self.room = self._worked = (
+            0.0  # when the last exchange began, and for how long it was not needed
+        )
         kernels.active()  # numba is loaded here and not in the first step
         self.engine = Engine(group)
         try:
@@ -178,7 +180,8 @@ class GradientSync:
             self._moved = False
         now = time.perf_counter()
         self._begun_at, began = now, self._begun_at
-        self.pipeline.times = Times(now - began if began else 0.0, self.room)
+        step = now - began if began else 0.0
+        self.pipeline.times = self.pipeline.times._replace(step=step, room=self.room)
         tensors = self.fitted.tensors()
         futures = []
         for index, unit in enumerate(self.pipeline.units):
@@ -196,7 +199,7 @@ class GradientSync:
         start = time.perf_counter()
         if under_way is not None:
             self.room = start - self._begun_at
-        done = self.engine.submit_call(lambda: self._settle(under_way, names), self.device)
+        done = self.engine.submit_call(lambda: self._settle(under_way, names, start), self.device)
         try:
             wait([done])
         finally:
@@ -210,8 +213,9 @@ class GradientSync:
             self._compare()  # now, and not after an optimizer's step: a rank may skip its own
         return under_way.was_good
 
-    def _settle(self, under_way: UnderWay | None, names: Set[str]) -> None:
-        """On the engine's thread, after the programs of the exchange."""
+    def _settle(self, under_way: UnderWay | None, names: Set[str], needed: float) -> None:
+        """On the engine's thread, after the programs of the exchange; `needed` is when it was called for."""
+        waited = time.perf_counter() - needed
         if under_way is not None and not under_way.is_taken_over:
             for future in under_way.futures:
                 future.result()
@@ -220,6 +224,10 @@ class GradientSync:
             under_way.is_taken_over = True
         if isinstance(self.pipeline, StepPipeline) and names:
             self.pipeline.fold(self.pipeline.own, names)
+        if under_way is not None:
+            worked = time.thread_time()
+            self.pipeline.times = Times(waited=waited, computed=worked - self._worked)
+            self._worked = worked
 
     def begin_step(self) -> None:
         self.fitted.note_rate()

@@ -230,7 +230,7 @@ class Pipeline(ABC):
 
     def _seconds_to_tell(self, index: int, way: Way) -> Sequence[float]:
         if self.budget is not None:
-            return self.times._replace(exchange=self.seconds()) if index == 0 else ()
+            return self.times if index == 0 else ()
         return [self.seconds(index)] if way.fallback is not None else []
 
     def seconds(self, index: int | None = None) -> float:

@@ -7,15 +7,13 @@ by what part of the energy that tells.
 ranks know the same means and choose alike, without a message for it:
 
     step       from one exchange's beginning to the next one's
-    room       from there until the optimizer needs what the exchange brings
-    exchange   what that took, computing included
+    room       of that, until the optimizer needs what the exchange brings
+    waited     what the optimizer then waited for
+    computed   processor time of the thread that exchanges: forward and backward may need the same processor
 
-It goes by epochs of a few steps: the median of steps and rooms, the quickest exchange, since in the others
-ranks waited for a slow one. Now and then it looks what a step and an exchange take when next to nothing is
-sent. Then it sends as much as fills FULL of the room; where even next to nothing does not fit there, as much
-as makes that MORE times as long, and not less: what an exchange costs however little it carries is not saved
-by carrying less. And less where steps take longer although the exchange is hidden: it needs the processor or
-the memory that forward and backward need too.
+It goes by epochs of a few steps, and takes medians. Now and then it looks how long is waited when next to
+nothing is sent: for the slowest rank, which no budget changes. Then more and more is sent until more than
+WAITED of a step is waited for beyond that, or more than COMPUTED of it computed.
 """
 
 from __future__ import annotations
@@ -39,15 +37,14 @@ EPOCH, SETTLING = 6, 2
 """Steps of an epoch, and those at its beginning that are not judged: seconds are told one step late."""
 LOOK_AGAIN = 40
 """Epochs between two looks."""
-FULL, MORE = 0.85, 1.2
-SLOWER = 1.05
-"""Times the quickest step from which on less is sent."""
+WAITED, COMPUTED = 0.03, 0.05
 SLOWEST, FASTEST = 0.5, 1.6
 """Factors within which the budget changes from one epoch to the next."""
+LESS, PATIENCE = 0.75, 1.03
+"""Of a budget that was waited for: what is tried instead; and the growth, an epoch, of what is not tried again
+yet, since one bad epoch says little."""
 _CAUTION = 0.5
 """Part of what the links promise that is tried first."""
-RELUCTANCE = 0.8
-"""Of a budget that slowed steps down: what is tried instead, until the next look."""
 _LONG = 1 << 16
 
 
@@ -56,7 +53,8 @@ class Times(NamedTuple):
 
     step: float = 0.0
     room: float = 0.0
-    exchange: float = 0.0
+    waited: float = 0.0
+    computed: float = 0.0
 
 
 def spend(bits: float, world: int) -> tuple[Values, float]:
@@ -109,11 +107,10 @@ class Adaptive:
     found: float = 0.0
     """Bits to go on with after the look that is being taken; 0: none were found so far."""
     looking: bool = True
-    quickest: float = 0.0
-    """Seconds of a step in which next to nothing was sent; and of the exchange in it."""
-    shortest: float = 0.0
+    waited: float = 0.0
+    """Part of a step that was waited when next to nothing was sent."""
     ceiling: float = float("inf")
-    """Bits that are not tried again before the next look."""
+    """Bits beyond which more was waited for."""
     epochs: int = 0
     """Since the last look."""
     seen: tuple[Times, ...] = ()
@@ -131,51 +128,41 @@ class Adaptive:
         seen = (*self.seen, times)
         if len(seen) < EPOCH:
             return replace(self, seen=seen)
-        steps, rooms, exchanges = zip(*seen[SETTLING:], strict=True)
-        usual = Times(statistics.median(steps), statistics.median(rooms), min(exchanges))
+        settled = seen[SETTLING:]
+        room = statistics.median(times.room for times in settled)
+        waited = statistics.median(times.waited / times.step for times in settled)
+        computed = statistics.median(times.computed / times.step for times in settled)
         now = replace(self, seen=(), epochs=self.epochs + 1)
-        return now._after_look(usual) if self.looking else now._after_epoch(usual)
+        return now._after_look(room, waited) if self.looking else now._after_epoch(waited, computed)
 
     def says(self, before: Budget) -> bool:
         """Whether what changed is worth a line: where a look ended, and where it settles after that."""
         return not self.looking and self.epochs in (0, 8) and not self.seen and self != before
 
     def describe(self, world: int) -> str:
-        return (
-            f"{_in_words(self.bits, world)}; with next to nothing sent, a step takes "
-            f"{1e3 * self.quickest:.1f} ms and its exchange {1e3 * self.shortest:.1f} ms"
-        )
+        return f"{_in_words(self.bits, world)}; {self.waited:.1%} of a step is waited for the slowest rank"
 
-    def _after_look(self, usual: Times) -> Adaptive:
-        spare = _target(usual.room, usual.exchange) - usual.exchange
-        first = _CAUTION * spare / self.bit if self.bit > 0 else self.most
+    def _after_look(self, room: float, waited: float) -> Adaptive:
+        first = _CAUTION * room / self.bit if self.bit > 0 else self.most
         bits = min(max(self.found or first, LEAST), self.most)
-        now = replace(self, looking=False, bits=bits, epochs=0)
-        return replace(now, quickest=usual.step, shortest=usual.exchange)
+        return replace(self, looking=False, bits=bits, waited=waited, epochs=0)
 
-    def _after_epoch(self, usual: Times) -> Adaptive:
+    def _after_epoch(self, waited: float, computed: float) -> Adaptive:
         if self.epochs >= LOOK_AGAIN:
-            return replace(self, looking=True, bits=LEAST, found=self.bits, ceiling=FASTEST * self.bits)
-        target = _target(usual.room, self.shortest)
-        hidden = usual.exchange <= min(target, usual.room)
-        if hidden and usual.step > SLOWER * self.quickest:
-            less = max(LEAST, RELUCTANCE * self.bits)
-            return replace(self, bits=less, ceiling=less)
-        longer = usual.exchange - self.shortest
-        wanted = (target - self.shortest) / longer if longer > 0 else FASTEST
-        factor = min(max(wanted, SLOWEST), FASTEST)
-        return replace(self, bits=min(max(factor * self.bits, LEAST), self.most, self.ceiling))
+            return replace(self, looking=True, bits=LEAST, found=self.bits)
+        if waited > self.waited + WAITED:
+            return replace(self, bits=max(LESS * self.bits, LEAST), ceiling=self.bits)
+        factor = COMPUTED / computed if computed > 0 else FASTEST
+        bits = self.bits * min(max(factor, SLOWEST), FASTEST)
+        return replace(
+            self, bits=min(max(bits, LEAST), self.most, self.ceiling), ceiling=PATIENCE * self.ceiling
+        )
 
 
 def _in_words(bits: float, world: int) -> str:
     values, share = spend(bits, world)
     turns = "" if share == 1.0 else f", so that nothing waits for more than about {1 / share:.0f} steps"
     return f"sends {bits:.3g} bits a parameter and step: {share:.1%} of all, as {values}{turns}"
-
-
-def _target(room: float, shortest: float) -> float:
-    """Seconds that an exchange may take."""
-    return max(FULL * room, MORE * shortest)
 
 
 Budget: TypeAlias = Fixed | Adaptive
