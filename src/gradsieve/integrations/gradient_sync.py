@@ -33,11 +33,12 @@ from gradsieve.integrations import replicas, saving, sayings
 from gradsieve.integrations.advice import Advisor, signs
 from gradsieve.integrations.metrics import metrics
 from gradsieve.integrations.optimizers import Optimizers, as_list
+from gradsieve.integrations.stopwatch import Stopwatch
 from gradsieve.integrations.two_models import TwoModels
 from gradsieve.presets import Preset, choose, choose_scheme
 from gradsieve.schemes.base import Scheme
 from gradsieve.sync import UNIT_CAP_MB, GradientPipeline, StepPipeline
-from gradsieve.sync.budget import Adaptive, Fixed, Times
+from gradsieve.sync.budget import Adaptive, Fixed
 from gradsieve.sync.fitted import Fitted
 from gradsieve.sync.tags import CALLS
 from gradsieve.telemetry import Span
@@ -91,9 +92,7 @@ class GradientSync:
         self._compared = 0  # the step after which replicas were last compared
         self._moved = True  # whether a step was taken since the last exchange began
         self._is_closed = False
-        self._begun_at = self.room = self._worked = (
-            0.0  # when the last exchange began, and for how long it was not needed
-        )
+        self.watch = Stopwatch()
         kernels.active()  # numba is loaded here and not in the first step
         self.engine = Engine(group)
         try:
@@ -142,7 +141,7 @@ class GradientSync:
 
     def enter(self) -> None:
         """Listen to the optimizers that step the model."""
-        self._begun_at = 0.0  # whatever was before is no step
+        self.watch.forget()
         self._optimizers = Optimizers(self.parameters, self)
 
     def leave(self) -> None:
@@ -178,10 +177,7 @@ class GradientSync:
         if self.exchanges_steps:
             self.pipeline.idle = 0 if self._moved else self.pipeline.idle + 1
             self._moved = False
-        now = time.perf_counter()
-        self._begun_at, began = now, self._begun_at
-        step = now - began if began else 0.0
-        self.pipeline.times = self.pipeline.times._replace(step=step, room=self.room)
+        self.pipeline.times = self.watch.begin()
         tensors = self.fitted.tensors()
         futures = []
         for index, unit in enumerate(self.pipeline.units):
@@ -198,8 +194,8 @@ class GradientSync:
             return True
         start = time.perf_counter()
         if under_way is not None:
-            self.room = start - self._begun_at
-        done = self.engine.submit_call(lambda: self._settle(under_way, names, start), self.device)
+            self.watch.need()
+        done = self.engine.submit_call(lambda: self._settle(under_way, names), self.device)
         try:
             wait([done])
         finally:
@@ -213,9 +209,9 @@ class GradientSync:
             self._compare()  # now, and not after an optimizer's step: a rank may skip its own
         return under_way.was_good
 
-    def _settle(self, under_way: UnderWay | None, names: Set[str], needed: float) -> None:
-        """On the engine's thread, after the programs of the exchange; `needed` is when it was called for."""
-        waited = time.perf_counter() - needed
+    def _settle(self, under_way: UnderWay | None, names: Set[str]) -> None:
+        """On the engine's thread, after the programs of the exchange."""
+        self.watch.got()
         if under_way is not None and not under_way.is_taken_over:
             for future in under_way.futures:
                 future.result()
@@ -225,9 +221,7 @@ class GradientSync:
         if isinstance(self.pipeline, StepPipeline) and names:
             self.pipeline.fold(self.pipeline.own, names)
         if under_way is not None:
-            worked = time.thread_time()
-            self.pipeline.times = Times(waited=waited, computed=worked - self._worked)
-            self._worked = worked
+            self.watch.done()
 
     def begin_step(self) -> None:
         self.fitted.note_rate()

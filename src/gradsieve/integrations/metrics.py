@@ -1,10 +1,10 @@
-"""What `metrics()` tells of the last step.
+"""What `metrics()` tells of the last step, among other things:
 
-bits            moved by this rank, a parameter
-link            seconds of the exchange over those for which nobody needed it: 1 fills forward and backward
-staleness       steps for which what is sent now has waited
-rho             square of the mean gradient's length over that of a rank's own
-budget          bits that the next step may send; 0 where a density is given
+bits        moved by this rank, a parameter
+link        seconds of the exchange over those for which nobody needed it: 1 fills them
+staleness   steps for which what is sent now has waited
+rho         square of the mean gradient's length over that of a rank's own
+budget      bits that the next step may send; 0 where a density is given
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def metrics(sync: GradientSync) -> dict[str, Any]:
         "step": pipeline.step,
         "skipped": pipeline.skipped,
         "bits": 8 * stats.meter.moved / sum(p.numel() for p in sync.parameters.values()),
-        "link": pipeline.seconds() / sync.room if sync.room else 0.0,
+        "link": pipeline.seconds() / sync.watch.room if sync.watch.room else 0.0,
         "density": stats.sent / elements if elements else 0.0,
         "bytes_sent": int(stats.meter.sent),
         "bytes_received": int(stats.meter.received),

@@ -37,12 +37,12 @@ EPOCH, SETTLING = 6, 2
 """Steps of an epoch, and those at its beginning that are not judged: seconds are told one step late."""
 LOOK_AGAIN = 40
 """Epochs between two looks."""
-WAITED, COMPUTED = 0.03, 0.05
+WAITED, COMPUTED = 0.05, 0.05
 SLOWEST, FASTEST = 0.5, 1.6
 """Factors within which the budget changes from one epoch to the next."""
 LESS, PATIENCE = 0.75, 1.03
-"""Of a budget that was waited for: what is tried instead; and the growth, an epoch, of what is not tried again
-yet, since one bad epoch says little."""
+"""Of a budget that was waited for: what is tried instead; and the growth, an epoch, of what is not tried
+again yet, since one bad epoch says little."""
 _CAUTION = 0.5
 """Part of what the links promise that is tried first."""
 _LONG = 1 << 16
