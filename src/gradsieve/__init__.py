@@ -1,6 +1,6 @@
 """Sparse gradient exchange for PyTorch data-parallel training.
 
-sync = gradsieve.attach(ddp, optimizer, scheme="exdyna", density=0.001)
+sync = gradsieve.attach(ddp, optimizer)
 """
 
 from gradsieve.errors import (
@@ -33,6 +33,7 @@ from gradsieve.schemes.oktopk import OkTopk
 from gradsieve.schemes.randomk import RandomK
 from gradsieve.schemes.sidco import Sidco
 from gradsieve.schemes.spardl import SparDL
+from gradsieve.schemes.stripes import Stripes
 from gradsieve.schemes.topk import TopK
 from gradsieve.schemes.topk_union import TopKUnion
 
@@ -65,6 +66,7 @@ __all__ = [
     "Scheme",
     "Sidco",
     "SparDL",
+    "Stripes",
     "TopK",
     "TopKUnion",
     "Treatment",

@@ -29,6 +29,7 @@ GATHERING = [
     "exdyna",
     "oktopk",
     "spardl",
+    "stripes",
     *COUNTS_FIRST,
 ]
 INTERESTING = [

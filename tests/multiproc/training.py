@@ -29,7 +29,7 @@ def registered(*, lossless: bool = True) -> list[str]:
     return [name for name, kind in SCHEMES.items() if not kind.silent and (lossless or not kind.lossless)]
 
 
-TYPICAL = ["dense", "topk", "gtopk", "cltk", "oktopk", "spardl", "exdyna"]
+TYPICAL = ["dense", "topk", "gtopk", "cltk", "oktopk", "spardl", "exdyna", "stripes"]
 """One scheme for each way of talking (a test sees to it): for what lies around the schemes, these tell."""
 
 

@@ -20,7 +20,7 @@ class Notes:
     def __init__(self) -> None:
         self.heard: list[tuple[str, list[str]]] = []
 
-    def before_update(self, names: Set[str]) -> None:
+    def before_update(self, names: Set[str], optimizer: Any) -> None:
         self.heard.append(("before", sorted(names)))
 
     def after_update(self, names: Set[str]) -> None:

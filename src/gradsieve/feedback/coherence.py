@@ -13,6 +13,7 @@ waits in one step (the preview, `local_steps.py`), of gradients in the next (`st
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,6 +54,14 @@ class Coherence:
 def places(n: int, step: int) -> Host:
     """Of n elements those that are looked at in this step, sorted."""
     return np.sort(np.random.default_rng(step).integers(n, size=count(n)))
+
+
+def places_in(sizes: Sequence[int], step: int) -> list[Host]:
+    """The same for vectors of these sizes, laid end to end: places in each of them."""
+    ends = np.cumsum(sizes)
+    drawn = places(int(ends[-1]), step)
+    inside = np.split(drawn, np.searchsorted(drawn, ends)[:-1])
+    return [here - (end - size) for here, end, size in zip(inside, ends.tolist(), sizes, strict=True)]
 
 
 def count(n: int) -> int:

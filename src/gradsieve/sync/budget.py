@@ -107,8 +107,8 @@ class Adaptive:
     found: float = 0.0
     """Bits to go on with after the look that is being taken; 0: none were found so far."""
     looking: bool = True
-    waited: float = 0.0
-    """Part of a step that was waited when next to nothing was sent."""
+    alone: Times = Times()
+    """Of a step in which next to nothing was sent."""
     ceiling: float = float("inf")
     """Bits beyond which more was waited for."""
     epochs: int = 0
@@ -129,30 +129,31 @@ class Adaptive:
         if len(seen) < EPOCH:
             return replace(self, seen=seen)
         settled = seen[SETTLING:]
-        room = statistics.median(times.room for times in settled)
-        waited = statistics.median(times.waited / times.step for times in settled)
-        computed = statistics.median(times.computed / times.step for times in settled)
+        median = Times(*(statistics.median(seconds) for seconds in zip(*settled, strict=True)))
         now = replace(self, seen=(), epochs=self.epochs + 1)
-        return now._after_look(room, waited) if self.looking else now._after_epoch(waited, computed)
+        return now._after_look(median) if self.looking else now._after_epoch(median)
 
     def says(self, before: Budget) -> bool:
         """Whether what changed is worth a line: where a look ended, and where it settles after that."""
         return not self.looking and self.epochs in (0, 8) and not self.seen and self != before
 
     def describe(self, world: int) -> str:
-        return f"{_in_words(self.bits, world)}; {self.waited:.1%} of a step is waited for the slowest rank"
+        return (
+            f"{_in_words(self.bits, world)}; with next to nothing sent, {1e3 * self.alone.waited:.1f} ms of "
+            f"{1e3 * self.alone.step:.1f} are waited for the slowest rank"
+        )
 
-    def _after_look(self, room: float, waited: float) -> Adaptive:
-        first = _CAUTION * room / self.bit if self.bit > 0 else self.most
+    def _after_look(self, median: Times) -> Adaptive:
+        first = _CAUTION * median.room / self.bit if self.bit > 0 else self.most
         bits = min(max(self.found or first, LEAST), self.most)
-        return replace(self, looking=False, bits=bits, waited=waited, epochs=0)
+        return replace(self, looking=False, bits=bits, alone=median, epochs=0)
 
-    def _after_epoch(self, waited: float, computed: float) -> Adaptive:
+    def _after_epoch(self, median: Times) -> Adaptive:
         if self.epochs >= LOOK_AGAIN:
             return replace(self, looking=True, bits=LEAST, found=self.bits)
-        if waited > self.waited + WAITED:
+        if median.waited > self.alone.waited + WAITED * self.alone.step:
             return replace(self, bits=max(LESS * self.bits, LEAST), ceiling=self.bits)
-        factor = COMPUTED / computed if computed > 0 else FASTEST
+        factor = COMPUTED * median.step / median.computed if median.computed > 0 else FASTEST
         bits = self.bits * min(max(factor, SLOWEST), FASTEST)
         return replace(
             self, bits=min(max(bits, LEAST), self.most, self.ceiling), ceiling=PATIENCE * self.ceiling

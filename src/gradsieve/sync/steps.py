@@ -17,12 +17,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gradsieve.comm.meter import Meter
-from gradsieve.feedback.coherence import Coherence, count, places, probe, squares, with_square
+from gradsieve.feedback.coherence import Coherence, count, places_in, probe, squares, with_square
 from gradsieve.feedback.local_steps import WINDOWS, LocalSteps
 from gradsieve.feedback.treatment import Treatment
 from gradsieve.feedback.units import Slot, flat_view
@@ -132,11 +131,7 @@ class StepPipeline(Pipeline):
     def _looked_at(self, index: int) -> Iterator[tuple[Slot, Host]]:
         """Places in each parameter of a unit, dense ones too."""
         slots = self.units[index].slots
-        ends = np.cumsum([slot.numel for slot in slots])
-        drawn = places(int(ends[-1]), self.step)
-        inside = np.split(drawn, np.searchsorted(drawn, ends)[:-1])
-        for slot, end, here in zip(slots, ends.tolist(), inside, strict=True):
-            yield slot, here - (end - slot.numel)
+        yield from zip(slots, places_in([slot.numel for slot in slots], self.step), strict=True)
 
     def _probe_gradients(self, index: int) -> Tensor:
         """0 where this rank took no step: it then says nothing about the others' agreement."""

@@ -1,0 +1,148 @@
+"""What a budget buys, and how one is found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gradsieve.comm.links import Links
+from gradsieve.errors import ConfigError
+from gradsieve.feedback.treatment import Treatment
+from gradsieve.presets import choose_scheme
+from gradsieve.schemes.exdyna import ExDyna
+from gradsieve.schemes.stripes import Stripes
+from gradsieve.sync.budget import EPOCH, LEAST, LOOK_AGAIN, Adaptive, Fixed, Times, cost, spend
+
+LINKS = Links(latency=1e-4, word=4e-9)  # a word of four bytes at 8 Gbit/s
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 16, 64])
+@pytest.mark.parametrize("bits", [0.05, 0.15, 0.75, 1.5, 3.0, 6.0, 20.0, 64.0])
+def test_a_budget_is_kept(bits: float, world: int) -> None:
+    values, share = spend(bits, world)
+    assert 0 < share <= 1
+    assert share * cost(values, world) <= bits * 1.0001
+
+
+def test_more_bits_tell_more_first_by_longer_stretches_then_by_wider_codes() -> None:
+    bought = [spend(bits, 4) for bits in (0.1, 0.4, 1.5, 3.1, 6.2, 25.0, 48.0)]
+    assert [values for values, _ in bought] == ["sign", "sign", "sign", "int2", "int4", "bf16", "exact"]
+    shares = [share for values, share in bought if values == "sign"]
+    assert shares == sorted(shares)
+
+
+def test_a_rank_alone_sends_nothing_and_rounds_nothing() -> None:
+    assert spend(0.1, 1) == ("exact", 1.0)
+
+
+@pytest.mark.parametrize("bits", [0.0, -1.0, float("nan")])
+def test_no_budget_is_refused(bits: float) -> None:
+    with pytest.raises(ConfigError, match="bits are a budget"):
+        Fixed(bits)
+
+
+class Machine:
+    """A step of 100 ms of which 80 are room; sending takes so many milliseconds a bit, computing too."""
+
+    def __init__(self, send: float, compute: float = 0.1) -> None:
+        self.send, self.compute = send, compute
+
+    def run(self, budget: Adaptive, epochs: int) -> Adaptive:
+        for _ in range(EPOCH * epochs):
+            waited = max(0.0, self.send * budget.bits - 80.0)
+            seconds = (100.0 + waited, 80.0, waited, self.compute * budget.bits)
+            budget = budget.after(Times(*(each / 1e3 for each in seconds)))
+            assert isinstance(budget, Adaptive)
+        return budget
+
+
+def found(machine: Machine, epochs: int = 30) -> float:
+    return machine.run(Adaptive.over(LINKS, 25_000_000, 4), epochs).bits
+
+
+def test_a_slow_link_is_filled_and_not_more() -> None:
+    """80 ms of room at 40 ms a bit: two bits, and what may be waited for."""
+    assert 1.5 < found(Machine(send=40.0)) < 2.5
+
+
+def test_ten_times_the_rate_gives_ten_times_the_bits() -> None:
+    slow, fast = found(Machine(send=400.0)), found(Machine(send=40.0))
+    assert 7 < fast / slow < 13
+
+
+def test_a_link_without_end_carries_everything_as_it_is() -> None:
+    assert found(Machine(send=0.1, compute=0.01)) == cost("exact", 4)
+
+
+def test_what_computing_costs_bounds_it_too() -> None:
+    """5 ms of 100 at 2 ms a bit."""
+    assert 2.0 < found(Machine(send=0.1, compute=2.0)) < 3.0
+
+
+def test_a_link_that_carries_nothing_still_carries_the_least() -> None:
+    assert found(Machine(send=1e5)) == LEAST
+
+
+def test_a_busier_link_is_given_less_and_a_free_one_more() -> None:
+    budget = Machine(send=40.0).run(Adaptive.over(LINKS, 25_000_000, 4), 30)
+    busy = Machine(send=160.0).run(budget, 30)
+    free = Machine(send=40.0).run(busy, 2 * LOOK_AGAIN)
+    assert busy.bits < 0.4 * budget.bits
+    assert free.bits > 0.7 * budget.bits
+
+
+def test_waiting_for_a_slow_rank_is_not_the_budgets_fault() -> None:
+    class Straggling(Machine):
+        def run(self, budget: Adaptive, epochs: int) -> Adaptive:
+            for _ in range(EPOCH * epochs):
+                late = 20.0 + max(0.0, self.send * budget.bits - 100.0)
+                seconds = (100.0 + late, 80.0, late, 0.0)
+                budget = budget.after(Times(*(each / 1e3 for each in seconds)))
+            return budget
+
+    assert found(Straggling(send=40.0)) > 2.0
+
+
+def test_it_looks_again_from_time_to_time() -> None:
+    budget = Machine(send=40.0).run(Adaptive.over(LINKS, 25_000_000, 4), 1 + LOOK_AGAIN)
+    assert budget.looking
+    assert budget.bits == LEAST
+    assert Machine(send=40.0).run(budget, 1).bits == pytest.approx(budget.found)
+
+
+def test_a_resumed_run_looks_first_and_goes_on_from_where_it_was() -> None:
+    budget = Adaptive.over(LINKS, 25_000_000, 4).at(1.5)
+    assert budget.looking
+    assert Machine(send=40.0).run(budget, 1).bits == 1.5
+    assert Fixed(0.5).at(0.7) == Fixed(0.5)
+
+
+def test_what_is_said_tells_bits_and_age() -> None:
+    said = replace(Adaptive.over(LINKS, 1000, 4), bits=0.4).describe(4)
+    assert "0.4 bits a parameter" in said
+    assert "sign" in said
+    assert "4 steps" in said
+
+
+# -- which scheme a run gets ----------------------------------------------------------------------------
+
+
+def test_who_asks_for_nothing_gets_stripes_and_a_budget() -> None:
+    assert choose_scheme(None, None, None, "default") == Stripes()
+    assert choose_scheme(None, None, 0.5, "default") == Stripes()
+
+
+@pytest.mark.parametrize("preset", ["paper", Treatment(exchange="gradients")])
+def test_gradients_are_exchanged_by_exdyna(preset: object) -> None:
+    assert choose_scheme(None, None, None, preset) == ExDyna()  # type: ignore[arg-type]
+
+
+def test_a_density_alone_is_exdynas() -> None:
+    assert choose_scheme(None, 0.02, None, "default") == ExDyna(density=0.02)
+
+
+@pytest.mark.parametrize("given", [("exdyna", None), (None, 0.1)])
+def test_a_budget_beside_a_scheme_or_a_density_is_refused(given: tuple[str | None, float | None]) -> None:
+    with pytest.raises(ConfigError, match="bits="):
+        choose_scheme(*given, 0.5, "default")
