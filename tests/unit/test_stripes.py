@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -28,7 +30,7 @@ def test_everything_has_its_turn_and_as_much_is_sent_as_asked_for(n: int, densit
     turns = -(-n // k)
     steps = min(3 * turns, 60)
     seen = stretches(n, density, steps, world=2)
-    assert all(now[0] == before[1] % n for before, now in zip(seen, seen[1:], strict=False))
+    assert all(now[0] == before[1] % n for before, now in pairwise(seen))
     if steps >= 2 * turns:
         marks = torch.zeros(n)
         for start, stop in seen[: 2 * turns]:

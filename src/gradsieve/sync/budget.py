@@ -57,6 +57,9 @@ class Times(NamedTuple):
     computed: float = 0.0
 
 
+_NONE = Times()
+
+
 def spend(bits: float, world: int) -> tuple[Values, float]:
     """How values travel, and the share of all that does, for so many bits a parameter and step."""
     if world == 1:
@@ -107,7 +110,7 @@ class Adaptive:
     found: float = 0.0
     """Bits to go on with after the look that is being taken; 0: none were found so far."""
     looking: bool = True
-    alone: Times = Times()
+    alone: Times = _NONE
     """Of a step in which next to nothing was sent."""
     ceiling: float = float("inf")
     """Bits beyond which more was waited for."""
