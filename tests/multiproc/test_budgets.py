@@ -1,0 +1,148 @@
+"""What a user gets who asks for nothing, or for so many bits; and how long steps are then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradsieve
+from gradsieve.sync import StepPipeline
+from gradsieve.sync.budget import Adaptive
+from multiproc.harness import Ranks
+from multiproc.models import Mlp, batch
+
+RATE = 0.01
+
+
+class Learning:
+    """With AdamW, every rank on batches of its own."""
+
+    def __init__(self, rank: int, **asked: Any) -> None:
+        self.rank, self.model = rank, Mlp()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE)
+        self.ddp = DistributedDataParallel(self.model)
+        self.sync = gradsieve.attach(self.ddp, self.optimizer, **asked)
+        assert isinstance(self.sync.pipeline, StepPipeline)
+        self.pipeline = self.sync.pipeline
+
+    def backward(self, step: int) -> None:
+        inputs, labels = batch(step, self.rank)
+        self.optimizer.zero_grad()
+        nn.functional.cross_entropy(self.ddp(inputs), labels).backward()
+
+    def train(self, begin: int, end: int) -> Learning:
+        for step in range(begin, end):
+            self.backward(step)
+            self.optimizer.step()
+        return self
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+
+def asking_for_nothing(rank: int) -> tuple[dict[str, Any], bool, list[Tensor]]:
+    run = Learning(rank).train(0, 30)
+    figures = run.sync.metrics()
+    run.sync.verify()
+    run.sync.flush()
+    return figures, isinstance(run.pipeline.budget, Adaptive), run.weights
+
+
+def test_who_asks_for_nothing_gets_a_budget_that_all_ranks_find_alike(two: Ranks) -> None:
+    (first, adaptive, weights), (second, _, others) = two.run(asking_for_nothing)
+    assert adaptive
+    assert first["budget"] == second["budget"] > 0
+    assert first["rho"] == second["rho"]
+    assert first["bits"] > 0
+    assert first["link"] > 0
+    assert all(map(torch.equal, weights, others))
+
+
+def with_bits(rank: int, bits: float) -> tuple[float, list[Tensor]]:
+    run = Learning(rank, bits=bits).train(0, 20)
+    sent = run.sync.metrics()["bits"]
+    run.sync.flush()
+    return sent, run.weights
+
+
+def test_so_many_bits_are_sent_and_the_same_run_gives_the_same_bits_again(two: Ranks) -> None:
+    once, again = (two.run(with_bits, 0.5)[0] for _ in range(2))
+    assert 0.2 < once[0] <= 0.7  # stretches are whole numbers of elements
+    assert all(map(torch.equal, once[1], again[1]))
+
+
+def unlike(rank: int) -> str:
+    with pytest.raises(gradsieve.MismatchError) as error:
+        Learning(rank, bits=0.5 + rank)
+    return str(error.value)
+
+
+def test_ranks_with_different_budgets_are_told(two: Ranks) -> None:
+    for said in two.run(unlike):
+        assert "bits" in said
+        assert "1.5" in said
+
+
+def noisy(rank: int) -> tuple[float, float, float]:
+    """Steps by noise alone: each rank's own way is as long as the rate says, times 1/sqrt(rho)."""
+    run = Learning(rank, bits=2.0)
+    source = torch.Generator().manual_seed(rank)
+    for step in range(60):
+        run.backward(step)
+        for parameter in run.model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=source)
+        run.optimizer.step()
+    run.backward(60)
+    own = torch.cat([part.clone() for part in run.pipeline.own.values()])
+    for parameter in run.model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=source)
+    run.optimizer.step()
+    moved = torch.cat(list(run.pipeline.own.values())) - own
+    return run.pipeline.rho, float(moved.square().mean().sqrt()), run.optimizer.param_groups[0]["lr"]
+
+
+def test_where_noise_rules_steps_of_adam_are_longer_by_the_root_of_the_ranks(two: Ranks) -> None:
+    (rho, moved, rate), (other, _, _) = two.run(noisy)
+    assert rho == other
+    assert 0.5 <= rho < 0.6
+    assert rate == RATE, "the user's rate is the user's again"
+    usual = RATE * (0.1 / 1.9) ** 0.5  # root mean square of a step of Adam by noise
+    assert moved == pytest.approx(usual / rho**0.5, rel=0.35)  # what was folded meanwhile is in it too
+
+
+def resumed(rank: int) -> tuple[float, float, float]:
+    run = Learning(rank, bits=0.5).train(0, 20)
+    stored = {"model": run.model.state_dict(), "sync": run.sync.state_dict()}
+    rho = run.pipeline.rho
+    run.sync.close()
+    again = Learning(rank, bits=0.5)
+    fresh = again.pipeline.rho
+    again.model.load_state_dict(stored["model"])
+    again.sync.load_state_dict(stored["sync"])
+    return rho, fresh, again.pipeline.rho
+
+
+def test_a_checkpoint_keeps_the_length_of_steps(two: Ranks) -> None:
+    for rho, fresh, loaded in two.run(resumed):
+        assert rho == loaded < fresh == 1.0
+
+
+def clipped(rank: int) -> tuple[float, float, float, float]:
+    run = Learning(rank, bits=0.5).train(0, 20)
+    run.backward(20)
+    gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
+    before = float(torch.cat([g.flatten() for g in gradients]).norm())
+    norm = float(run.sync.clip_grad_norm_(1e-3))
+    after = float(torch.cat([g.flatten() for g in gradients]).norm())
+    return run.pipeline.rho, before, norm, after
+
+
+def test_clipping_means_the_norm_that_the_mean_of_all_ranks_would_have(two: Ranks) -> None:
+    for rho, before, norm, after in two.run(clipped):
+        assert norm == pytest.approx(before * rho**0.5)
+        assert after == pytest.approx(1e-3 / rho**0.5, rel=1e-3)
