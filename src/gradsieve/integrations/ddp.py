@@ -230,10 +230,10 @@ def attach(
 ) -> DdpSync:
     """Replace DDP's dense all-reduce by an exchange that forward and backward hide.
 
-    With neither `scheme` nor `density`, as many bits are sent as that takes: all elements in turn, in few bits
-    each. `bits` fixes how many a parameter and step, for runs that must be the same again. `scheme` is a name
-    ("exdyna", "micro", "topk", ...) or an object such as `gradsieve.ExDyna(density=0.01)`; a `density` alone
-    is ExDyna's.
+    With neither `scheme` nor `density`, as many bits are sent as that allows: all elements in turn, in few
+    bits each. `bits` fixes how many a parameter and step, for runs that must be the same again. `scheme` is a
+    name ("exdyna", "micro", "topk", ...) or an object such as `gradsieve.ExDyna(density=0.01)`; a `density`
+    alone is ExDyna's.
     `preset` is "default" (every rank steps its own model, and what the steps moved is exchanged), "paper"
     (the scheme as published) or a `gradsieve.Treatment`. Where gradients are exchanged, hand a `GradScaler`
     over as `scaler`: residuals then follow its scale.
