@@ -411,14 +411,16 @@ def _seen_once(work: Callable[[], object]) -> bool:
     inside.wait()
     seen = not done
     thread.join()
+    assert done, "the work itself failed"
     return seen
 
 
 def test_every_compiled_kernel_lets_other_threads_run() -> None:
-    a, b, c, d = (torch.zeros(1 << 20) for _ in range(4))
+    a, b, c, d, e = (torch.zeros(1 << 20) for _ in range(5))
     form = choice.on_cpu()
     assert seen_while_running(lambda: form.accumulate(a, b, 1.0, c))
-    assert seen_while_running(lambda: form.waiting(a, b, c, d))
+    assert seen_while_running(lambda: form.waiting(a, b, c))
+    assert seen_while_running(lambda: form.settle(a, b, c, d, e, 4, 0.5))
     assert seen_while_running(lambda: form.fold(a, b, c, 1.0))
     assert seen_while_running(lambda: form.above(a, 1.0))
     assert seen_while_running(lambda: form.waiting_above(a, b, 1.0))
