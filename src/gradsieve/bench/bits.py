@@ -13,6 +13,7 @@ and the beginning of the vector, the last layer's, is like no other part.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -59,8 +60,8 @@ class Plan:
     """Before the first snapshot."""
     snapshots: int = 4
     every: int = 7
-    """Steps from one snapshot to the next. Not 10, which are three rounds of stripes at their default density:
-    it would be the same stretch's turn in every snapshot."""
+    """Steps from one snapshot to the next. Not 10, which are three rounds of stripes at their default
+    density: it would be the same stretch's turn in every snapshot."""
 
     def cases(self) -> list[Case]:
         return [case for text in self.schemes for case in _cases(text, self.values, self.densities)]
@@ -145,9 +146,9 @@ def record(task: str, plan: Plan, after_step: Callable[[int], None] = lambda ste
 
 
 def told(mean: Tensor, update: Sparse, world: int) -> float:
-    """Share of the energy of `mean` that the update, a sum over ranks, takes away; below 0 where it adds some.
+    """Share of the energy of `mean` that the update, a sum over ranks, takes away.
 
-    Of a vector of zeros everything is told.
+    It is below 0 where the update adds more than it takes away. Of a vector of zeros everything is told.
     """
     energy = mean.square().sum()
     if not energy:
@@ -160,11 +161,11 @@ def told(mean: Tensor, update: Sparse, world: int) -> float:
 def bound(bits: float, world: int) -> float:
     """Most that so many bits a parameter tell of a Gaussian vector: R bits an element leave 2^(-2 R) of it.
 
-    Up and down they are 2 R (P-1)/P, of which the bound knows no better use than R bits for everybody, from
-    one rank that has the mean already.
+    R bits up and R bits down are 2 R (P-1)/P moved. It is as if one rank had the mean already and only had to
+    tell it, and holds where all elements are Gaussian, alike and independent: not where tails are heavy.
     """
     rate = bits / (2 * (world - 1) / world)
-    return 1.0 - 2.0 ** (-2.0 * rate)
+    return 1.0 - math.exp2(-2.0 * rate)
 
 
 class Bench:

@@ -22,8 +22,8 @@ _DARK, _LIGHT = 0.95, 0.35
 _MARKS = dict(zip(VALUE_CODECS, "osD^vP", strict=True))
 _STYLES = ("-", "--", ":", "-.")
 _GREY_MARKS = ("", "x", "+", "1", "2", "3", "4", "|", "_", ".")
-_LEAST_BITS = 1e-3
-"""An exchange of next to nothing has no place on a logarithmic scale."""
+_LEAST_BITS = 0.01
+"""Fewer are left out: on a logarithmic scale, next to nothing takes as much room as the rest."""
 _POINTS = 200
 _DPI = 150
 
@@ -73,6 +73,7 @@ def looks(families: Sequence[Family]) -> Iterator[tuple[Family, dict[str, Any]]]
     from matplotlib import colormaps
 
     order, grey = list(VALUE_CODECS), 0
+    colour: Any
     for scheme, values in families:
         if scheme in _SHADES:
             part = order.index(values) / (len(order) - 1)

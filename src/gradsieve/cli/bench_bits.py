@@ -14,15 +14,17 @@ _DESCRIPTION = """\
 How much one exchange tells of what waits, for the bits it takes: every scheme and way to send values.
 
 Trains tasks on virtual ranks in this one process, with exchange of steps by stripes as they are by default,
-and keeps now and then what waits on each rank just before an exchange. Every scheme is shown the same vectors.
-What an exchange tells is not taken away from them: these are figures of one exchange, not of a training.
+and keeps now and then what waits on each rank just before an exchange. Every scheme is shown the same
+vectors, and what an exchange tells is not taken away from them: these are figures of one exchange, not of a
+training in which a scheme meets what it has left itself. Stripes are measured over whole rounds, others on
+every snapshot, those that remember after they have seen all of them once.
 
 columns:
   values    how values travel
   density   share of the elements that is asked for
   bits      moved by the busiest rank, for one parameter
-  told      share of the energy of the mean over ranks that the update brings: 1 - |mean - update|^2 / |mean|^2,
-            the update as a mean as well; below 0 where it brings more noise than news
+  told      share of the energy of the mean over ranks that the update brings: 1 - |mean - update/P|^2 over
+            |mean|^2; below 0 where it brings more noise than news
   bound     most that as many bits tell of a Gaussian vector, 1 - 2^(-2R) with R bits an element, which are
             2R(P-1)/P up and down
 
