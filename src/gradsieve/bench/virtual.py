@@ -111,7 +111,7 @@ def train(run: Run, after_step: Callable[[], None] = lambda: None) -> Course:
         for member in members:
             member.backward()
         last = step == steps
-        _exchange(members, everything=last and members[0].pipeline.exchanges_gradients)
+        exchange(members, everything=last and members[0].pipeline.exchanges_gradients)
         watch.note(step)
         for member in members:
             member.step()
@@ -119,7 +119,7 @@ def train(run: Run, after_step: Callable[[], None] = lambda: None) -> Course:
             watch.judge(step)
         after_step()
     if not members[0].pipeline.exchanges_gradients:
-        _exchange(members, everything=True)
+        exchange(members, everything=True)
         watch.note(steps)
     watch.judge(steps)
     watch.course.bytes_sent /= steps
@@ -127,7 +127,8 @@ def train(run: Run, after_step: Callable[[], None] = lambda: None) -> Course:
     return watch.course
 
 
-def _exchange(members: list[Member], everything: bool) -> None:
+def exchange(members: list[Member], everything: bool = False) -> None:
+    """One exchange of all units; every rank takes over what it gave."""
     tensors = [member.fitted.tensors() for member in members]
     for index in range(len(members[0].pipeline.units)):
         lockstep.run(

@@ -106,6 +106,18 @@ def models(text: str) -> list[str]:
     return names
 
 
+def tasks(text: str) -> list[str]:
+    from gradsieve.bench.tasks import TASKS
+
+    names = list(TASKS) if text == "all" else list(dict.fromkeys(text.split(",")))
+    unknown = [name for name in names if name not in TASKS]
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            f"no task is called {', '.join(map(repr, unknown))}; there are: {', '.join(TASKS)}"
+        )
+    return names
+
+
 def drawable(path: Path | None) -> None:
     if path is not None and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: pip install 'gradsieve[plot]'")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gradsieve.cli import (
     bench_accuracy,
+    bench_bits,
     bench_exchange,
     bench_lost,
     bench_memory,
@@ -54,6 +55,7 @@ def add_parser(subparsers: Commands) -> None:
     bench_time_to_accuracy.add_parser(commands)
     _add_traffic(commands)
     bench_schemes.add_parser(commands)
+    bench_bits.add_parser(commands)
     bench_memory.add_parser(commands)
     bench_lost.add_parser(commands)
     bench_accuracy.add_parser(commands)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gradsieve.cli.arguments import Commands, add_command, densities, drawable, schemes, size, worlds
+from gradsieve.cli.arguments import Commands, add_command, densities, drawable, schemes, size, tasks, worlds
 from gradsieve.cli.progress import progress
 from gradsieve.errors import ConfigError
 
@@ -40,7 +40,7 @@ examples:
 def add_parser(commands: Commands) -> None:
     summary = "final accuracy of whole trainings, on virtual ranks"
     add = add_command(commands, "accuracy", run, summary, _DESCRIPTION, _EXAMPLES).add_argument
-    add("--tasks", type=_tasks, default="all", metavar="LIST", help="what is trained (default: all)")
+    add("--tasks", type=tasks, default="all", metavar="LIST", help="what is trained (default: all)")
     add(
         "--syncs",
         type=_syncs,
@@ -133,15 +133,3 @@ def _syncs(text: str) -> list[str]:
             raise argparse.ArgumentTypeError(str(error)) from None
         found.append(each)
     return list(dict.fromkeys(found))
-
-
-def _tasks(text: str) -> list[str]:
-    from gradsieve.bench.tasks import TASKS
-
-    names = list(TASKS) if text == "all" else list(dict.fromkeys(text.split(",")))
-    unknown = [name for name in names if name not in TASKS]
-    if unknown:
-        raise argparse.ArgumentTypeError(
-            f"no task is called {', '.join(map(repr, unknown))}; there are: {', '.join(TASKS)}"
-        )
-    return names
