@@ -76,12 +76,12 @@ def test_a_link_without_end_carries_everything_as_it_is() -> None:
 
 
 def test_what_computing_costs_bounds_it_too() -> None:
-    """5 ms of 100 at 2 ms a bit."""
-    assert 2.0 < found(Machine(send=0.1, compute=2.0)) < 3.0
+    """2.5 ms of 100 at 2 ms a bit."""
+    assert 1.0 < found(Machine(send=0.1, compute=2.0)) < 1.5
 
 
 def test_a_link_that_carries_nothing_still_carries_the_least() -> None:
-    assert found(Machine(send=1e5)) < 1.2 * LEAST
+    assert found(Machine(send=1e5)) < 2 * LEAST
 
 
 def test_a_busier_link_is_given_less_and_a_free_one_more() -> None:
@@ -89,7 +89,7 @@ def test_a_busier_link_is_given_less_and_a_free_one_more() -> None:
     busy = Machine(send=160.0).run(budget, 30)
     free = Machine(send=40.0).run(busy, 2 * LOOK_AGAIN)
     assert busy.bits < 0.4 * budget.bits
-    assert free.bits > 0.7 * budget.bits
+    assert free.bits > 0.6 * budget.bits
 
 
 def test_waiting_for_a_slow_rank_is_not_the_budgets_fault() -> None:

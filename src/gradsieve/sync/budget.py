@@ -37,14 +37,16 @@ EPOCH, SETTLING = 6, 2
 """Steps of an epoch, and those at its beginning that are not judged: seconds are told one step late."""
 LOOK_AGAIN = 40
 """Epochs between two looks."""
-WAITED, COMPUTED = 0.05, 0.05
+WAITED, COMPUTED = 0.05, 0.025
+"""The second is small for hosts on which ranks share a processor: there a second computed costs two."""
 SLOWEST, FASTEST = 0.5, 1.6
 """Factors within which the budget changes from one epoch to the next."""
 LESS, PATIENCE = 0.75, 1.03
 """Of a budget that was waited for: what is tried instead; and the growth, an epoch, of what is not tried
 again yet, since one bad epoch says little."""
-_CAUTION = 0.5
-"""Part of what the links promise that is tried first."""
+_CAUTION, _FIRST = 0.5, 0.5
+"""Part of what the links promise that is tried first; and bits at most, as links do not tell what computing
+costs."""
 _LONG = 1 << 16
 
 
@@ -147,8 +149,8 @@ class Adaptive:
         )
 
     def _after_look(self, median: Times) -> Adaptive:
-        first = _CAUTION * median.room / self.bit if self.bit > 0 else self.most
-        bits = min(max(self.found or first, LEAST), self.most)
+        first = _CAUTION * median.room / self.bit if self.bit > 0 else _FIRST
+        bits = max(self.found or min(first, _FIRST), LEAST)
         return replace(self, looking=False, bits=bits, alone=median, epochs=0)
 
     def _after_epoch(self, median: Times) -> Adaptive:
