@@ -20,15 +20,17 @@ def choose_scheme(
 ) -> Scheme[Any]:
     """What a run asks for: a scheme, at a density or at its own; or a budget, fixed or found while it runs,
     which is spent by stripes."""
+    steps = preset == "default" or (isinstance(preset, Treatment) and preset.exchange == "steps")
     if bits is not None:
         if scheme is not None or density is not None:
             raise ConfigError(
                 "bits= is a budget that follows no density and no other scheme: drop one of them"
             )
+        if not steps:
+            raise ConfigError("bits= is for exchange='steps': with gradients give a scheme and a density")
         return Stripes()
     if scheme is not None or density is not None:
         return make("exdyna" if scheme is None else scheme, density)
-    steps = preset == "default" or (isinstance(preset, Treatment) and preset.exchange == "steps")
     return Stripes() if steps else make("exdyna")
 
 

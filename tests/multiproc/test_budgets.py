@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -86,6 +87,26 @@ def test_ranks_with_different_budgets_are_told(two: Ranks) -> None:
     for said in two.run(unlike):
         assert "bits" in said
         assert "1.5" in said
+
+
+def with_a_pause(rank: int) -> float:
+    """Between the steps of two optimizers: the exchange ended before the first of them."""
+    model = Mlp()
+    halves = [list(model.parameters())[:2], list(model.parameters())[2:]]
+    optimizers = [torch.optim.AdamW(half, lr=RATE) for half in halves]
+    ddp = DistributedDataParallel(model)
+    sync = gradsieve.attach(ddp, optimizers, bits=0.5)
+    for step in range(3):
+        inputs, labels = batch(step, rank)
+        nn.functional.cross_entropy(ddp(inputs), labels).backward()
+        optimizers[0].step()
+        time.sleep(0.5)
+        optimizers[1].step()
+    return sync.watch.begin().waited
+
+
+def test_what_is_done_between_two_optimizers_is_not_waited_for_the_exchange(two: Ranks) -> None:
+    assert max(two.run(with_a_pause)) < 0.4
 
 
 def noisy(rank: int) -> tuple[float, float, float]:

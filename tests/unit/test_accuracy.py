@@ -12,42 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradsieve.bench import accuracy, accuracy_plot, tasks, virtual
 from gradsieve.bench import accuracy_rivals as rivals
 from gradsieve.bench.accuracy import Case
 from gradsieve.bench.machine import one_thread
 from gradsieve.bench.results import table
-from gradsieve.bench.task_data import Data, DataSet
 from gradsieve.cli.main import main
 from gradsieve.errors import ConfigError
+from tiny_task import TASK, tiny
 
-TASK = "tiny"
+__all__ = ["tiny"]
+
 CASE = Case(task="cnn", sync="dense", steps=10)
 SPARSE = replace(CASE, sync="exdyna", density=0.01)
-
-
-def few_numbers() -> DataSet:
-    random = torch.Generator().manual_seed(0)
-    inputs = torch.randn(96, 40, generator=random)
-    target = inputs @ torch.randn(40, 3, generator=random)
-    whole = Data((inputs,), target.argmax(1))
-    return DataSet(whole.take(slice(64)), whole.take(slice(64, None)), kind=whole.target[:64])
-
-
-@pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A task that is learnt in no time."""
-    recipe = replace(
-        tasks.TASKS["mlp"],
-        name=TASK,
-        model=lambda: nn.Sequential(nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 3)),
-        data=few_numbers,
-        batch=16,
-        steps=30,
-    )
-    monkeypatch.setitem(tasks.TASKS, TASK, recipe)
 
 
 def course(*values: float, **others: Any) -> dict[str, Any]:

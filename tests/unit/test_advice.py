@@ -70,7 +70,7 @@ def test_each_sign_names_its_setting(sign: str, value: float, adaptive: bool, sa
     assert said in text
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", [name for name, kind in SCHEMES.items() if not kind.in_turn])
 def test_the_scheme_in_use_is_never_advised(name: str, caplog: pytest.LogCaptureFixture) -> None:
     advisor = Advisor(make(name, 1.0 if SCHEMES[name].lossless else 0.001), adaptive=False, rank=0)
     with caplog.at_level(logging.WARNING, "gradsieve"):
@@ -78,6 +78,15 @@ def test_the_scheme_in_use_is_never_advised(name: str, caplog: pytest.LogCapture
     (said,) = caplog.messages
     assert f"'{name}'" not in said
     assert "choose scheme" in said or "raise density" in said
+
+
+def test_where_elements_take_turns_no_density_and_no_scheme_is_advised(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nothing is chosen there, so that a choice cannot be blind; and a budget is not raised by a density."""
+    with caplog.at_level(logging.WARNING, "gradsieve"):
+        Advisor(make("stripes"), adaptive=True, rank=0).look({**FINE, "fidelity": 0.01, "waiting": 60.0}, 100)
+    assert not caplog.messages
 
 
 def test_sgd_bears_more_than_an_adaptive_optimizer() -> None:

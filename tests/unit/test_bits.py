@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from gradsieve.bench import bits, bits_plot, tasks
+from gradsieve.bench import bits, bits_plot
 from gradsieve.bench.bits import Plan, Waiting
-from gradsieve.bench.task_data import Data, DataSet
 from gradsieve.cli.main import main
 from gradsieve.errors import ConfigError
 from gradsieve.schemes import SCHEMES
 from gradsieve.schemes.spec import parse
 from gradsieve.types import Sparse
 from gradsieve.wire.values import VALUE_CODECS
+from tiny_task import TASK, tiny
+
+__all__ = ["tiny"]
 
 WORLD, N = 4, 8192
 LOSSY = [name for name, kind in SCHEMES.items() if not kind.silent and not kind.lossless]
-TASK = "tiny"
 
 
 def gaussian(snapshots: int = 2, alike: bool = False) -> Waiting:
@@ -136,27 +136,7 @@ def test_what_has_no_line_is_refused(name: str) -> None:
         bits.measure_all(Plan(["cnn"], [name], ["exact"], [0.1]), lambda work, doing: None)
 
 
-def few_numbers() -> DataSet:
-    random = torch.Generator().manual_seed(0)
-    inputs = torch.randn(96, 40, generator=random)
-    whole = Data((inputs,), (inputs @ torch.randn(40, 3, generator=random)).argmax(1))
-    return DataSet(whole.take(slice(64)), whole.take(slice(64, None)), kind=whole.target[:64])
-
-
-@pytest.fixture
-def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = replace(
-        tasks.TASKS["mlp"],
-        name=TASK,
-        model=lambda: nn.Sequential(nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 3)),
-        data=few_numbers,
-        batch=16,
-        steps=30,
-    )
-    monkeypatch.setitem(tasks.TASKS, TASK, recipe)
-
-
-@pytest.mark.usefixtures("_tiny")
+@pytest.mark.usefixtures("tiny")
 def test_snapshots_are_what_waits_before_an_exchange() -> None:
     plan = Plan([TASK], ["topk"], ["exact"], [0.1], steps=1, snapshots=3, every=2)
     seen: list[int] = []
@@ -168,7 +148,7 @@ def test_snapshots_are_what_waits_before_an_exchange() -> None:
     assert all(vector.any() for vector in waiting.vectors[1:].flatten(0, 1))
 
 
-@pytest.mark.usefixtures("_tiny")
+@pytest.mark.usefixtures("tiny")
 def test_work_told_adds_up_and_rows_are_sorted_by_bits() -> None:
     plan = Plan([TASK], LOSSY, list(VALUE_CODECS), [0.01, 0.3], steps=4, snapshots=2)  # type: ignore[arg-type]
     work: list[float] = []
@@ -180,7 +160,7 @@ def test_work_told_adds_up_and_rows_are_sorted_by_bits() -> None:
     assert all(math.isfinite(row["told"]) and row["told"] <= 1 + 1e-6 for row in rows)
 
 
-@pytest.mark.usefixtures("_tiny")
+@pytest.mark.usefixtures("tiny")
 def test_a_run_prints_a_table_and_writes_rows_and_a_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from gradsieve.comm.links import Links
 from gradsieve.errors import ConfigError
@@ -12,6 +13,7 @@ from gradsieve.feedback.treatment import Treatment
 from gradsieve.presets import choose_scheme
 from gradsieve.schemes.exdyna import ExDyna
 from gradsieve.schemes.stripes import Stripes
+from gradsieve.sync import StepPipeline
 from gradsieve.sync.budget import EPOCH, LEAST, LOOK_AGAIN, Adaptive, Fixed, Times, cost, spend
 
 LINKS = Links(latency=1e-4, word=4e-9)  # a word of four bytes at 8 Gbit/s
@@ -119,10 +121,30 @@ def test_a_resumed_run_looks_first_and_goes_on_from_where_it_was() -> None:
 
 
 def test_what_is_said_tells_bits_and_age() -> None:
-    said = replace(Adaptive.over(LINKS, 1000, 4), bits=0.4).describe(4)
+    looked = Machine(send=1e3).run(Adaptive.over(LINKS, 1000, 4), 1)
+    said = replace(looked, bits=0.4).says(4)
     assert "0.4 bits a parameter" in said
     assert "sign" in said
     assert "4 steps" in said
+
+
+def test_nothing_is_said_in_the_middle_of_an_epoch_or_of_a_fixed_budget() -> None:
+    looked = Machine(send=1e3).run(Adaptive.over(LINKS, 1000, 4), 1)
+    assert looked.says(4)
+    assert not looked.after(Times(0.1, 0.08)).says(4)
+    assert not Fixed(0.5).says(4)
+
+
+def test_what_a_treatment_says_of_single_steps_goes_for_a_budget_too() -> None:
+    """Everything as it is in the first step and in every fourth; otherwise what the budget buys."""
+    model = {"p": torch.zeros(1000)}
+    pipeline = StepPipeline(model.items(), Stripes(), 0, 4, treatment=Treatment(refresh=4, warm_up=1))
+    pipeline.budget = Fixed(0.5)
+    whole = []
+    for pipeline.step in range(8):
+        whole.append(pipeline.scheme_of_this_step().is_whole)
+    assert whole == [True, False, False, True, False, False, False, True]
+    assert pipeline.scheme.density == Stripes().density
 
 
 # -- which scheme a run gets ----------------------------------------------------------------------------
@@ -136,6 +158,12 @@ def test_who_asks_for_nothing_gets_stripes_and_a_budget() -> None:
 @pytest.mark.parametrize("preset", ["paper", Treatment(exchange="gradients")])
 def test_gradients_are_exchanged_by_exdyna(preset: object) -> None:
     assert choose_scheme(None, None, None, preset) == ExDyna()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("preset", ["paper", Treatment(exchange="gradients")])
+def test_gradients_have_no_budget(preset: object) -> None:
+    with pytest.raises(ConfigError, match="exchange='steps'"):
+        choose_scheme(None, None, 0.5, preset)  # type: ignore[arg-type]
 
 
 def test_a_density_alone_is_exdynas() -> None:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from gradsieve.bench import tasks
+from gradsieve.bench.fidelity import taken
 from gradsieve.bench.machine import check_fits, one_thread
 from gradsieve.bench.virtual import Member, Run, exchange
 from gradsieve.comm import lockstep
@@ -153,9 +154,8 @@ def told(mean: Tensor, update: Sparse, world: int) -> float:
     energy = mean.square().sum()
     if not energy:
         return 1.0
-    # |mean|^2 - |mean - update / P|^2, without the elements that are not in the update.
-    step = update.values.to(mean.dtype) / world
-    return float((step * (2 * mean[update.where] - step)).sum() / energy)
+    step = replace(update, values=update.values.to(mean.dtype) / world)
+    return float(taken(mean, step) / energy)
 
 
 def bound(bits: float, world: int) -> float:

@@ -28,11 +28,12 @@ def captured(total: Tensor, update: Sparse) -> float:
     ideal = torch.topk(total.square(), update.count, sorted=False).values.sum()
     if not ideal:
         return 1.0  # there was nothing to capture
-    at = total[update.where]
-    taken = (
-        update.values * (2 * at - update.values)
-    ).sum()  # |A|^2 - |A - S|^2 without the elements not in S
-    return float(taken / ideal)
+    return float(taken(total, update) / ideal)
+
+
+def taken(total: Tensor, update: Sparse) -> Tensor:
+    """Energy that the update takes out of `total`: |A|^2 - |A - S|^2, without the elements not in S."""
+    return (update.values * (2 * total[update.where] - update.values)).sum()
 
 
 def left_behind(residual: Tensor, gradient: Tensor) -> float:

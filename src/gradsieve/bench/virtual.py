@@ -84,9 +84,9 @@ class Member:
 
     def step(self) -> None:
         optimizer = self.training.optimizer
-        self.fitted.begin_step(optimizer, self.fitted.parameters.keys())
+        self.fitted.before_update(optimizer, self.fitted.parameters.keys())
         optimizer.step()
-        self.fitted.end_step()
+        self.fitted.after_update()
         self.training.schedule.step()
 
 

@@ -17,7 +17,8 @@ A window comes round every WINDOWS steps, so that x has the last few steps in fu
 part a. The law: P w - sum over ranks of e is changed by the optimizers alone; neither the exchange, whether
 it succeeds or not, nor settling nor folding changes it.
 
-Memory: 2 n elements, and n more of their own type for parameters narrower than w.
+Memory: 2 n elements, and n more of their own type for parameters narrower than w. An exchange of stretches is
+lent two stretches more, which stay; one of everything, n.
 """
 
 from __future__ import annotations

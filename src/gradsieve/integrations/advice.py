@@ -91,7 +91,8 @@ class Advisor:
     def __init__(self, scheme: Scheme[Any], adaptive: bool, rank: int) -> None:
         self.density, self.adaptive, self.rank = scheme.density, adaptive, rank
         self.looks = isinstance(scheme, ExDyna | TopK)
-        self.has_warned = False
+        self.has_warned = scheme.in_turn
+        """Where elements take turns nothing is chosen, and nothing waits for longer than a round of them."""
 
     def look(self, signs: Mapping[str, float], step: int) -> None:
         text = None if self.has_warned else advice(signs, self.density, self.adaptive, self.looks)

@@ -82,7 +82,7 @@ class GradientSync:
         self.parameters = {name: p for name, p in every.items() if p.requires_grad}
         self._frozen = {name: p for name, p in every.items() if not p.requires_grad}
         self.scheme = choose_scheme(scheme, density, bits, preset)
-        self.bits = bits
+        self.fixed = None if bits is None else Fixed(bits)
         self._spends = scheme is None and density is None
         self.treatment = choose(preset, self.scheme)
         self._given = as_list(optimizer)
@@ -125,8 +125,8 @@ class GradientSync:
 
     def _find_a_budget(self, dense_if_faster: bool) -> None:
         """Which density does not give: by what the links hold, where nobody fixed it."""
-        if self.bits is not None:
-            self.pipeline.budget = Fixed(self.bits)
+        if self.fixed is not None:
+            self.pipeline.budget = self.fixed
             return
         spends = self._spends and self.exchanges_steps
         if not spends and (self.scheme.lossless or not dense_if_faster):
@@ -211,17 +211,16 @@ class GradientSync:
 
     def _settle(self, under_way: UnderWay | None, names: Set[str]) -> None:
         """On the engine's thread, after the programs of the exchange."""
-        self.watch.got()
         if under_way is not None and not under_way.is_taken_over:
+            self.watch.got()
             for future in under_way.futures:
                 future.result()
             if isinstance(self.pipeline, StepPipeline):
                 under_way.was_good = self.pipeline.take_over(under_way.tensors, names)
             under_way.is_taken_over = True
+            self.watch.done()
         if isinstance(self.pipeline, StepPipeline) and names:
             self.pipeline.fold(self.pipeline.own, names)
-        if under_way is not None:
-            self.watch.done()
 
     def begin_step(self) -> None:
         self.fitted.note_rate()
@@ -253,10 +252,10 @@ class GradientSync:
         if not self.pipeline.last_step_good:
             for name in names:
                 self.parameters[name].grad = None
-        self.fitted.begin_step(optimizer, names)
+        self.fitted.before_update(optimizer, names)
 
     def after_update(self, names: Set[str]) -> None:
-        self.fitted.end_step()
+        self.fitted.after_update()
         if not self.exchanges_steps:
             self._compare()
 

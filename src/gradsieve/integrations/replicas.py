@@ -29,7 +29,7 @@ def start_alike(sync: GradientSync, dense_if_faster: bool) -> None:
         "density": f"{sync.scheme.density:g}",
         "the scheme's settings": repr(sync.scheme),
         "preset": sync.treatment.describe(),
-        "bits": str(sync.bits),
+        "bits": str(sync.fixed and sync.fixed.bits),
         "dense_if_faster": str(dense_if_faster),
         "the model": f"{len(sync.parameters)} parameters of {elements} elements, laid out as {layout}",
         "types": ", ".join(sorted({str(p.dtype) for p in sync.parameters.values()})),

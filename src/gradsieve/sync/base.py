@@ -185,8 +185,15 @@ class Pipeline(ABC):
         return outcome, ride[: rider.numel()]
 
     def scheme_of_this_step(self) -> Scheme[Any]:
-        density = self.treatment.density_at(self.step, self.scheme.density)
-        return self.scheme if density == self.scheme.density else replace(self.scheme, density=density)
+        """With what the budget buys, where there is one, and what the treatment makes of it."""
+        usual = self._within_budget()
+        density = self.treatment.density_at(self.step, usual.density)
+        if density == usual.density:
+            return usual
+        return usual.whole() if density == 1.0 else replace(usual, density=density)
+
+    def _within_budget(self) -> Scheme[Any]:
+        return self.scheme
 
     def in_order(self, index: int, done: int) -> None:
         """Nobody takes over what a unit gives after one that failed."""
@@ -217,9 +224,9 @@ class Pipeline(ABC):
             way.was_dense = way.dense
         told = self._ways[0].told
         if self.budget is not None and told and told[0] > 0.0 and not self._ways[0].dense:
-            before, self.budget = self.budget, self.budget.after(Times(*told))
-            if self.rank == 0 and self.budget.says(before):
-                _log.info("step %d: %s", self.step, self.budget.describe(self.world))
+            self.budget = self.budget.after(Times(*told))
+            if self.rank == 0 and (said := self.budget.says(self.world)):
+                _log.info("step %d: %s", self.step, said)
         self.step += 1
 
     def fall_back(self, links: Links) -> None:

@@ -35,8 +35,8 @@ LEAST = 0.05
 """Bits with which a look is taken. With less than that models do not learn well."""
 EPOCH, SETTLING = 6, 2
 """Steps of an epoch, and those at its beginning that are not judged: seconds are told one step late."""
-LOOK_AGAIN = 40
-"""Epochs between two looks."""
+LOOK_AGAIN, _SETTLED = 40, 8
+"""Epochs between two looks, and after a look until it is worth a line."""
 WAITED, COMPUTED = 0.05, 0.025
 """The second is small for hosts on which ranks share a processor: there a second computed costs two."""
 SLOWEST, FASTEST = 0.5, 1.6
@@ -93,11 +93,8 @@ class Fixed:
     def at(self, bits: float) -> Fixed:
         return self
 
-    def says(self, before: Budget) -> bool:
-        return False
-
-    def describe(self, world: int) -> str:
-        return _in_words(self.bits, world)
+    def says(self, world: int) -> str:
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +135,16 @@ class Adaptive:
         now = replace(self, seen=(), epochs=self.epochs + 1)
         return now._after_look(median) if self.looking else now._after_epoch(median)
 
-    def says(self, before: Budget) -> bool:
-        """Whether what changed is worth a line: where a look ended, and where it settles after that."""
-        return not self.looking and self.epochs in (0, 8) and not self.seen and self != before
-
-    def describe(self, world: int) -> str:
+    def says(self, world: int) -> str:
+        """A line where a look has ended, and where it has settled after that; otherwise nothing."""
+        if self.looking or self.seen or self.epochs not in (0, _SETTLED):
+            return ""
+        values, share = spend(self.bits, world)
+        turns = "" if share == 1.0 else f", so that nothing waits for more than about {1 / share:.0f} steps"
         return (
-            f"{_in_words(self.bits, world)}; with next to nothing sent, {1e3 * self.alone.waited:.1f} ms of "
-            f"{1e3 * self.alone.step:.1f} are waited for the slowest rank"
+            f"sends {self.bits:.3g} bits a parameter and step: {share:.1%} of all, as {values}{turns}; with "
+            f"next to nothing sent, {1e3 * self.alone.waited:.1f} ms of {1e3 * self.alone.step:.1f} are "
+            "waited for the slowest rank"
         )
 
     def _after_look(self, median: Times) -> Adaptive:
@@ -163,12 +162,6 @@ class Adaptive:
         return replace(
             self, bits=min(max(bits, LEAST), self.most, self.ceiling), ceiling=PATIENCE * self.ceiling
         )
-
-
-def _in_words(bits: float, world: int) -> str:
-    values, share = spend(bits, world)
-    turns = "" if share == 1.0 else f", so that nothing waits for more than about {1 / share:.0f} steps"
-    return f"sends {bits:.3g} bits a parameter and step: {share:.1%} of all, as {values}{turns}"
 
 
 Budget: TypeAlias = Fixed | Adaptive

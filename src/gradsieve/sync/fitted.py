@@ -69,8 +69,8 @@ class Fitted:
         if isinstance(self.pipeline, StepPipeline):
             self.pipeline.finish(tensors)
 
-    def begin_step(self, optimizer: Any, names: Set[str]) -> None:
-        """The optimizer is about to step these parameters, by gradients that are finite."""
+    def before_update(self, optimizer: Any, names: Set[str]) -> None:
+        """The optimizer is about to step these parameters, by gradients that are finite or none at all."""
         if not isinstance(self.pipeline, StepPipeline):
             return
         every = {name: self.parameters[name].grad for name in names}
@@ -79,7 +79,7 @@ class Fitted:
         )
         self._length.begin(optimizer, self.pipeline.rho**-0.5)
 
-    def end_step(self) -> None:
+    def after_update(self) -> None:
         self._length.end()
 
     def give_back(self) -> None:

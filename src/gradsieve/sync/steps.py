@@ -91,9 +91,9 @@ class StepPipeline(Pipeline):
         total = replace(dense, values=ride[: dense.count])
         self._staged.append(Staged(outcome, Outcome(total, dense, None), ride[dense.count :]))
 
-    def scheme_of_this_step(self) -> Scheme[Any]:
+    def _within_budget(self) -> Scheme[Any]:
         if self.budget is None:
-            return super().scheme_of_this_step()
+            return self.scheme
         values, density = spend(max(self.budget.bits - self._beside, LEAST / 2), self.world)
         return replace(self.scheme, values=values, density=density)  # type: ignore[call-arg]  # stripes
 
