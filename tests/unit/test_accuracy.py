@@ -72,6 +72,7 @@ def test_every_difference_between_cases_is_in_the_name_of_the_file() -> None:
         "density": 0.0123456789,
         "bits": 0.5,
         "world": 8,
+        "batch": 256,
         "mixed": False,
         "seed": 1,
         "steps": 11,

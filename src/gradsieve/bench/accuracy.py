@@ -46,6 +46,8 @@ class Case:
     bits: float | None = None
     """A budget a parameter and step, the flush included, instead of a density."""
     world: int = 4
+    batch: int | None = None
+    """Examples in a step, over all ranks, if not as many as the task has."""
     mixed: bool = True
     seed: int = 0
     steps: int
@@ -55,6 +57,7 @@ class Case:
         density = repr(self.density).removesuffix(".0")  # all digits: no two densities share a name
         amount = f"d{density}" if self.bits is None else f"b{self.bits!r}"
         parts = [self.task, self.sync, self.treatment, amount, f"P{self.world}"]
+        parts += [] if self.batch is None else [f"B{self.batch}"]
         parts += [] if self.mixed else ["own"]
         return "_".join([*parts, f"n{self.steps}", f"s{self.seed}"]).replace(":", "~") + ".json"
 
@@ -78,6 +81,7 @@ def cases(
     seeds: int,
     mixed: bool,
     steps: int | None,
+    batch: int | None = None,
 ) -> list[Case]:
     """All combinations, with densities or with budgets; dense and torch's own hooks have neither, nor a
     treatment."""
@@ -88,10 +92,10 @@ def cases(
         range(seeds), of_tasks, worlds, syncs, treatments, amounts
     ):
         recipe = tasks.TASKS[task]
-        if recipe.batch % world:
+        if (examples := batch or recipe.batch) % world:
             raise ConfigError(
-                f"{world} ranks cannot share the {recipe.batch} examples of a step of {task} evenly: "
-                "choose a number that divides them"
+                f"{world} ranks cannot share the {examples} examples of a step of {task} evenly: choose a "
+                "number that divides them, or --batch"
             )
         if sync == "dense" or rivals.is_rival(sync):
             treatment, density, bits = "default", 1.0, None
@@ -105,6 +109,7 @@ def cases(
                 density=density,
                 bits=bits,
                 world=world,
+                batch=batch,
                 mixed=mixed,
                 seed=seed,
                 steps=recipe.steps if steps is None else steps,
@@ -191,12 +196,21 @@ def train(case: Case, after_step: Callable[[], None]) -> virtual.Course:
     if rivals.is_rival(case.sync):
         rival = rivals.parse(case.sync)
         return rivals.train(
-            rivals.RivalRun(case.task, rival, case.seed, case.world, case.steps, case.mixed), after_step
+            rivals.RivalRun(case.task, rival, case.seed, case.world, case.steps, case.mixed, case.batch),
+            after_step,
         )
     scheme = parse(case.sync, case.density)
     treatment = presets.parse(case.treatment, scheme)
     run = virtual.Run(
-        case.task, scheme, treatment, case.seed, case.world, case.steps, case.mixed, bits=case.bits
+        case.task,
+        scheme,
+        treatment,
+        case.seed,
+        case.world,
+        case.steps,
+        case.mixed,
+        case.bits,
+        case.batch,
     )
     with one_thread():
         return virtual.train(run, after_step)
@@ -219,7 +233,7 @@ def _read(path: Path) -> tuple[Case, dict[str, Any]]:
     try:
         record = json.loads(path.read_text())
         case, course = Case(**record["case"]), asdict(virtual.Course(**record["course"]))
-        for name in ("values", "fidelity", "waiting", "ages"):
+        for name in ("values", "fidelity", "waiting", "ages", "apart"):
             course[name] = [math.nan if each is None else float(each) for each in course[name]]
         known = case.file == path.name and case.task in tasks.TASKS and course["values"]
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -248,6 +262,7 @@ def rows(found: Found) -> list[dict[str, Any]]:
                 "budget": key.bits,
                 "bits": _mean([_bits(course) for _, course in members], 3),
                 "world": key.world,
+                "batch": key.batch or tasks.TASKS[key.task].batch,
                 "shards": "mixed" if key.mixed else "own",
                 "steps": key.steps,
                 "seeds": len(final),
@@ -260,6 +275,7 @@ def rows(found: Found) -> list[dict[str, Any]]:
                 "fidelity": _mean_of(members, "fidelity"),
                 "age": _mean_of(members, "ages"),
                 "waiting": _mean_of(members, "waiting"),
+                "apart": _mean_of(members, "apart"),
                 "sent": round(statistics.mean(course["density"] for _, course in members), 5),
                 "bytes": round(statistics.mean(course["bytes_sent"] for _, course in members)),
             }
@@ -268,8 +284,8 @@ def rows(found: Found) -> list[dict[str, Any]]:
 
 
 COLUMNS = (
-    "task", "sync", "treatment", "density", "budget", "bits", "world", "seeds", "final", "spread", "gap",
-    "gap_spread", "fidelity", "age", "waiting", "bytes",
+    "task", "sync", "treatment", "density", "budget", "bits", "world", "batch", "seeds", "final", "spread",
+    "gap", "gap_spread", "fidelity", "age", "waiting", "apart", "bytes",
 )  # fmt: skip
 
 
@@ -287,7 +303,7 @@ def _gap(task: str, value: float, dense: float) -> float:
 
 def _dense_like(key: Case, found: Found) -> dict[int, float]:
     """Dense's final value by seed, in the same task with the same number of ranks and steps."""
-    same = ("task", "world", "mixed", "steps")
+    same = ("task", "world", "batch", "mixed", "steps")
     return {
         case.seed: course["values"][-1]
         for case, course in found

@@ -91,6 +91,7 @@ class RivalRun:
     world: int
     steps: int
     mixed: bool = True
+    batch: int | None = None
 
 
 def train(run: RivalRun, after_step: Callable[[], None]) -> Course:
@@ -113,7 +114,7 @@ def _rank(rank: int, run: RivalRun, folder: str, after_step: Callable[[], None])
 def learn(run: RivalRun, after_step: Callable[[], None]) -> Course:
     """One rank's part, in a process group; on rank 0, which is the one that is judged, the course."""
     rank, course = dist.get_rank(), Course(density=1.0)
-    training = tasks.build(run.task, run.seed, run.steps)
+    training = tasks.build(run.task, run.seed, run.steps, run.batch)
     # Batch norm's running statistics are rank 0's without any broadcast: only its model is judged.
     ddp = DistributedDataParallel(
         training.model, bucket_cap_mb=bucket_cap_mb(run.rival.name), forward_sync_buffers=False

@@ -153,7 +153,7 @@ class Recipe:
     metric: Metric
     loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
 
-    def __call__(self, seed: int, steps: int | None = None) -> Training:
+    def __call__(self, seed: int, steps: int | None = None, batch: int | None = None) -> Training:
         """`steps` other than the recipe's: the learning rate falls over that many."""
         data, total = self.data(), self.steps if steps is None else steps
         with torch.random.fork_rng(devices=[]):
@@ -170,7 +170,7 @@ class Recipe:
             data.test,
             data.kind,
             self.loss,
-            self.batch,
+            batch or self.batch,
             total,
             self.metric,
         )
@@ -251,12 +251,12 @@ _RECIPES = (
 TASKS = {recipe.name: recipe for recipe in _RECIPES}
 
 
-def build(name: str, seed: int, steps: int | None = None) -> Training:
+def build(name: str, seed: int, steps: int | None = None, batch: int | None = None) -> Training:
     """The task of that name, its model the same for the same seed. The caller's random numbers are left
     alone."""
     if name not in TASKS:
         raise ConfigError(f"there is no task {name!r}; choose from {', '.join(TASKS)}")
-    return TASKS[name](seed, steps)
+    return TASKS[name](seed, steps, batch)
 
 
 def shards(training: Training, world: int, mixed: bool = True) -> list[Tensor]:

@@ -42,6 +42,8 @@ class Run:
     mixed: bool = True
     bits: float | None = None
     """A budget a parameter and step, the flush included, which stripes spend."""
+    batch: int | None = None
+    """Examples in a step, over all ranks, if not as many as the task has."""
 
 
 @dataclass(slots=True)
@@ -56,6 +58,8 @@ class Course:
     """Norm of what waits over that of what was sent, on all ranks."""
     ages: list[float] = field(default_factory=list)
     """Mean of the steps since an element was last sent, over those sent."""
+    apart: list[float] = field(default_factory=list)
+    """Largest difference of an element between two ranks' own models."""
     bytes_sent: float = 0.0
     """By the busiest rank, a step; the flush included."""
     density: float = 0.0
@@ -66,7 +70,7 @@ class Member:
     """One virtual rank."""
 
     def __init__(self, run: Run, rank: int) -> None:
-        self.training = tasks.build(run.task, run.seed, run.steps)
+        self.training = tasks.build(run.task, run.seed, run.steps, run.batch)
         parameters = dict(self.training.model.named_parameters())
         optimizer = self.training.optimizer
         self.fitted = Fitted(parameters, [optimizer], run.scheme, run.treatment, rank, run.world)
@@ -161,11 +165,19 @@ class Watch:
         stats = [member.pipeline.stats for member in self.members]
         self.course.bytes_sent += max(each.meter.moved for each in stats)
         self.course.density += stats[0].sent / self._elements
+        if step % LOOK_EVERY == 0 and not self.members[0].pipeline.exchanges_gradients:
+            self.course.apart.append(self._apart())
         for index, sent_in in enumerate(self._sent_in):
             update = self.members[0].pipeline.outcomes[index].update
             if step % LOOK_EVERY == 0 and 0 < update.count < update.numel:
                 self._look(step, index, update)
             sent_in[update.where] = step
+
+    def _apart(self) -> float:
+        models = zip(*(member.fitted.parameters.values() for member in self.members), strict=True)
+        with torch.no_grad():
+            stacked = (torch.stack(same) for same in models)
+            return max(float((same.amax(0) - same.amin(0)).max()) for same in stacked)
 
     def _look(self, step: int, index: int, update: Sparse) -> None:
         pipelines = [member.pipeline for member in self.members]

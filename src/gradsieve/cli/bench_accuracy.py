@@ -25,6 +25,7 @@ columns:
   fidelity    energy that an update captures, over that of the best update with as many elements
   age         steps since an element was last sent, mean over those sent
   waiting     norm of what waits over that of what is sent
+  apart       largest difference of an element between two ranks' own models, mean over looks
   bytes       moved by the busiest rank, a step, the flush at the end included
   bits        the same for one parameter
 """
@@ -67,6 +68,7 @@ def add_parser(commands: Commands) -> None:
     add("--seeds", type=size, default="3", metavar="N", help="trainings of each kind (default: 3)")
     add("--own-shards", action="store_true", help="each rank has its own kinds of data (default: mixed)")
     add("--steps", type=size, metavar="N", help="shorter trainings (default: as long as the task is)")
+    add("--batch", type=size, metavar="N", help="examples in a step, over all ranks (default: the task's)")
     add("--jobs", type=size, default="1", metavar="N", help="trainings at a time (default: 1)")
     add("--folder", type=Path, required=True, metavar="DIR", help="where trainings are kept")
     add("--json", type=Path, metavar="FILE", help="write the rows and how they came about there")
@@ -102,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
         args.seeds,
         not args.own_shards,
         args.steps,
+        args.batch,
     )
     accuracy.read(args.folder)  # what cannot be read is said now, and not after hours of training
     missing = accuracy.missing(todo, args.folder)
