@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from gradsieve.errors import ConfigError
-from gradsieve.schemes import SCHEMES
-
 RIVALS = ("fp16", "powersgd")
-SYNCS = (*SCHEMES, "auto", *RIVALS)
-"""All that a bench on real ranks can compare."""
 
 POWERSGD_RANK = 2
 POWERSGD_FROM = 2
 """Steps in which it sends all, at least this many: DDP lays its buckets anew after the first."""
 _ONE_BUCKET_MB = 1e4
-
-
-def syncs_of(names: str, always: Sequence[str]) -> list[str]:
-    """Those that `always` run, then what a person asks for with commas between; each once."""
-    wanted = list(dict.fromkeys([*always, *filter(None, names.split(","))]))
-    unknown = [name for name in wanted if name not in SYNCS]
-    if unknown:
-        raise ConfigError(f"no sync is called {', '.join(unknown)}; there are: {', '.join(SYNCS)}")
-    return wanted
 
 
 def torch_hook(sync: str, rank: int = POWERSGD_RANK) -> tuple[Any, Callable[[Any, Any], Any]] | None:

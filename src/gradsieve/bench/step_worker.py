@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsieve.bench.in_lab import bytes_out, most_anywhere, run_rank, tell
 from gradsieve.bench.rivals import bucket_cap_mb, torch_hook
+from gradsieve.bench.syncs import attached
 from gradsieve.bench.timeline import Event, events_of, from_all_ranks, hidden
 from gradsieve.bench.workloads import batch_for, build
 from gradsieve.integrations.ddp import DdpSync
@@ -71,15 +72,6 @@ class Arena:
         return torch.optim.SGD(self.parameters, lr=0.01, momentum=0.9)
 
 
-def _sync(
-    name: str, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, density: float
-) -> DdpSync:
-    """`auto`: what a user gets who asks for nothing. Stripes choose no elements and have their own share."""
-    if name == "auto":
-        return DdpSync(ddp, optimizer)
-    return DdpSync(ddp, optimizer, scheme=name, density=None if name == "stripes" else density)
-
-
 class Contestant:
     """One sync: its hook on its arena, and what was measured of it."""
 
@@ -109,7 +101,7 @@ class Contestant:
             return partial(hook, state)
         self.optimizer = self.arena.new_optimizer()
         self.own = [parameter.detach().clone() for parameter in self.arena.parameters]
-        self.sync = _sync(self.name, self.arena.ddp, self.optimizer, density)
+        self.sync = attached(self.name, self.arena.ddp, self.optimizer, density)
         self.sync.leave()  # until its turn comes
         self.optimizer.register_step_pre_hook(lambda *_: self._laps.lap("sync"))  # after the sync's own
         return self.sync.hook

@@ -36,6 +36,8 @@ from gradsieve.bench.task_data import (
 from gradsieve.errors import ConfigError
 
 Metric = Literal["accuracy", "loss"]
+BETTER: dict[Metric, int] = {"accuracy": 1, "loss": -1}
+"""Upwards or downwards."""
 WARM_UP = 0.05
 """Part of the steps in which the learning rate rises."""
 _JUDGED_AT_ONCE = 512
@@ -59,7 +61,6 @@ class Training:
     """Examples in a step, over all ranks together."""
     steps: int
     metric: Metric
-    """`accuracy`: higher is better; `loss`: lower."""
 
     @property
     def n(self) -> int:
@@ -69,12 +70,17 @@ class Training:
         """The metric on the test examples."""
         was_training = self.model.training
         self.model.eval()
+        value = self.judge()
+        self.model.train(was_training)
+        return value
+
+    def judge(self) -> float:
+        """The same in whichever mode the model is."""
         total = 0.0
         with torch.no_grad():
             for begin in range(0, len(self.test), _JUDGED_AT_ONCE):
                 part = self.test.take(slice(begin, begin + _JUDGED_AT_ONCE))
                 total += self._judge(part) * len(part)
-        self.model.train(was_training)
         return total / len(self.test)
 
     def _judge(self, part: Data) -> float:
@@ -115,9 +121,9 @@ class _Recommender(nn.Module):
         return score.flatten()
 
 
-def _mlp() -> nn.Module:
+def mlp(width: int = 512) -> nn.Module:
     relu = nn.ReLU()
-    layers = nn.Linear(784, 512), relu, nn.Linear(512, 512), relu, nn.Linear(512, 10)
+    layers = nn.Linear(784, width), relu, nn.Linear(width, width), relu, nn.Linear(width, 10)
     return nn.Sequential(nn.Flatten(), *layers)
 
 
@@ -130,12 +136,20 @@ def _cnn() -> nn.Module:
     return nn.Sequential(*first, *second, *head)
 
 
-def _transformer() -> nn.Module:
-    model = Transformer(width=128, layers=2, context=CONTEXT)
+def transformer(width: int = 128) -> nn.Module:
+    model = Transformer(width, layers=2, context=CONTEXT)
     # Places as loud as symbols: next to symbols of deviation 1 they take hundreds of steps to be heard.
     for table in (model.symbols.weight, model.places):
         nn.init.normal_(table, std=0.1)
     return model
+
+
+def rate_at(step: int, steps: int) -> float:
+    """Part of the highest learning rate: up in a line, then down along a cosine, nearly to zero."""
+    warm = max(1, round(WARM_UP * steps))
+    if step < warm:
+        return (step + 1) / (warm + 1)
+    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,15 +166,17 @@ class Recipe:
     decay: float
     metric: Metric
     loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
+    rate_at: Callable[[int, int], float] = rate_at
+    """Part of `rate` in a step, of so many."""
 
     def __call__(self, seed: int, steps: int | None = None, batch: int | None = None) -> Training:
-        """`steps` other than the recipe's: the learning rate falls over that many."""
+        """`steps` other than the recipe's: the learning rate is made for that many."""
         data, total = self.data(), self.steps if steps is None else steps
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = self.model()
         optimizer = self._optimizer(model)
-        schedule = LambdaLR(optimizer, lambda step: rate_at(step, total))
+        schedule = LambdaLR(optimizer, lambda step: self.rate_at(step, total))
         return Training(
             self.name,
             model,
@@ -181,19 +197,11 @@ class Recipe:
         return torch.optim.AdamW(model.parameters(), self.rate, weight_decay=self.decay)
 
 
-def rate_at(step: int, steps: int) -> float:
-    """Part of the highest learning rate: up in a line, then down along a cosine, nearly to zero."""
-    warm = max(1, round(WARM_UP * steps))
-    if step < warm:
-        return (step + 1) / (warm + 1)
-    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
-
-
 _EPOCH = 60_000 // 128
 _RECIPES = (
     Recipe(
         name="mlp",
-        model=_mlp,
+        model=mlp,
         data=fashion_mnist,
         batch=128,
         steps=20 * _EPOCH,
@@ -215,7 +223,7 @@ _RECIPES = (
     ),
     Recipe(
         name="transformer",
-        model=_transformer,
+        model=transformer,
         data=source_text,
         batch=16,
         steps=2000,

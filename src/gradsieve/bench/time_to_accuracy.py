@@ -1,14 +1,14 @@
-"""`gradsieve bench time-to-accuracy`: training seconds until the test accuracy that dense ends with.
+"""`gradsieve bench time-to-accuracy`: training seconds until the model is as good as dense ends.
 
-An MLP learns Fashion-MNIST on the hosts of a lab, once with each sync, from the same weights and the same
-batches. Dense comes first: where it stands at the end of its budget is the target for all, by one rule, and
-nobody else stops before it is there or has taken twice as many steps.
+The hosts of a lab learn a task, once with each sync, from the same weights and the same batches. Dense comes
+first: where it stands at the end of its budget is the target for all, by one rule, and nobody else stops
+before it is there or has taken twice as many steps.
 
-    smoothed accuracy   mean of the last three evaluations; a constant learning rate leaves each one noisy
-    target              dense's smoothed accuracy at the end of its budget
-    time                training seconds at the first smoothed accuracy that is not below the target
+    smoothed value   mean of the last three evaluations; a constant learning rate leaves each one noisy
+    target           dense's smoothed value at the end of its budget
+    time             training seconds at the first smoothed value that is not worse than the target
 
-Here are the rule and the summary; `time_to_accuracy_worker` trains.
+Here are the rule and the summary; `sized_tasks` has what is learnt, `time_to_accuracy_worker` trains.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from gradsieve.bench.in_lab import rows_from_hosts
-from gradsieve.bench.models import FASHION_MNIST, read_images
-from gradsieve.errors import ConfigError
+from gradsieve.bench.sized_tasks import TASKS, SizedTask
+from gradsieve.bench.tasks import BETTER, Metric, Recipe
+from gradsieve.errors import ConfigError, GradsieveError
 from gradsieve.types import check_density
 
 COLUMNS = [
@@ -35,18 +34,15 @@ COLUMNS = [
     "reached",
     "step_ms",
     "bytes_sent",
-    "accuracy",
+    "bits",
+    "final",
 ]
 
-PIXELS, CLASSES = 784, 10
 SMOOTHED_OVER = 3
 PATIENCE = 2
 """Budgets of steps after which a sync that has not reached the target never will."""
 _EVALUATIONS = 30
 """Within one budget."""
-
-Images = tuple[Tensor, Tensor]
-"""Pixels as bytes, one row an image, and labels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +52,13 @@ class Plan:
     hosts: int
     rate: str | None
     delay: str | None
+    task: str
     params: int
     density: float
     syncs: list[str]
     steps: int
     """Dense's budget."""
     seeds: int
-    batch: int = 32
-    """Images that one rank sees in a step."""
-    learning_rate: float = 0.05
-    momentum: float = 0.9
 
     def __post_init__(self) -> None:
         check_density(self.density)
@@ -73,21 +66,29 @@ class Plan:
             raise ConfigError(
                 f"a budget of {self.steps} steps is too short for {SMOOTHED_OVER} evaluations: raise --steps"
             )
-        if self.params < _params_of(1):
-            raise ConfigError(f"the smallest model has {_params_of(1)} parameters: raise --params")
         if self.syncs[:1] != ["dense"]:
             raise ConfigError("dense sets the target, so it must be the first sync")
+        self.sized.width(self.params)  # refuses what is too small
 
     @property
-    def width(self) -> int:
-        """Of both hidden layers, so that the model comes closest to `params`."""
-        half = (PIXELS + CLASSES + 2) / 2
-        return max(1, round(math.sqrt(half**2 + self.params - CLASSES) - half))
+    def sized(self) -> SizedTask:
+        return TASKS[self.task]
 
     @property
-    def warm_up(self) -> int:
-        """Steps in which the learning rate rises to its constant value."""
-        return max(1, self.steps // 20)
+    def recipe(self) -> Recipe:
+        return self.sized.of(self.sized.width(self.params))
+
+    def facts(self) -> dict[str, Any]:
+        """For whoever reads a result: also what follows from the rest."""
+        recipe = self.recipe
+        return {
+            **asdict(self),
+            "width": self.sized.width(self.params),
+            "batch": self.sized.batch,
+            "optimizer": recipe.optimizer,
+            "learning_rate": recipe.rate,
+            "weight_decay": recipe.decay,
+        }
 
     def evaluations(self, sync: str) -> list[int]:
         """The steps after which `sync` is evaluated; the same for all but that dense ends with its budget."""
@@ -96,33 +97,31 @@ class Plan:
         return [round(place * self.steps / count) for place in range(1, budgets * count + 1)]
 
 
-def _params_of(width: int) -> int:
-    return width**2 + (PIXELS + CLASSES + 2) * width + CLASSES
-
-
 @dataclass(slots=True)
 class Curve:
     """What was reached when: one entry an evaluation."""
 
+    metric: Metric
     steps: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    accuracy: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
 
-    def add(self, steps: int, seconds: float, accuracy: float) -> None:
+    def add(self, steps: int, seconds: float, value: float) -> None:
         self.steps.append(steps)
         self.seconds.append(seconds)
-        self.accuracy.append(accuracy)
+        self.values.append(value)
 
     @property
     def smoothed(self) -> list[float]:
         """Of every evaluation from the third on."""
-        ends = range(SMOOTHED_OVER, len(self.accuracy) + 1)
+        ends = range(SMOOTHED_OVER, len(self.values) + 1)
         # Rounded, so that equal counts of right answers are equal means, in whichever order they came.
-        return [round(statistics.fmean(self.accuracy[end - SMOOTHED_OVER : end]), 6) for end in ends]
+        return [round(statistics.fmean(self.values[end - SMOOTHED_OVER : end]), 6) for end in ends]
 
     def crossing(self, target: float) -> int | None:
-        """The place of the first evaluation whose smoothed accuracy is not below `target`."""
-        places = (place for place, accuracy in enumerate(self.smoothed) if accuracy >= target)
+        """The place of the first evaluation whose smoothed value is not worse than `target`."""
+        sign = BETTER[self.metric]
+        places = (place for place, value in enumerate(self.smoothed) if sign * value >= sign * target)
         first = next(places, None)
         return None if first is None else first + SMOOTHED_OVER - 1
 
@@ -137,6 +136,7 @@ class Run:
     curve: Curve
     bytes_sent: int
     """Of the busiest rank, in all steps."""
+    parameters: int
 
     @property
     def seconds(self) -> float | None:
@@ -152,9 +152,12 @@ class Run:
 
 def measure(plan: Plan) -> list[Run]:
     """All syncs with all seeds on a lab; needs root."""
-    read_images("t10k", FASHION_MNIST)  # or every rank would say that the data is missing
+    plan.recipe.data()  # or every rank would say that it is missing
     rows = rows_from_hosts("gradsieve.bench.time_to_accuracy_worker", asdict(plan))
-    return [Run(**{**row, "curve": Curve(**row["curve"])}) for row in rows]
+    runs = [Run(**{**row, "curve": Curve(**row["curve"])}) for row in rows]
+    if not all(math.isfinite(run.target) for run in runs):
+        raise GradsieveError("dense diverged, so that there is no target: change --params or --hosts")
+    return runs
 
 
 def summary(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -169,6 +172,7 @@ def summary(runs: Sequence[Run]) -> list[dict[str, Any]]:
 def _row(runs: Sequence[Run], dense: dict[int, float | None]) -> dict[str, Any]:
     ratios = [_ratio(dense[run.seed], run.seconds) for run in runs]
     known = [ratio for ratio in ratios if ratio is not None]
+    bytes_sent = statistics.fmean(run.bytes_sent / run.curve.steps[-1] for run in runs)
     return {
         "sync": runs[0].sync,
         "seconds": _mean([run.seconds for run in runs]),
@@ -177,10 +181,22 @@ def _row(runs: Sequence[Run], dense: dict[int, float | None]) -> dict[str, Any]:
         "spread": statistics.stdev(known) if len(known) == len(runs) > 1 else None,
         "reached": f"{len(known)} of {len(runs)}",
         "step_ms": _mean([1e3 * run.curve.seconds[-1] / run.curve.steps[-1] for run in runs]),
-        "bytes_sent": _mean([run.bytes_sent / run.curve.steps[-1] for run in runs]),
-        "accuracy": _mean([run.curve.smoothed[-1] for run in runs]),
-        "runs": [{**asdict(run), "seconds": run.seconds, "steps": run.steps} for run in runs],
+        "bytes_sent": bytes_sent,
+        "bits": 8 * bytes_sent / runs[0].parameters,
+        "final": _mean([_finite(run.curve.smoothed[-1]) for run in runs]),
+        "runs": [{**_plain(run), "seconds": run.seconds, "steps": run.steps} for run in runs],
     }
+
+
+def _plain(run: Run) -> dict[str, Any]:
+    """As JSON can have it: null for what is not finite, because the training diverged."""
+    plain = asdict(run)
+    plain["curve"]["values"] = [_finite(value) for value in run.curve.values]
+    return plain
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _ratio(top: float | None, bottom: float | None) -> float | None:

@@ -45,6 +45,19 @@ def add_lab(parser: argparse.ArgumentParser) -> None:
     add("--delay", metavar="D", help="one way, e.g. 5ms (default: none)")
 
 
+def add_syncs(parser: argparse.ArgumentParser, default: str) -> None:
+    """What a bench on a lab network compares."""
+    from gradsieve.bench.syncs import SYNCS
+
+    parser.add_argument(
+        "--syncs",
+        default=default,
+        metavar="LIST",
+        help=f"from {', '.join(SYNCS)}; settings of a scheme follow a colon, with + between them "
+        "(default: %(default)s)",
+    )
+
+
 def add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--models",

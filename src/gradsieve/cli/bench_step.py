@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from gradsieve.cli.arguments import Commands, add_command, add_lab, drawable, size
+from gradsieve.cli.arguments import Commands, add_command, add_lab, add_syncs, drawable, size
 from gradsieve.errors import ConfigError
 
 _DESCRIPTION = """\
@@ -43,7 +43,6 @@ _PLOT_EXAMPLE = (
 
 
 def add_parser(commands: Commands) -> None:
-    from gradsieve.bench.rivals import SYNCS
     from gradsieve.bench.workloads import WORKLOADS
 
     summary = "seconds a training step takes, on a lab network"
@@ -53,12 +52,7 @@ def add_parser(commands: Commands) -> None:
     add("--workload", choices=WORKLOADS, default="mlp", help="what is trained (default: mlp)")
     add("--params", type=size, default="25e6", metavar="N", help="model size (default: 25e6)")
     add("--density", type=float, default=0.001, metavar="D", help="default: 0.001")
-    add(
-        "--syncs",
-        default="noop,dense,fp16,powersgd,topk,exdyna",
-        metavar="LIST",
-        help=f"from {', '.join(SYNCS)} (default: %(default)s)",
-    )
+    add_syncs(parser, default="noop,dense,fp16,powersgd,topk,exdyna")
     add("--rounds", type=size, default="5", metavar="N", help="turns for each sync (default: 5)")
     add("--json", type=Path, metavar="FILE", help="write the result there")
     add("--trace", type=Path, metavar="FILE.json", help="write the last step of each of our syncs there, for "
@@ -73,7 +67,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from gradsieve.bench import results, step
-    from gradsieve.bench.rivals import syncs_of
+    from gradsieve.bench.syncs import syncs_of
     from gradsieve.bench.timeline import chrome_trace
     from gradsieve.bench.timeline_plot import plot
     from gradsieve.types import check_density

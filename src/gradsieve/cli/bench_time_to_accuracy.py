@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from pathlib import Path
 
-from gradsieve.cli.arguments import Commands, add_command, add_lab, drawable, size
+from gradsieve.cli.arguments import Commands, add_command, add_lab, add_syncs, drawable, size
 
 _DESCRIPTION = """\
-Seconds of training until the test accuracy that dense reaches at the end of its budget.
+Seconds of training until a model is as good as dense at the end of its budget.
 
-Trains an MLP on Fashion-MNIST on a lab network (see `gradsieve lab run --help`), once with each way of
-exchanging gradients, always from the same weights and on the same batches. Dense runs first. Accuracy is the
-mean of the last three evaluations; the others stop when it is not below dense's last one, or after twice as
-many steps. Evaluation is not in the seconds. Needs root.
+Trains on a lab network (see `gradsieve lab run --help`), once with each way of exchanging gradients, always
+from the same weights and on the same batches. Dense runs first. What counts is the mean of the last three
+evaluations; the others stop when it is not worse than dense's last one, or after twice as many steps.
+Evaluation is not in the seconds. Needs root.
+
+tasks:
+  mlp           Fashion-MNIST, SGD with momentum; by test accuracy
+  transformer   bytes of source text, AdamW; by the loss on unseen text, the lower the better
 
 columns, means over seeds:
   seconds       of training, to the target; - if a seed never got there
@@ -24,46 +27,54 @@ columns, means over seeds:
   reached       seeds that reached the target
   step_ms       of one training step, over the whole run
   bytes_sent    by the busiest rank in a step, as its network interface counts them
-  accuracy      where the run ended
+  bits          the same for one parameter
+  final         accuracy or loss where the run ended
 """
 _EXAMPLES = """\
 examples:
   gradsieve bench time-to-accuracy --rate 1gbit --plot accuracy.png
-  gradsieve bench time-to-accuracy --rate 100mbit --syncs fp16,exdyna --seeds 3 --json accuracy.json
+  gradsieve bench time-to-accuracy --rate 100mbit --syncs fp16,auto,stripes:values=int4 --seeds 3
+  gradsieve bench time-to-accuracy --rate 100mbit --task transformer --params 1e6 --json loss.json
 """
 
 
 def add_parser(commands: Commands) -> None:
-    from gradsieve.bench.rivals import SYNCS
+    from gradsieve.bench.sized_tasks import TASKS
 
-    summary = "seconds to the accuracy that dense ends with, on a lab network"
+    summary = "seconds to the accuracy or loss that dense ends with, on a lab network"
     parser = add_command(commands, "time-to-accuracy", run, summary, _DESCRIPTION, _EXAMPLES)
     add_lab(parser)
     add = parser.add_argument
+    add("--task", choices=TASKS, default="mlp", help="what is trained (default: mlp)")
     add("--params", type=size, default="6e6", metavar="N", help="model size (default: 6e6)")
     add("--density", type=float, default=0.01, metavar="D", help="share that is sent (default: 0.01)")
-    add(
-        "--syncs",
-        default="dense,fp16,powersgd,exdyna,spardl,oktopk",
-        metavar="LIST",
-        help=f"from {', '.join(SYNCS)} (default: %(default)s)",
-    )
+    add_syncs(parser, default="dense,fp16,powersgd,auto,exdyna,spardl,oktopk")
     add("--steps", type=size, default="600", metavar="N", help="dense's budget (default: 600)")
     add("--seeds", type=size, default="1", metavar="N", help="repetitions (default: 1)")
     add(
         "--json", type=Path, metavar="FILE", help="write the rows, their curves and how they came about there"
     )
-    add("--plot", type=Path, metavar="FILE.png", help="draw accuracy against seconds there")
+    add("--plot", type=Path, metavar="FILE.png", help="draw accuracy or loss against seconds there")
 
 
 def run(args: argparse.Namespace) -> int:
     from gradsieve.bench import results
-    from gradsieve.bench.rivals import syncs_of
+    from gradsieve.bench.syncs import syncs_of
     from gradsieve.bench.time_to_accuracy import COLUMNS, Plan, measure, summary
     from gradsieve.bench.time_to_accuracy_plot import plot
 
     syncs = syncs_of(args.syncs, always=["dense"])
-    plan = Plan(args.hosts, args.rate, args.delay, args.params, args.density, syncs, args.steps, args.seeds)
+    plan = Plan(
+        args.hosts,
+        args.rate,
+        args.delay,
+        args.task,
+        args.params,
+        args.density,
+        syncs,
+        args.steps,
+        args.seeds,
+    )
     drawable(args.plot)
     results.writable(args.json)
     results.writable(args.plot)
@@ -71,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     rows = summary(runs)
     print(results.table(rows, COLUMNS))
     if args.json is not None:
-        results.write(args.json, asdict(plan), rows)
+        results.write(args.json, plan.facts(), rows)
     if args.plot is not None:
         plot(plan, runs, args.plot)
     return 0
