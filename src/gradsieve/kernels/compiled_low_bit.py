@@ -273,22 +273,23 @@ def _decode(bits: Any, rows: Any, count: Any, size: Any, data: Any, out: Any, ro
     data, out = bytes_at(data, rows * size), floats_at(out, count if add else rows * count)
     filled, last = floats_at(room, BLOCK), bytes_at(room + 4 * (BLOCK + _LANES), BLOCK)
     blocks = (count + BLOCK - 1) // BLOCK
-    for turn in range(rows * blocks):
-        row, block = (turn % rows, turn // rows) if add else (turn // blocks, turn % blocks)
-        place, codes = row * size + 2 * block, row * size + 2 * blocks + block * (BLOCK // 8) * bits
-        scale = _widened(int64(data[place]) | int64(data[place + 1]) << 8)
-        begin = block * BLOCK + (0 if add else row * count)
-        real = min(count - block * BLOCK, BLOCK)
-        if real < BLOCK:
-            for byte in range((real * bits + 7) // 8):
-                last[byte] = data[codes + byte]
-            _decode_block(bits, last, 0, scale, filled, 0)
-            for i in range(real):
-                out[begin + i] = out[begin + i] + filled[i] if add and row else filled[i]
-        elif add and row:
-            _add_block(bits, data, codes, scale, out, begin)
-        else:
-            _decode_block(bits, data, codes, scale, out, begin)
+    for outer in range(blocks if add else rows):
+        for inner in range(rows if add else blocks):
+            row, block = (inner, outer) if add else (outer, inner)
+            place, codes = row * size + 2 * block, row * size + 2 * blocks + block * (BLOCK // 8) * bits
+            scale = _widened(int64(data[place]) | int64(data[place + 1]) << 8)
+            begin = block * BLOCK + (0 if add else row * count)
+            real = min(count - block * BLOCK, BLOCK)
+            if real < BLOCK:
+                for byte in range((real * bits + 7) // 8):
+                    last[byte] = data[codes + byte]
+                _decode_block(bits, last, 0, scale, filled, 0)
+                for i in range(real):
+                    out[begin + i] = out[begin + i] + filled[i] if add and row else filled[i]
+            elif add and row:
+                _add_block(bits, data, codes, scale, out, begin)
+            else:
+                _decode_block(bits, data, codes, scale, out, begin)
 
 
 _KERNELS: dict[str, tuple[Callable[..., Any], str]] = {
