@@ -36,7 +36,7 @@ class Agreed(Scheme[State]):
 def sum_agreed(mine: Tensor, values: Values, ctx: Ctx) -> Program[tuple[Tensor, Tensor]]:
     """The sum over ranks, and what this rank gave to it. `mine` is handed over."""
     total, given = yield from sum_between(mine, 0, mine.numel(), values, ctx)
-    return gathered(total), gathered(given)
+    return gathered(total), gathered(given, mine)
 
 
 def sum_between(
