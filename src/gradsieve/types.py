@@ -11,7 +11,7 @@ The law of the library: over all ranks, the sum of `spent` equals `update`, elem
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -149,6 +149,13 @@ class Sparse:
         """The values, as a `Stream` gives them."""
         return iter((self.source,)) if isinstance(self.source, Tensor) else self.source.pieces()
 
+    def parts(self) -> Iterator[Sparse]:
+        """The same piece by piece, each with its place."""
+        start = self.start
+        for piece in self.pieces():
+            yield replace(self, source=piece, start=start)
+            start += piece.numel()
+
     def bounds(self) -> Tensor:
         """As a `Stream` gives them."""
         return self.source if isinstance(self.source, Tensor) else self.source.bounds()
@@ -178,7 +185,8 @@ class Sparse:
 
     def subtract_from(self, vector: Tensor) -> None:
         """vector -= self, touching only the elements present."""
-        vector[self.where] -= self.values
+        for part in self.parts():
+            vector[part.where] -= part.values
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ def sum_between(
         return acc[first:last] if isinstance(acc, Tensor) else acc.between(first, last)
 
     if values == "exact":
-        given = read(0, stop - start)
+        given = acc[start:stop].clone() if isinstance(acc, Tensor) else acc.between(start, stop)
         total = yield AllReduce(given.clone())
         return total, given
     world, turn = ctx.world, ctx.step % ctx.world

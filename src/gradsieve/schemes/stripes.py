@@ -18,9 +18,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradsieve.schemes.agreed import Agreed, Values, sum_agreed, sum_between
+from gradsieve.schemes.agreed import Agreed, Values, sum_between
 from gradsieve.schemes.base import log2_ceil
-from gradsieve.types import Ctx, Outcome, Program, Sparse, Stream, Vector
+from gradsieve.types import Ctx, Outcome, Program, Sparse, Vector
 from gradsieve.wire.values import VALUE_CODECS
 
 BLOCK = 256
@@ -65,12 +65,7 @@ class Stripes(Agreed[State]):
         if stop < n and stop - start > _LONG * ctx.world:
             stop -= (stop - start) % (BLOCK * ctx.world)
         # 2.
-        total: Tensor | Stream
-        given: Tensor | Stream
-        if isinstance(acc, Tensor):
-            total, given = yield from sum_agreed(acc[start:stop].clone(), self.values, ctx)
-        else:
-            total, given = yield from sum_between(acc, start, stop, self.values, ctx)
+        total, given = yield from sum_between(acc, start, stop, self.values, ctx)
         state = State(n=n, cursor=stop % n if n else 0, ahead=min(n, max(0, state.ahead + stop - start - k)))
         return Outcome(Sparse.run(start, total, n), Sparse.run(start, given, n), state)
 

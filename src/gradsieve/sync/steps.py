@@ -153,8 +153,8 @@ class StepPipeline(Pipeline):
             updates = [
                 each for staged in self._staged for each in (staged.dense.update, staged.outcome.update)
             ]
-            good = is_finite(*(update.bounds() for update in updates)) or all(
-                is_finite(piece) for update in updates for piece in update.pieces()
+            good = is_finite(*(update.bounds() for update in updates)) or is_finite(
+                *(update.values for update in updates)
             )
         if not good:
             self.skipped += 1
