@@ -10,8 +10,8 @@ The law of the library: over all ranks, the sum of `spent` equals `update`, elem
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from dataclasses import dataclass, field, fields
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -60,11 +60,7 @@ class Vector(Protocol):
     def numel(self) -> int: ...
 
     def between(self, start: int, stop: int) -> Tensor:
-        """Computed into memory that is the caller's until the next step."""
-        ...
-
-    def room(self, count: int) -> Tensor:
-        """As many elements of memory, the caller's until the next step."""
+        """Computed into memory that is the caller's until the next call."""
         ...
 
     def select(
@@ -78,6 +74,38 @@ class Vector(Protocol):
         ...
 
 
+class Stream(Protocol):
+    """Values that are computed when they are read, from the first one to the last."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def numel(self) -> int: ...
+
+    def pieces(self) -> Iterator[Tensor]:
+        """In order, end to end; each is the caller's until the next one is asked for."""
+        ...
+
+    def bounds(self) -> Tensor:
+        """Some values, few where that is possible: where these are finite, all are."""
+        ...
+
+
+def gathered(source: Tensor | Stream, room: Tensor | None = None) -> Tensor:
+    """All values, in memory: where they have to be computed, in this one, if there is some."""
+    if isinstance(source, Tensor):
+        return source
+    values = torch.empty(source.numel(), dtype=source.dtype, device=source.device) if room is None else room
+    start = 0
+    for piece in source.pieces():
+        values[start : start + piece.numel()] = piece
+        start += piece.numel()
+    return values
+
+
 @dataclass(frozen=True, slots=True)
 class Sparse:
     """Some elements of a vector of `numel`; every other element is zero.
@@ -87,7 +115,8 @@ class Sparse:
     """
 
     indices: Tensor | None
-    values: Tensor
+    source: Tensor | Stream
+    """The values, or what they are computed from."""
     numel: int
     host: Host | None = None
     """The indices once more, where they were on the host before they were on the device."""
@@ -99,7 +128,7 @@ class Sparse:
         return cls(None, values, values.numel())
 
     @classmethod
-    def run(cls, start: int, values: Tensor, numel: int) -> Sparse:
+    def run(cls, start: int, values: Tensor | Stream, numel: int) -> Sparse:
         return cls(None, values, numel, start=start)
 
     @property
@@ -109,7 +138,27 @@ class Sparse:
 
     @property
     def count(self) -> int:
-        return self.values.numel()
+        return self.source.numel()
+
+    @property
+    def values(self) -> Tensor:
+        """Computed each time, where they come from a stream."""
+        return gathered(self.source)
+
+    def pieces(self) -> Iterator[Tensor]:
+        """The values, as a `Stream` gives them."""
+        return iter((self.source,)) if isinstance(self.source, Tensor) else self.source.pieces()
+
+    def parts(self) -> Iterator[Sparse]:
+        """The same piece by piece, each with its place."""
+        start = self.start
+        for piece in self.pieces():
+            yield replace(self, source=piece, start=start)
+            start += piece.numel()
+
+    def bounds(self) -> Tensor:
+        """As a `Stream` gives them."""
+        return self.source if isinstance(self.source, Tensor) else self.source.bounds()
 
     def on_host(self) -> Host:
         """The indices, where the host can read them."""
@@ -120,12 +169,12 @@ class Sparse:
         """The indices, also those of a run."""
         if self.indices is not None:
             return self.indices
-        return torch.arange(self.start, self.stop, dtype=torch.int64, device=self.values.device)
+        return torch.arange(self.start, self.stop, dtype=torch.int64, device=self.source.device)
 
     def to_dense(self) -> Tensor:
         if self.count == self.numel:
             return self.values.clone()
-        out = torch.zeros(self.numel, dtype=self.values.dtype, device=self.values.device)
+        out = torch.zeros(self.numel, dtype=self.source.dtype, device=self.source.device)
         out[self.where] = self.values
         return out
 
@@ -136,7 +185,8 @@ class Sparse:
 
     def subtract_from(self, vector: Tensor) -> None:
         """vector -= self, touching only the elements present."""
-        vector[self.where] -= self.values
+        for part in self.parts():
+            vector[part.where] -= part.values
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ CASE = Case(world=4, density=0.3)
 
 class KeepsWhatItSpent(LocalSteps):
     def settle(self, update: Sparse, spent: Sparse, *others: Any) -> None:
-        super().settle(update, replace(spent, values=torch.zeros_like(spent.values)), *others)
+        super().settle(update, replace(spent, source=torch.zeros_like(spent.values)), *others)
 
 
 class ForgetsToWrite(LocalSteps):

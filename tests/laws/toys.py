@@ -63,7 +63,7 @@ class RoundsAway(Toy):
 
     def step(self, acc: Tensor, state: State, ctx: Ctx) -> Program[Outcome[State]]:
         good = yield from super().step(acc, state, ctx)
-        update = replace(good.update, values=good.update.values.half().to(acc.dtype))
+        update = replace(good.update, source=good.update.values.half().to(acc.dtype))
         return replace(good, update=update)
 
 
@@ -75,7 +75,7 @@ class RankDependent(Toy):
         good = yield from super().step(acc, state, ctx)
         nudge = torch.full_like(good.update.values, torch.inf if ctx.rank == 1 else -torch.inf)
         values = good.update.values.nextafter(nudge) if ctx.rank == 1 else good.update.values
-        return replace(good, update=replace(good.update, values=values))
+        return replace(good, update=replace(good.update, source=values))
 
 
 @dataclass(frozen=True, kw_only=True)

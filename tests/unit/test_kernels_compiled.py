@@ -128,6 +128,27 @@ def test_waiting_is_the_references(form: str, in_place: bool, vectors: list[Tens
 
 
 @pytest.mark.parametrize("form", FORMS)
+@given(vectors=several(1))
+def test_finite_is_what_the_reference_calls_finite(form: str, vectors: list[Tensor]) -> None:
+    with kernels.using(form):
+        assert kernels.is_finite(*vectors) == reference.is_finite(*vectors)
+
+
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+def test_a_single_value_that_is_not_finite_is_seen_in_any_page_and_any_layout(bad: float) -> None:
+    n = 3 * 8 * compiled._PAGE + 300
+    x = torch.full((n + 1,), 3e38)[1:]
+    assert kernels.is_finite(x, -x, torch.ones(2, 3).t(), torch.ones((), dtype=torch.float64))
+    for place in (0, 1, 1023, 1024, 8191, 8192, n - 301, n - 300, n - 1):
+        x[place] = bad
+        assert not kernels.is_finite(torch.ones(3), x)
+        assert not kernels.is_finite(x.view(4, -1))
+        assert not kernels.is_finite(x.view(4, -1).t())
+        x[place] = 3e38
+
+
+@pytest.mark.parametrize("form", FORMS)
 @given(vectors=several(2), threshold=st.sampled_from(THRESHOLDS))
 def test_waiting_above_finds_what_the_reference_finds(
     form: str, vectors: list[Tensor], threshold: float
@@ -422,6 +443,7 @@ def test_every_compiled_kernel_lets_other_threads_run() -> None:
     assert seen_while_running(lambda: form.waiting(a, b, c))
     assert seen_while_running(lambda: form.settle(a, b, c, d, e, 4, 0.5))
     assert seen_while_running(lambda: form.fold(a, b, c, 1.0))
+    assert seen_while_running(lambda: form.is_finite(a))
     assert seen_while_running(lambda: form.above(a, 1.0))
     assert seen_while_running(lambda: form.waiting_above(a, b, 1.0))
 

@@ -154,7 +154,7 @@ def told(mean: Tensor, update: Sparse, world: int) -> float:
     energy = mean.square().sum()
     if not energy:
         return 1.0
-    step = replace(update, values=update.values.to(mean.dtype) / world)
+    step = replace(update, source=update.values.to(mean.dtype) / world)
     return float(taken(mean, step) / energy)
 
 

@@ -17,8 +17,8 @@ A window comes round every WINDOWS steps, so that x has the last few steps in fu
 part a. The law: P w - sum over ranks of e is changed by the optimizers alone; neither the exchange, whether
 it succeeds or not, nor settling nor folding changes it.
 
-Memory: 2 n elements, and n more of their own type for parameters narrower than w. An exchange of stretches is
-lent two stretches more, which stay; one of everything, n.
+Memory: 2 n elements, and n more of their own type for parameters narrower than w. An exchange is lent
+as much as it reads at once, which stays: of a stretch in few bits a piece, n where everything is sent.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class LocalSteps:
         own = {slot.name: parameters[slot.name] for slot in unit.slots}
         self._narrow = {name: p.clone() for name, p in own.items() if p.dtype != unit.dtype}
         self._all = frozenset(own)
-        self._rooms: dict[str, Tensor] = {}
+        self._rooms: list[Tensor] = []
         self._due: list[Due] = []
         self._due_whole: Set[str] = frozenset()
 
     def waiting(self, parameters: Mapping[str, Tensor], exchanged: bool = False) -> Waiting:
         """`exchanged`: for an exchange, of which there is one at a time: it is lent memory that stays."""
-        return Waiting(self, parameters, self._rooms if exchanged else {})
+        return Waiting(self, parameters, self._rooms if exchanged else [])
 
     def dense_turn(self, step: int, most: int | None) -> slice:
         """Where the dense slots are exchanged in this step: they need no choice, but take turns where they
@@ -126,13 +126,15 @@ class LocalSteps:
     ) -> None:
         """Where all elements of a run were sent."""
         slots, shared, mark = self._vectors()[0 if sparse else 1]
-        for slot, where, total in by_slot(slots, update):
-            assert isinstance(where, slice)
-            here = slice(slot.start + where.start, slot.start + where.stop)
-            given = spent.values[here.start - update.start : here.stop - update.start]
-            factor = preview if slot.name in names else None
-            if total.numel():
-                settle(shared[here], parameters[slot.name][where], mark[here], total, given, world, factor)
+        start = update.start
+        for total, given in zip(update.pieces(), spent.pieces(), strict=True):
+            stop = start + total.numel()
+            for slot, here in _overlaps(slots, slice(start, stop)):
+                own = parameters[slot.name][here.start - slot.start : here.stop - slot.start]
+                inside = slice(here.start - start, here.stop - start)
+                factor = preview if slot.name in names else None
+                settle(shared[here], own, mark[here], total[inside], given[inside], world, factor)
+            start = stop
 
     def _settle_some(
         self, update: Sparse, spent: Sparse, parameters: Mapping[str, Tensor], world: int
@@ -153,10 +155,10 @@ class LocalSteps:
         for slot in self.unit.dense:
             if slot.name in self._narrow:
                 self._narrow[slot.name].copy_(self.shared_dense[slot.start : slot.stop])
-        for slot, where, _ in by_slot(self.unit.sparse, update):
+        changed = replace(update, source=self.shared[update.where])
+        for slot, where, values in by_slot(self.unit.sparse, changed):
             if slot.name in self._narrow:
-                narrow = self._narrow[slot.name]
-                narrow[where] = self.shared[slot.start : slot.stop][where].to(narrow.dtype)
+                self._narrow[slot.name][where] = values.to(self._narrow[slot.name].dtype)
 
     # -- fold -------------------------------------------------------------------------------------------
 
@@ -212,7 +214,7 @@ class LocalSteps:
         assert places.indices is not None
         waits = self.waiting(parameters).of(places)
         own = self.shared.index_select(0, places.indices) - preview * waits
-        for slot, indices, values in by_slot(self.unit.sparse, replace(places, values=own)):
+        for slot, indices, values in by_slot(self.unit.sparse, replace(places, source=own)):
             assert isinstance(indices, Tensor)
             parameter = parameters[slot.name]
             narrow = values.to(parameter.dtype)
@@ -273,7 +275,7 @@ class LocalSteps:
     def own_at(self, parameters: Mapping[str, Tensor], part: Sparse) -> Tensor:
         """x where `part` has elements."""
         own = self.mark.new_empty(part.count)
-        for slot, places, values in by_slot(self.unit.sparse, replace(part, values=own)):
+        for slot, places, values in by_slot(self.unit.sparse, replace(part, source=own)):
             assert isinstance(places, Tensor)
             values.copy_(parameters[slot.name].index_select(0, places))
         return own
@@ -305,7 +307,8 @@ class Waiting:
 
     local: LocalSteps
     parameters: Mapping[str, Tensor]
-    rooms: dict[str, Tensor]
+    rooms: list[Tensor]
+    """The one that `between` computes into, once there is one."""
 
     @property
     def device(self) -> torch.device:
@@ -319,20 +322,16 @@ class Waiting:
         return self.local.mark.numel()
 
     def between(self, start: int, stop: int) -> Tensor:
-        out = self._room("waiting", stop - start)
+        out = self._room(stop - start)
         for here, own in self.local.pieces(self.parameters, start, stop):
             waiting(self.local.mark[here], own, out[here.start - start : here.stop - start])
         return out
 
-    def room(self, count: int) -> Tensor:
-        return self._room("more", count)
-
-    def _room(self, name: str, count: int) -> Tensor:
+    def _room(self, count: int) -> Tensor:
         """New memory costs more than what is written to it: as long as it suffices, the same again."""
-        room = self.rooms.get(name)
-        if room is None or room.numel() < count:
-            room = self.rooms[name] = self.local.mark.new_empty(count)
-        return room[:count]
+        if not self.rooms or self.rooms[0].numel() < count:
+            self.rooms[:] = [self.local.mark.new_empty(count)]
+        return self.rooms[0][:count]
 
     def select(
         self, start: int, stop: int, threshold: float, capacity: int, phase: float
@@ -366,10 +365,15 @@ def _concatenate(unit: Unit, slots: tuple[Slot, ...], parameters: Mapping[str, T
 def _pieces(
     slots: tuple[Slot, ...], parameters: Mapping[str, Tensor], here: slice
 ) -> Iterator[tuple[slice, Tensor]]:
+    for slot, both in _overlaps(slots, here):
+        yield both, parameters[slot.name][both.start - slot.start : both.stop - slot.start]
+
+
+def _overlaps(slots: tuple[Slot, ...], here: slice) -> Iterator[tuple[Slot, slice]]:
     for slot in slots:
         first, last = max(here.start, slot.start), min(here.stop, slot.stop)
         if first < last:
-            yield slice(first, last), parameters[slot.name][first - slot.start : last - slot.start]
+            yield slot, slice(first, last)
 
 
 def _marked(mark: Tensor, own: Tensor, spent: Tensor) -> Tensor:

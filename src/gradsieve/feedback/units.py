@@ -71,18 +71,19 @@ def parts_of(vector: Tensor, slots: Iterable[Slot]) -> dict[str, Tensor]:
 
 
 def by_slot(slots: tuple[Slot, ...], update: Sparse) -> Iterator[tuple[Slot, Tensor | slice, Tensor]]:
-    """The update in each slot: where, relative to the slot, and what."""
+    """The update in each slot: where, relative to the slot, and what. Of a run, in slots that it meets."""
+    values = update.values
     if update.indices is None:
         for slot in slots:
-            first = min(max(update.start, slot.start), slot.stop)
-            last = max(min(update.stop, slot.stop), first)
-            where = slice(first - slot.start, last - slot.start)
-            yield slot, where, update.values[max(first - update.start, 0) :][: last - first]
+            first, last = max(update.start, slot.start), min(update.stop, slot.stop)
+            if first < last:
+                where = slice(first - slot.start, last - slot.start)
+                yield slot, where, values[first - update.start : last - update.start]
         return
     stops = np.searchsorted(update.on_host(), [slot.stop for slot in slots])
     start = 0
     for slot, stop in zip(slots, stops.tolist(), strict=True):
-        yield slot, update.indices[start:stop] - slot.start, update.values[start:stop]
+        yield slot, update.indices[start:stop] - slot.start, values[start:stop]
         start = stop
 
 

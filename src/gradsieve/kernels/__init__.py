@@ -7,9 +7,9 @@ that pass over all n elements have compiled forms too, and `choice.py` takes the
 import torch
 from torch import Tensor
 
-from gradsieve.kernels import low_bit
+from gradsieve.kernels import fast, low_bit
 from gradsieve.kernels.choice import TORCH_LOW_BIT, active, form_for, low_bit_form_for, using
-from gradsieve.kernels.fast import candidates, is_finite, largest, largest_of_each, sum_by_index
+from gradsieve.kernels.fast import candidates, largest, largest_of_each, sum_by_index
 
 __all__ = [
     "above",
@@ -24,6 +24,7 @@ __all__ = [
     "is_finite",
     "largest",
     "largest_of_each",
+    "low_bit_blocks",
     "low_bit_size",
     "select",
     "settle",
@@ -42,6 +43,13 @@ def above(x: Tensor, threshold: float) -> Tensor:
 def accumulate(residual: Tensor, gradient: Tensor, scale: float, out: Tensor) -> bool:
     """out = scale * residual + gradient; whether all of it is finite. `out` may be the residual."""
     return form_for(residual, gradient, out).accumulate(residual, gradient, scale, out)
+
+
+def is_finite(*tensors: Tensor) -> bool:
+    """No NaN and no infinity in any of them. On an accelerator the host waits once, for all of them."""
+    vectors = [x.detach().view(-1) if x.is_contiguous() else x for x in tensors]
+    here = all(form_for(x).is_finite(x) for x in vectors if x.is_cpu)
+    return here and fast.is_finite(*(x for x in vectors if not x.is_cpu))
 
 
 def waiting(mark: Tensor, own: Tensor, out: Tensor) -> None:
@@ -89,6 +97,11 @@ def select(x: Tensor, threshold: float, capacity: int, phase: float) -> tuple[Te
 def low_bit_size(bits: int, count: int) -> int:
     """Bytes that `encode_low` makes of `count` values."""
     return low_bit.size_of(bits, count)
+
+
+def low_bit_blocks(count: int) -> int:
+    """Blocks of `count` values, each with two bytes of scale before all codes."""
+    return low_bit.blocks_of(count)
 
 
 def encode_low(bits: int, values: Tensor) -> Tensor:

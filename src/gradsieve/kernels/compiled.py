@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from llvmlite import ir
-from numba import float32, int32, njit, types, uint64
+from numba import float32, int32, njit, types, uint32, uint64
 from numba.extending import intrinsic, register_jitable
 from torch import Tensor
 
 from gradsieve.kernels import fast
-from gradsieve.kernels.pointers import floats_at, integers_at
+from gradsieve.kernels.pointers import INFINITE, bits_of, floats_at, integers_at
 
 _LARGEST = torch.finfo(torch.float32).max
 _LANES = 16
@@ -29,6 +29,8 @@ _BLOCK = 64
 """Elements of which it is asked at once whether any is above the threshold."""
 _STREAMED = 1 << 21
 """Elements from which on a result is written past the cache: a shorter one is still there when it is read."""
+_PAGE = 1024
+"""float32 in a page of memory."""
 _EXPECTED = 256
 """Of so many elements one is expected above the threshold; buffers grow where it is more."""
 
@@ -171,6 +173,34 @@ def _settle_and_fold(
 
 
 @register_jitable
+def _magnitude(x: Any, i: Any) -> Any:
+    """As bits, whose order is that of the magnitudes, with infinity and every NaN above all numbers."""
+    return bits_of(x[i]) & uint32(0x7FFFFFFF)
+
+
+@register_jitable
+def _larger(x: Any, i: Any, apart: Any) -> Any:
+    return max(_magnitude(x, i), _magnitude(x, i + apart))
+
+
+def _is_finite(n: Any, x: Any) -> Any:
+    """Eight pages side by side: a processor fetches ahead within a page, and one page is not enough."""
+    x = floats_at(x, n)
+    one, two, four = uint64(_PAGE), uint64(2 * _PAGE), uint64(4 * _PAGE)
+    whole = n // (8 * _PAGE) * (8 * _PAGE)
+    most = uint32(0)
+    for begin in range(0, whole, 8 * _PAGE):
+        for j in range(_PAGE):
+            i = uint64(begin + j)
+            low = max(_larger(x, i, one), _larger(x, i + two, one))
+            high = max(_larger(x, i + four, one), _larger(x, i + four + two, one))
+            most = max(most, max(low, high))
+    for rest in range(whole, n):
+        most = max(most, _magnitude(x, uint64(rest)))
+    return most < uint32(INFINITE)
+
+
+@register_jitable
 def _list_above(x: Any, threshold: Any, begin: Any, end: Any, found: Any, count: Any) -> Any:
     for i in range(begin, end):
         found[count] = i
@@ -228,6 +258,7 @@ _KERNELS: dict[str, tuple[Callable[..., Any], str]] = {
     "fold": (_fold, "void(int64, int64, int64, int64, float32)"),
     "settle": (_settle, "void(int64, int64, int64, int64, int64, int64, float32)"),
     "settle_and_fold": (_settle_and_fold, "void(int64, int64, int64, int64, int64, int64, float32, float32)"),
+    "is_finite": (_is_finite, "boolean(int64, int64)"),
     "above": (_above, "UniTuple(int64, 2)(int64, int64, float32, int64, int64, int64, int64)"),
     "waiting_above": (
         _waiting_above,
@@ -271,6 +302,9 @@ class Compiled:
             self._run["settle"](shared.numel(), *where, world)
         else:
             self._run["settle_and_fold"](shared.numel(), *where, world, preview)
+
+    def is_finite(self, x: Tensor) -> bool:
+        return bool(self._run["is_finite"](x.numel(), x.data_ptr()))
 
     def above(self, x: Tensor, threshold: float) -> Tensor:
         n, find = x.numel(), self._run["above"]

@@ -16,12 +16,10 @@ from numba.extending import intrinsic, register_jitable
 from torch import Tensor
 
 from gradsieve.kernels.low_bit import BLOCK, NOT_A_NUMBER, SHARE, STEPS, size_of
-from gradsieve.kernels.pointers import bytes_at, floats_at
+from gradsieve.kernels.pointers import INFINITE, bits_of, bytes_at, float_of, floats_at
 
 _LANES = 16
 _GROUPS = BLOCK // _LANES
-_INFINITE = 0x7F800000
-"""The bits of infinity; those of every NaN are more."""
 _ROUNDER = 1.5 * 2**23
 """Added to a small float32 and taken away again, it leaves the nearest integer, ties to even."""
 
@@ -138,20 +136,6 @@ def _levels(builder: Any, bits: int, codes: Any) -> Any:
     return builder.sitofp(builder.sub(builder.xor(magnitude, negative), negative), _FLOATS)
 
 
-def _type_reread(kind: Any, lowered: Any) -> Callable[..., Any]:
-    """The same 32 bits as another type."""
-
-    def typed(_: Any, value: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return builder.bitcast(arguments[0], lowered)
-
-        return kind(value), generate
-
-    return typed
-
-
-_bits_of: Any = intrinsic(_type_reread(types.uint32, _INT))
-_float_of: Any = intrinsic(_type_reread(types.float32, _FLOAT))
 _encode_1: Any = intrinsic(_type_encode(_one_bit))
 _encode_2: Any = intrinsic(_type_encode(_two_bits))
 _encode_4: Any = intrinsic(_type_encode(_four_bits))
@@ -195,21 +179,21 @@ def _largest_magnitude(x: Any, begin: Any) -> Any:
     """By bits, whose order is that of the magnitudes, with every NaN above all numbers."""
     most = int32(0)
     for i in range(BLOCK):
-        most = max(most, int32(_bits_of(x[uint64(begin + i)]) & uint32(0x7FFFFFFF)))
-    return _float_of(uint32(most))
+        most = max(most, int32(bits_of(x[uint64(begin + i)]) & uint32(0x7FFFFFFF)))
+    return float_of(uint32(most))
 
 
 @register_jitable
 def _bfloat16(scale: Any) -> Any:
-    word = int64(_bits_of(scale))
-    if word & 0x7FFFFFFF > _INFINITE:
+    word = int64(bits_of(scale))
+    if word & 0x7FFFFFFF > INFINITE:
         return int64(NOT_A_NUMBER)
     return (word + 0x7FFF + (word >> 16 & 1)) >> 16
 
 
 @register_jitable
 def _widened(half: Any) -> Any:
-    return _float_of(uint32(half << 16))
+    return float_of(uint32(half << 16))
 
 
 @register_jitable
@@ -289,22 +273,23 @@ def _decode(bits: Any, rows: Any, count: Any, size: Any, data: Any, out: Any, ro
     data, out = bytes_at(data, rows * size), floats_at(out, count if add else rows * count)
     filled, last = floats_at(room, BLOCK), bytes_at(room + 4 * (BLOCK + _LANES), BLOCK)
     blocks = (count + BLOCK - 1) // BLOCK
-    for turn in range(rows * blocks):
-        row, block = (turn % rows, turn // rows) if add else (turn // blocks, turn % blocks)
-        place, codes = row * size + 2 * block, row * size + 2 * blocks + block * (BLOCK // 8) * bits
-        scale = _widened(int64(data[place]) | int64(data[place + 1]) << 8)
-        begin = block * BLOCK + (0 if add else row * count)
-        real = min(count - block * BLOCK, BLOCK)
-        if real < BLOCK:
-            for byte in range((real * bits + 7) // 8):
-                last[byte] = data[codes + byte]
-            _decode_block(bits, last, 0, scale, filled, 0)
-            for i in range(real):
-                out[begin + i] = out[begin + i] + filled[i] if add and row else filled[i]
-        elif add and row:
-            _add_block(bits, data, codes, scale, out, begin)
-        else:
-            _decode_block(bits, data, codes, scale, out, begin)
+    for outer in range(blocks if add else rows):
+        for inner in range(rows if add else blocks):
+            row, block = (inner, outer) if add else (outer, inner)
+            place, codes = row * size + 2 * block, row * size + 2 * blocks + block * (BLOCK // 8) * bits
+            scale = _widened(int64(data[place]) | int64(data[place + 1]) << 8)
+            begin = block * BLOCK + (0 if add else row * count)
+            real = min(count - block * BLOCK, BLOCK)
+            if real < BLOCK:
+                for byte in range((real * bits + 7) // 8):
+                    last[byte] = data[codes + byte]
+                _decode_block(bits, last, 0, scale, filled, 0)
+                for i in range(real):
+                    out[begin + i] = out[begin + i] + filled[i] if add and row else filled[i]
+            elif add and row:
+                _add_block(bits, data, codes, scale, out, begin)
+            else:
+                _decode_block(bits, data, codes, scale, out, begin)
 
 
 _KERNELS: dict[str, tuple[Callable[..., Any], str]] = {

@@ -13,13 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-import torch
 from torch import Tensor
 
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll
 from gradsieve.schemes.base import Scheme
 from gradsieve.telemetry import stage
-from gradsieve.types import Ctx, Program, State
+from gradsieve.types import Ctx, Program, State, Stream, Vector, gathered
+from gradsieve.wire.coded import Coded, Shape, Sum
 from gradsieve.wire.values import VALUE_CODECS
 
 Values: TypeAlias = Literal["exact", "bf16", "int8", "int4", "int2", "sign"]
@@ -33,30 +33,33 @@ class Agreed(Scheme[State]):
     """How values travel. Who rounds keeps the rounding error, so that nothing is lost."""
 
 
-def sum_agreed(
-    mine: Tensor, values: Values, ctx: Ctx, room: Tensor | None = None
-) -> Program[tuple[Tensor, Tensor]]:
-    """The sum over ranks, and what this rank gave to it. `mine` is handed over, and `room`, if there is some:
-    as many elements that the sum may be written to."""
+def sum_agreed(mine: Tensor, values: Values, ctx: Ctx) -> Program[tuple[Tensor, Tensor]]:
+    """The sum over ranks, and what this rank gave to it. `mine` is handed over."""
+    total, given = yield from sum_between(mine, 0, mine.numel(), values, ctx)
+    return gathered(total), gathered(given, mine)
+
+
+def sum_between(
+    acc: Tensor | Vector, start: int, stop: int, values: Values, ctx: Ctx
+) -> Program[tuple[Tensor | Stream, Tensor | Stream]]:
+    """The same for some elements of a vector that need not be in memory; nor need what is returned."""
+
+    def read(first: int, last: int) -> Tensor:
+        first, last = start + first, start + last
+        return acc[first:last] if isinstance(acc, Tensor) else acc.between(first, last)
+
     if values == "exact":
-        total = yield AllReduce(mine.clone())
-        return total, mine
-    codec, world, count = VALUE_CODECS[values], ctx.world, mine.numel()
-    width, turn = -(-count // world), ctx.step % world
-    spare = world * width - count
-    told = (torch.nn.functional.pad(mine, (0, spare)) if spare else mine).view(world, width)
+        given = acc[start:stop].clone() if isinstance(acc, Tensor) else acc.between(start, stop)
+        total = yield AllReduce(given.clone())
+        return total, given
+    world, turn = ctx.world, ctx.step % ctx.world
+    shape = Shape(VALUE_CODECS[values], world, stop - start, acc.dtype, acc.device)
     with stage("encode"):
-        rows = codec.encode(told)
-        codec.decode_into(rows, told)
+        rows = shape.encode(read)
     one_each = (1,) * world
     arrived = yield AllToAll(rows.roll(-turn, 0), one_each, one_each)  # row (r + step) mod P is rank r's
     with stage("decode"):
-        exact = codec.decode_sum(arrived, width, mine.dtype)
-        row = codec.encode(exact[None])[0]
+        row = shape.add_up(arrived)
     sums = yield AllGather(row)
-    with stage("decode"):
-        believed = torch.empty_like(told) if spare or room is None else room.view(world, width)
-        codec.decode_into(sums.roll(turn, 0), believed)
-        own = (ctx.rank + turn) % world
-        told[own] += believed[own] - exact
-    return believed.view(-1)[:count], told.view(-1)[:count]
+    mine = Sum((ctx.rank + turn) % world, arrived, row)
+    return Coded(shape, sums.roll(turn, 0)), Coded(shape, rows, mine)

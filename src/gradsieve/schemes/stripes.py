@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradsieve.schemes.agreed import Agreed, Values, sum_agreed
+from gradsieve.schemes.agreed import Agreed, Values, sum_between
 from gradsieve.schemes.base import log2_ceil
 from gradsieve.types import Ctx, Outcome, Program, Sparse, Vector
 from gradsieve.wire.values import VALUE_CODECS
@@ -64,12 +64,8 @@ class Stripes(Agreed[State]):
         stop = start - (start - n) // turns
         if stop < n and stop - start > _LONG * ctx.world:
             stop -= (stop - start) % (BLOCK * ctx.world)
-        if isinstance(acc, Tensor):
-            mine, room = acc[start:stop].clone(), None
-        else:
-            mine, room = acc.between(start, stop), acc.room(stop - start)
         # 2.
-        total, given = yield from sum_agreed(mine, self.values, ctx, room)
+        total, given = yield from sum_between(acc, start, stop, self.values, ctx)
         state = State(n=n, cursor=stop % n if n else 0, ahead=min(n, max(0, state.ahead + stop - start - k)))
         return Outcome(Sparse.run(start, total, n), Sparse.run(start, given, n), state)
 

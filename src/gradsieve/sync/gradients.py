@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -98,7 +99,9 @@ class GradientPipeline(Pipeline):
             if self.may_have_unused and not self.scheme.lossless:
                 outcome = _only_used(outcome, unit, ride)
             released = self.residuals[index].released(outcome.update) if self.residuals else outcome.update
-            good = is_finite(released.values, ride) and not int(ride[-1])
+            good = (is_finite(released.bounds(), ride) or is_finite(released.values, ride)) and not int(
+                ride[-1]
+            )
             good &= self._apply(unit, gradients, released, ride)
         self._staged.append(Staged(outcome, released, good))
         if index == len(self.units) - 1:
@@ -150,13 +153,14 @@ class GradientPipeline(Pipeline):
     def _apply(self, unit: Unit, gradients: Mapping[str, Tensor], update: Sparse, ride: Tensor) -> bool:
         """g = update / P; False where a gradient's narrower type cannot hold it (on all ranks alike)."""
         good = True
-        dense = Sparse.full(ride)
-        for slot, where, values in [*by_slot(unit.dense, dense), *by_slot(unit.sparse, update)]:
+        for slot in unit.sparse:
+            if update.indices is not None or slot.start < update.start or slot.stop > update.stop:
+                gradients[slot.name].zero_()
+        sparse = chain.from_iterable(by_slot(unit.sparse, part) for part in update.parts())
+        for slot, where, values in chain(by_slot(unit.dense, Sparse.full(ride)), sparse):
             gradient = gradients[slot.name]
             mean = (values / self.world).to(gradient.dtype)
             good &= gradient.dtype == unit.dtype or is_finite(mean)
-            if values.numel() < slot.numel:
-                gradient.zero_()
             gradient[where] = mean
         return good
 

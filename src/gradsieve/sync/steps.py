@@ -88,7 +88,7 @@ class StepPipeline(Pipeline):
         with stats.timeline.stage("accumulate", index):
             waiting, dense, rider = self._offer(index, tensors, everything)
         outcome, ride = yield from self.exchange(index, waiting, rider, stats, everything, call)
-        total = replace(dense, values=ride[: dense.count])
+        total = replace(dense, source=ride[: dense.count])
         self._staged.append(Staged(outcome, Outcome(total, dense, None), ride[dense.count :]))
 
     def _within_budget(self) -> Scheme[Any]:
@@ -150,9 +150,11 @@ class StepPipeline(Pipeline):
         stats = self.stats = self._fresh
         with stats.timeline.stage("apply"):
             seen = to_host(torch.stack([squares(staged.probes) for staged in self._staged]))
-            good = is_finite(
-                *(staged.dense.update.values for staged in self._staged),
-                *(staged.outcome.update.values for staged in self._staged),
+            updates = [
+                each for staged in self._staged for each in (staged.dense.update, staged.outcome.update)
+            ]
+            good = is_finite(*(update.bounds() for update in updates)) or is_finite(
+                *(update.values for update in updates)
             )
         if not good:
             self.skipped += 1

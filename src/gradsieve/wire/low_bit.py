@@ -7,6 +7,9 @@ from torch import Tensor
 
 from gradsieve import kernels
 
+_FARTHEST = {4: 8.0, 2: 3.0, 1: 1.0}
+"""In units of the scale, by bits: also of codes that nobody sends."""
+
 
 class LowBit:
     """Codes of so many bits, and before them two bytes of scale for each block of 256."""
@@ -17,6 +20,9 @@ class LowBit:
     def predict_size(self, count: int, dtype: torch.dtype) -> int:
         return kernels.low_bit_size(self.bits, count)
 
+    def scales(self, count: int) -> int:
+        return 2 * kernels.low_bit_blocks(count)
+
     def encode(self, values: Tensor) -> Tensor:
         return kernels.encode_low(self.bits, values)
 
@@ -25,6 +31,11 @@ class LowBit:
 
     def decode_into(self, data: Tensor, out: Tensor) -> None:
         kernels.decode_low_into(self.bits, data, out)
+
+    def bounds(self, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+        """The farthest that each block's codes can stand for."""
+        halves = data[..., : self.scales(count)].clone(memory_format=torch.contiguous_format)
+        return halves.view(torch.bfloat16).to(dtype) * _FARTHEST[self.bits]
 
     def decode_sum(self, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         return kernels.decode_low_sum(self.bits, data, count, dtype)

@@ -41,6 +41,10 @@ class ValueCodec(Protocol):
     def predict_size(self, count: int, dtype: torch.dtype) -> int:
         """Bytes of `count` values of this type."""
 
+    def scales(self, count: int) -> int:
+        """How many of them come before the codes, a few for each block."""
+        return 0
+
     def encode(self, values: Tensor) -> Tensor:
         """Of values of shape (..., count) the bytes of shape (..., size); they may share memory."""
 
@@ -50,6 +54,10 @@ class ValueCodec(Protocol):
     def decode_into(self, data: Tensor, out: Tensor) -> None:
         """As `decode`, into memory that is there already."""
         out.copy_(self.decode(data, out.shape[-1], out.dtype))
+
+    def bounds(self, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+        """Some values, few where that is possible: where these are finite, all of the rows' are."""
+        return self.decode(data, count, dtype)
 
     def decode_sum(self, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         """Of bytes of shape (rows, size) the sum of the rows' values, added up in the order of the rows."""
@@ -91,6 +99,9 @@ class Int8(ValueCodec):
 
     def predict_size(self, count: int, dtype: torch.dtype) -> int:
         return _blocks(count) + count
+
+    def scales(self, count: int) -> int:
+        return _blocks(count)
 
     def encode(self, values: Tensor) -> Tensor:
         count = values.shape[-1]
