@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gradsieve.bench.step import COLUMNS, unclear
+from gradsieve.bench.step import COLUMNS, of_link, unclear
 from gradsieve.bench.workloads import WORKLOADS, batch_for, build
 
 
@@ -63,3 +63,10 @@ def test_few_rounds_have_no_spread() -> None:
 def test_the_table_has_the_spread_beside_each_ratio() -> None:
     for ratio in ("vs_noop", "vs_dense"):
         assert COLUMNS[COLUMNS.index(ratio) + 1] == f"{ratio}_half"
+
+
+def test_what_is_sent_is_held_against_what_the_link_carries_while_nobody_communicates() -> None:
+    noop = {"sync": "noop", "step_ms": 200.0, "bytes_sent": 0}
+    ours = {"sync": "auto", "step_ms": 400.0, "bytes_sent": 1_000_000}
+    assert of_link(ours, [noop, ours], "100mbit") == 0.4
+    assert of_link(ours, [noop, ours], None) is None

@@ -23,6 +23,7 @@ columns:
   ..._half     between which ratios the middle half of the rounds lies; the JSON has those of all rounds
   bytes_sent   by the busiest rank in a step, as its network interface counts them
   bits         the same for one parameter
+  of_link      the same over what the link carries during a step of noop; of shaped links
   density      elements in the update over all; of what does not go dense by itself
   hidden       share of the time in collectives that passed while forward or backward computed
 """
