@@ -45,15 +45,16 @@ def test_no_budget_is_refused(bits: float) -> None:
 
 
 class Machine:
-    """A step of 100 ms of which 80 are room; sending takes so many milliseconds a bit, computing too."""
+    """A step of 100 ms of which 80 are room; sending takes so many milliseconds a bit, computing too, beside
+    those that it takes whatever is sent."""
 
-    def __init__(self, send: float, compute: float = 0.1) -> None:
-        self.send, self.compute = send, compute
+    def __init__(self, send: float, compute: float = 0.1, always: float = 0.0) -> None:
+        self.send, self.compute, self.always = send, compute, always
 
     def run(self, budget: Adaptive, epochs: int) -> Adaptive:
         for _ in range(EPOCH * epochs):
             waited = max(0.0, self.send * budget.bits - 80.0)
-            seconds = (100.0 + waited, 80.0, waited, self.compute * budget.bits)
+            seconds = (100.0 + waited, 80.0, waited, self.always + self.compute * budget.bits)
             budget = budget.after(Times(*(each / 1e3 for each in seconds)))
             assert isinstance(budget, Adaptive)
         return budget
@@ -78,8 +79,12 @@ def test_a_link_without_end_carries_everything_as_it_is() -> None:
 
 
 def test_what_computing_costs_bounds_it_too() -> None:
-    """2.5 ms of 100 at 2 ms a bit."""
-    assert 1.0 < found(Machine(send=0.1, compute=2.0)) < 1.5
+    """1.5 ms of 100 at 2 ms a bit."""
+    assert 0.6 < found(Machine(send=0.1, compute=2.0)) < 1.0
+
+
+def test_what_is_computed_whatever_is_sent_does_not() -> None:
+    assert 0.6 < found(Machine(send=0.1, compute=2.0, always=7.0)) < 1.0
 
 
 def test_a_link_that_carries_nothing_still_carries_the_least() -> None:

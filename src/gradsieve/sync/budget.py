@@ -12,8 +12,9 @@ ranks know the same means and choose alike, without a message for it:
     computed   processor time of the thread that exchanges: forward and backward may need the same processor
 
 It goes by epochs of a few steps, and takes medians. Now and then it looks how long is waited when next to
-nothing is sent: for the slowest rank, which no budget changes. Then more and more is sent until more than
-WAITED of a step is waited for beyond that, or more than COMPUTED of it computed.
+nothing is sent, for the slowest rank, and how much is computed, for all that is done whatever is sent: no
+budget changes either. Then more and more is sent until more than WAITED of a step is waited for beyond that,
+or more than COMPUTED of it computed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ EPOCH, SETTLING = 6, 2
 """Steps of an epoch, and those at its beginning that are not judged: seconds are told one step late."""
 LOOK_AGAIN, _SETTLED = 40, 8
 """Epochs between two looks, and after a look until it is worth a line."""
-WAITED, COMPUTED = 0.05, 0.025
+WAITED, COMPUTED = 0.05, 0.015
 """The second is small for hosts on which ranks share a processor: there a second computed costs two."""
 SLOWEST, FASTEST = 0.5, 1.6
 """Factors within which the budget changes from one epoch to the next."""
@@ -157,7 +158,8 @@ class Adaptive:
             return replace(self, looking=True, bits=LEAST, found=self.bits)
         if median.waited > self.alone.waited + WAITED * self.alone.step:
             return replace(self, bits=max(LESS * self.bits, LEAST), ceiling=self.bits)
-        factor = COMPUTED * median.step / median.computed if median.computed > 0 else FASTEST
+        more = median.computed - self.alone.computed
+        factor = COMPUTED * median.step / more if more > 0 else FASTEST
         bits = self.bits * min(max(factor, SLOWEST), FASTEST)
         return replace(
             self, bits=min(max(bits, LEAST), self.most, self.ceiling), ceiling=PATIENCE * self.ceiling
