@@ -1,5 +1,5 @@
-"""Gradients for trajectories: numbers on a grid, so that no order of adding them up rounds and two programs that
-do the same thing come to the same bits."""
+"""Gradients for trajectories: numbers on a grid, so that no order of adding them up rounds, and two programs
+that do the same come to the same bits."""
 
 from __future__ import annotations
 

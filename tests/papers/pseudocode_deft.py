@@ -1,4 +1,4 @@
-"""DEFT, line by line from `algorithms.md` 1.3. Nothing here is shared with the package."""
+"""DEFT by its paper and release, line by line. Nothing is shared with the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ExDyna and MiCRO, line by line from `algorithms.md` 1.1 and 1.2. Nothing here is shared with the package."""
+"""ExDyna and MiCRO by their papers and releases, line by line. Nothing is shared with the package."""
 
 from __future__ import annotations
 

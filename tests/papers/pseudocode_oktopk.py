@@ -1,5 +1,7 @@
-"""Ok-Topk, line by line from `algorithms.md` 1.4, with its constants for VGG. Nothing here is shared with the
-package."""
+"""Ok-Topk by its paper, with its release's constants for VGG, line by line. Nothing is shared with the package.
+
+Written from a description of the method; no line of the published (GPL) code was used.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""SparDL, line by line from `algorithms.md` 1.5, on dense vectors. Nothing here is shared with the package."""
+"""SparDL by its paper and release, line by line, on dense vectors. Nothing is shared with the package.
+
+Written from a description of the method; no line of the published code, which has no licence, was used.
+"""
 
 from __future__ import annotations
 
