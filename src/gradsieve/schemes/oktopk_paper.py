@@ -58,11 +58,13 @@ class OkTopkPaper(Regional):
     local_few: float = 2 / 3
     local_many: float = 5 / 4
     """Elements over k, below or above which the local threshold moves."""
-    local_factor: float = 1.012
+    local_down: float = 1.012
+    local_up: float = 1.012
     global_few: float = 2 / 3
     global_many: float = 4 / 3
     """Sums over k, below or above which the global threshold moves."""
-    global_factor: float = 1.008
+    global_down: float = 1.008
+    global_up: float = 1.008
     lopsided: float = 4.0
     """Longest list of sums over the mean from which on lists are balanced."""
 
@@ -70,8 +72,8 @@ class OkTopkPaper(Regional):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if min(self.guard_factor, self.local_factor, self.global_factor) < 1:
-            raise ConfigError("guard_factor, local_factor and global_factor must be at least 1")
+        if min(self.guard_factor, self.local_down, self.local_up, self.global_down, self.global_up) < 1:
+            raise ConfigError("guard_factor and the factors down and up must be at least 1")
         if min(self.dense_steps, self.guard_rounds) < 0:
             raise ConfigError("dense_steps and guard_rounds are counts: 0 or more")
 
@@ -82,9 +84,8 @@ class OkTopkPaper(Regional):
             return Outcome(Sparse.full(total), Sparse.full(acc), state)
         # 1. and 2.
         selected, threshold = self._select(acc, state.local_threshold, k, ctx.step)
-        local = _moved(
-            threshold, selected.numel() / max(k, 1), self.local_few, self.local_many, self.local_factor
-        )
+        ratio = selected.numel() / max(k, 1)
+        local = threshold * _factor(ratio, self.local_few, self.local_many, self.local_down, self.local_up)
         # 3.
         cuts = state.cuts
         if int(cuts[-1]) != n or ctx.step % self.region_period == 0:
@@ -138,9 +139,8 @@ class OkTopkPaper(Regional):
         indices, values = from_pairs(rows, sums.values.dtype)
         strictly_increasing(indices, n, f"indices gathered in step {ctx.step}")
         if threshold:
-            ratio = reached / max(k, 1)
-            threshold = _moved(threshold, ratio, self.global_few, self.global_many, self.global_factor)
-            return Chosen(indices, values, reached, threshold, loads)
+            band = self.global_few, self.global_many, self.global_down, self.global_up
+            return Chosen(indices, values, reached, threshold * _factor(reached / max(k, 1), *band), loads)
         best = torch.topk(values.abs(), min(k, reached), sorted=False).indices.sort().values
         kept = values[best].abs()
         threshold = float(kept.min()) if 0 < k == kept.numel() else 0.0
@@ -153,11 +153,11 @@ def _beyond(x: Tensor, threshold: float) -> Tensor:
     return above(x, float(np.nextafter(kind(threshold), kind(np.inf))))
 
 
-def _moved(threshold: float, ratio: float, few: float, many: float, factor: float) -> float:
-    """The threshold of the next step, from the count over k in this one."""
+def _factor(ratio: float, few: float, many: float, down: float, up: float) -> float:
+    """For the threshold of the next step, from the count over k in this one."""
     if ratio < few:
-        return threshold / factor
-    return threshold * factor if ratio > many else threshold
+        return 1 / down
+    return up if ratio > many else 1.0
 
 
 def _every_pth(selected: Tensor, n: int, world: int) -> Tensor:
