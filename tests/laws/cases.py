@@ -24,7 +24,7 @@ def registered() -> list[str]:
 
 
 def published() -> list[str]:
-    """Published rules. They share code with ours, so that `test_published.py` holds them to all laws at once."""
+    """Published rules. They share code with ours: `test_published.py` holds them to all laws at once."""
     return [name for name, kind in SCHEMES.items() if kind.whole_model]
 
 

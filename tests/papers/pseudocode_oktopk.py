@@ -1,4 +1,4 @@
-"""Ok-Topk by its paper, with its release's constants for VGG, line by line. Nothing is shared with the package.
+"""Ok-Topk by its paper, with its release's constants for VGG. Nothing is shared with the package.
 
 Written from a description of the method; no line of the published (GPL) code was used.
 """

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from gradsieve.comm.ops import Broadcast
-from gradsieve.errors import Malformed
+from gradsieve.errors import ConfigError, Malformed
 from gradsieve.kernels import largest
 from gradsieve.schemes.base import Scheme, log2_ceil
 from gradsieve.schemes.deft import State, all_of, finite, lay_layers, norms_of, pack
@@ -43,6 +43,11 @@ class DeftPaper(Scheme[State]):
     """Fewest elements of a layer."""
 
     whole_model: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.floor < 0:
+            raise ConfigError(f"floor is a count: 0 or more, not {self.floor}")
 
     def begin(self, n: int, world: int, previous: State | None = None) -> State:
         return self.lay([n], world)

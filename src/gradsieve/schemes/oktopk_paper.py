@@ -72,8 +72,9 @@ class OkTopkPaper(Regional):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if min(self.guard_factor, self.local_down, self.local_up, self.global_down, self.global_up) < 1:
-            raise ConfigError("guard_factor and the factors down and up must be at least 1")
+        for name in ("guard_factor", "local_down", "local_up", "global_down", "global_up"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if min(self.dense_steps, self.guard_rounds) < 0:
             raise ConfigError("dense_steps and guard_rounds are counts: 0 or more")
 
