@@ -16,7 +16,7 @@ def test_the_first_steps_are_those_of_the_paper(name: str) -> None:
 
 CHANGED: list[tuple[str, dict[str, Any]]] = [
     ("exdyna", {"blocks": 1000}),
-    ("exdyna", {"multiple": 16}),
+    ("exdyna", {"multiple": 20}),
     ("exdyna", {"alpha": 1.1}),
     ("exdyna", {"blk_move": 2}),
     ("exdyna", {"least": 0.3}),
