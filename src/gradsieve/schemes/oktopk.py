@@ -73,7 +73,7 @@ class OkTopk(Regional):
             global_threshold=chosen.threshold,
             local_threshold=local,
             gathered=chosen.gathered,
-            exact=chosen.gathered > k,
+            exact=int(chosen.gathered > k),
             imbalance=imbalance,
         )
         update = Sparse(chosen.indices, chosen.values, n)

@@ -24,7 +24,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -104,7 +103,7 @@ class OkTopkPaper(Regional):
             global_threshold=chosen.threshold,
             local_threshold=local,
             gathered=chosen.gathered,
-            exact=not known,
+            exact=int(not known),
             imbalance=int(chosen.loads.max()) * ctx.world / max(int(chosen.loads.sum()), 1),
         )
         return Outcome(Sparse(chosen.indices, chosen.values, n), Sparse(mine, acc[mine], n), new)
@@ -150,8 +149,8 @@ class OkTopkPaper(Regional):
 
 def _beyond(x: Tensor, threshold: float) -> Tensor:
     """Sorted indices with |x| > threshold, where `above` has >=."""
-    kind = np.float64 if x.dtype == torch.float64 else np.float32
-    return above(x, float(np.nextafter(kind(threshold), kind(np.inf))))
+    at = torch.tensor(threshold, dtype=x.dtype, device="cpu")
+    return above(x, float(at.nextafter(at.new_tensor(torch.inf))))
 
 
 def _factor(ratio: float, few: float, many: float, down: float, up: float) -> float:

@@ -30,8 +30,8 @@ class State:
     """For this rank's own elements. 0: none known."""
     gathered: int = 0
     """Sums gathered in the last step."""
-    exact: bool = False
-    """Whether these were all sums there are, for an exact threshold."""
+    exact: int = 0
+    """1 if these were all sums there are, for an exact threshold."""
     imbalance: float = 1.0
     """Most elements that came to one owner over the mean."""
 
