@@ -22,7 +22,7 @@ from gradsieve.schemes.base import Scheme
 from gradsieve.schemes.exdyna import ExDyna
 from gradsieve.wire.indices import INDEX_CODECS
 from gradsieve.wire.values import VALUE_CODECS
-from laws.cases import Case, registered
+from laws.cases import Case, published, registered
 from laws.checks import same_bits
 from laws.driver import Fleet
 from laws.treated import GRADIENTS, STEPS, Ranks, Receiving, Stepping
@@ -178,7 +178,7 @@ REPEATABLE = [name for name in VARIANTS if name != "spardl, auto"]
 
 @every_default
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.kind)
-@pytest.mark.parametrize("scheme", registered())
+@pytest.mark.parametrize("scheme", [*registered(), *published()])
 def test_exchanges(scheme: str, case: Case, default: str) -> None:
     check_indifferent(exchanged(lambda: case.scheme(scheme), case), default)
 
