@@ -78,8 +78,8 @@ def published(scheme: Scheme[Any]) -> Treatment:
 
 
 def parse(text: str, scheme: Scheme[Any]) -> Treatment:
-    """A treatment as text: `default`, `paper`, `steps:preview=1`,
-    `gradients:momentum=masked+by_rate=true`."""
+    """A treatment as text: `default`, `paper`, `steps:preview=1`, `gradients:momentum=masked+by_rate=true`.
+    Schemes are named beside it, so that `paper` is the treatment alone."""
     name, colon, settings = text.partition(":")
     if name in ("steps", "gradients"):
         plain = Treatment(exchange="steps" if name == "steps" else "gradients")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -60,3 +61,12 @@ def test_another_constant_is_seen(name: str, changed: dict[str, Any]) -> None:
     """The twin: within the same 200 steps."""
     with pytest.raises(AssertionError, match=r"step \d+: another"):
         check_same(name, PAPERS[name].with_settings(**changed))
+
+
+@pytest.mark.parametrize("name", ["exdyna", "micro", "deft", "oktopk", "spardl"])
+def test_every_constant_has_its_twin(name: str) -> None:
+    changed = {field for case, fields_ in CHANGED for field in fields_ if case.startswith(name)}
+    constants = {field.name for field in fields(PAPERS[name].scheme)}
+    assert constants - changed <= {"density", "lopsided"}, (
+        "lopsided changes messages only: test_paper_preset.py"
+    )
