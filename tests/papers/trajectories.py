@@ -120,7 +120,7 @@ PAPERS = {
         of_oktopk,
     ),
     "spardl": Paper(SparDLPaper(density=0.03), Gradients(1001, 5), spardl_of, of_spardl),
-    "spardl, b-sag": Paper(SparDLPaper(density=0.3, teams=2), Gradients(2003, 4), spardl_of, of_spardl),
+    "spardl, b-sag": Paper(SparDLPaper(density=0.3, teams=2), Gradients(1401, 4), spardl_of, of_spardl),
     "spardl, r-sag": Paper(
         SparDLPaper(density=0.03, teams=4, across="r-sag"), Gradients(1001, 4), spardl_of, of_spardl
     ),
