@@ -109,7 +109,7 @@ def leading(when: int, change: Callable[[Tensor], None]) -> Callable[[int, Tenso
 
 @pytest.mark.parametrize("change", FORGERIES)
 def test_layers_of_defts_leader_are_each_there_once(change: Callable[[Tensor], None]) -> None:
-    with pytest.raises(Malformed, match="the leader, rank 0, sent layers in step 3"):
+    with pytest.raises(Malformed, match="layers in step 3 of the leader, rank 0, are not each"):
         victim("deft-paper", 3).attack(leading(1, change))
 
 
@@ -118,13 +118,13 @@ def test_bins_of_defts_leader_hold_no_more_than_there_is(lengths: list[int]) -> 
     def change(message: Tensor) -> None:
         message.copy_(torch.tensor(lengths))
 
-    with pytest.raises(Malformed):
+    with pytest.raises(Malformed, match="layers in step 3 of the leader, rank 0, are not each"):
         victim("deft-paper", 3).attack(leading(0, change))
 
 
 def test_without_the_doors_a_negative_bin_gets_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: it is the checks that refuse, and not luck."""
-    monkeypatch.setattr(deft_paper, "counts_within", lambda *_: None)
+    monkeypatch.setattr(deft_paper, "dealt_once", lambda *_: None)
     monkeypatch.setattr(exclusive_paper, "strictly_increasing", lambda *_: None)
 
     def change(message: Tensor) -> None:

@@ -27,14 +27,14 @@ import torch
 from torch import Tensor
 
 from gradsieve.comm.ops import Broadcast
-from gradsieve.errors import ConfigError, Malformed
+from gradsieve.errors import ConfigError
 from gradsieve.kernels import largest
 from gradsieve.schemes.base import Scheme, log2_ceil
 from gradsieve.schemes.deft import State, all_of, finite, lay_layers, norms_of, pack
 from gradsieve.schemes.exclusive_paper import edges_of, gather_padded, sum_at
 from gradsieve.schemes.speeds import shares_of_work
 from gradsieve.types import Ctx, Outcome, Program
-from gradsieve.wire.check import counts_within
+from gradsieve.wire.check import dealt_once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +117,6 @@ def _told_by_leader(
         order = bins.argsort(stable=True)
     lengths = (yield Broadcast(lengths.int().to(device), leader)).long().cpu()
     order = (yield Broadcast(order.int().to(device), leader)).long().cpu()
-    counts_within(lengths, layers, f"layers for a bin in step {ctx.step}")
-    every = torch.arange(layers, dtype=torch.long, device="cpu")
-    if int(lengths.sum()) > layers or not torch.equal(order.sort().values, every):
-        raise Malformed(
-            f"the leader, rank {leader}, sent layers in step {ctx.step} that are not each there once"
-        )
+    dealt_once(order, lengths, f"layers in step {ctx.step} of the leader, rank {leader},")
     *bins_of, whole = order.tensor_split(edges_of(lengths.tolist())[1:].tolist())
     return bins_of, whole
