@@ -8,7 +8,7 @@ check:      # lint, types, import direction
     ruff check . && ruff format --check . && mypy && lint-imports
 
 test *args: # the quick tests; `just test tests/lab` for the slow ones
-    pytest -q -n 2 tests/unit tests/laws tests/hostile tests/policy {{args}}
+    pytest -q -n 2 tests/unit tests/laws tests/papers tests/hostile tests/policy {{args}}
 
 soak:       # 2,000 sequences of 30 actions in any order, on virtual ranks: about ten minutes
     ANY_ORDER_EXAMPLES=2000 pytest -q tests/laws/test_any_order.py

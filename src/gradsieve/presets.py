@@ -1,25 +1,32 @@
-"""Which treatment a run gets when it names none, or asks for a scheme as it was published."""
+"""Which scheme and treatment a run gets when it names none, or asks for a scheme as it was published."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any, Literal, TypeAlias
 
 from gradsieve.errors import ConfigError
 from gradsieve.feedback.treatment import Treatment
-from gradsieve.schemes import make
+from gradsieve.schemes import SCHEMES, make
 from gradsieve.schemes.base import Scheme
 from gradsieve.schemes.dgc import Dgc
+from gradsieve.schemes.oktopk_parts import Regional
 from gradsieve.schemes.stripes import Stripes
 from gradsieve.settings import with_settings
 
 Preset: TypeAlias = Literal["default", "paper"] | Treatment
 
+PUBLISHED = {
+    SCHEMES[name.removesuffix("-paper")]: kind for name, kind in SCHEMES.items() if name.endswith("-paper")
+}
+"""Of schemes with rules of our own, those with the published ones. All others have one set of rules."""
+
 
 def choose_scheme(
     scheme: str | Scheme[Any] | None, density: float | None, bits: float | None, preset: Preset
 ) -> Scheme[Any]:
-    """What a run asks for: a scheme, at a density or at its own; or a budget, fixed or found while it runs,
-    which is spent by stripes."""
+    """What a run asks for: a scheme, at a density or at its own, by the published rules with `paper`; or a
+    budget, fixed or found while it runs, which is spent by stripes."""
     steps = preset == "default" or (isinstance(preset, Treatment) and preset.exchange == "steps")
     if bits is not None:
         if scheme is not None or density is not None:
@@ -29,9 +36,27 @@ def choose_scheme(
         if not steps:
             raise ConfigError("bits= is for exchange='steps': with gradients give a scheme and a density")
         return Stripes()
-    if scheme is not None or density is not None:
-        return make("exdyna" if scheme is None else scheme, density)
-    return Stripes() if steps else make("exdyna")
+    if scheme is None and density is None and steps:
+        return Stripes()
+    chosen = make("exdyna" if scheme is None else scheme, density)
+    return as_published(chosen) if preset == "paper" else chosen
+
+
+def as_published(scheme: Scheme[Any]) -> Scheme[Any]:
+    """The published rules of this scheme, with the settings that were changed."""
+    kind = PUBLISHED.get(type(scheme))
+    if kind is None:
+        return scheme
+    changed = {
+        f.name: getattr(scheme, f.name) for f in fields(scheme) if getattr(scheme, f.name) != f.default
+    }
+    unknown = changed.keys() - {f.name for f in fields(kind)}
+    if unknown:
+        raise ConfigError(
+            f"{', '.join(sorted(unknown))}: not a setting of the published {type(scheme).__name__}; "
+            f"use gradsieve.{kind.__name__}, or another preset"
+        )
+    return kind(**changed)
 
 
 def choose(preset: Preset, scheme: Scheme[Any]) -> Treatment:
@@ -45,15 +70,16 @@ def choose(preset: Preset, scheme: Scheme[Any]) -> Treatment:
 
 
 def published(scheme: Scheme[Any]) -> Treatment:
-    """Error feedback on gradients, every tensor sparse; DGC corrects and clips as well."""
+    """Error feedback on gradients, every tensor sparse; DGC corrects and clips as well, Ok-Topk has the
+    learning rate in its residuals."""
     if isinstance(scheme, Dgc):
         return Treatment(exchange="gradients", momentum="masked", clip=1.0, small=0)
-    return Treatment(exchange="gradients", small=0)
+    return Treatment(exchange="gradients", small=0, by_rate=isinstance(scheme, Regional))
 
 
 def parse(text: str, scheme: Scheme[Any]) -> Treatment:
-    """A treatment as text: `default`, `paper`, `steps:preview=1`,
-    `gradients:momentum=masked+by_rate=true`."""
+    """A treatment as text: `default`, `paper`, `steps:preview=1`, `gradients:momentum=masked+by_rate=true`.
+    Schemes are named beside it, so that `paper` is the treatment alone."""
     name, colon, settings = text.partition(":")
     if name in ("steps", "gradients"):
         plain = Treatment(exchange="steps" if name == "steps" else "gradients")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradsieve.errors import Malformed
-from gradsieve.schemes import cltk, exdyna_paper, gathering, gtopk
+from gradsieve.schemes import cltk, exclusive_paper, gathering, gtopk
 from gradsieve.schemes.exclusive import HEADER
 from gradsieve.wire.check import inside_its_partition
 from hostile.evil import COUNTS_FIRST, EVIL, Forgery, N, bits_of, same_message, target
@@ -208,7 +208,7 @@ DOORS = {
     "gaussiank": (gathering, "rows_increasing"),
     "sidco": (gathering, "rows_increasing"),
     "dgc": (gathering, "rows_increasing"),
-    "exdyna-paper": (exdyna_paper, "strictly_increasing"),
+    "exdyna-paper": (exclusive_paper, "strictly_increasing"),
 }
 LET_IN = [
     (name, forgery)

@@ -20,7 +20,12 @@ LARGE = [4099, 16411, 65537, 100_000]
 
 def registered() -> list[str]:
     """Every scheme that communicates, read at collection: a new one needs only its line in the registry."""
-    return [name for name, kind in SCHEMES.items() if not kind.silent]
+    return [name for name, kind in SCHEMES.items() if not kind.silent and not kind.whole_model]
+
+
+def published() -> list[str]:
+    """Published rules. They share code with ours: `test_published.py` holds them to all laws at once."""
+    return [name for name, kind in SCHEMES.items() if kind.whole_model]
 
 
 def lengths(world: int) -> list[int]:

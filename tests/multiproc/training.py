@@ -25,8 +25,10 @@ GRADIENTS = gradsieve.Treatment(exchange="gradients")
 
 
 def registered(*, lossless: bool = True) -> list[str]:
-    """Every scheme that communicates; without the lossless ones, every one that has residuals."""
-    return [name for name, kind in SCHEMES.items() if not kind.silent and (lossless or not kind.lossless)]
+    """Every scheme that communicates by rules of our own; without the lossless ones, every one that has
+    residuals. Published rules have their own tests: they have one unit only."""
+    ours = {name: kind for name, kind in SCHEMES.items() if not kind.silent and not kind.whole_model}
+    return [name for name, kind in ours.items() if lossless or not kind.lossless]
 
 
 TYPICAL = ["dense", "topk", "gtopk", "cltk", "oktopk", "spardl", "exdyna", "stripes"]

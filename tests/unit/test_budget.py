@@ -12,6 +12,7 @@ from gradsieve.errors import ConfigError
 from gradsieve.feedback.treatment import Treatment
 from gradsieve.presets import choose_scheme
 from gradsieve.schemes.exdyna import ExDyna
+from gradsieve.schemes.exdyna_paper import ExDynaPaper
 from gradsieve.schemes.stripes import Stripes
 from gradsieve.sync import StepPipeline
 from gradsieve.sync.budget import EPOCH, LEAST, LOOK_AGAIN, Adaptive, Fixed, Times, cost, spend
@@ -160,9 +161,9 @@ def test_who_asks_for_nothing_gets_stripes_and_a_budget() -> None:
     assert choose_scheme(None, None, 0.5, "default") == Stripes()
 
 
-@pytest.mark.parametrize("preset", ["paper", Treatment(exchange="gradients")])
-def test_gradients_are_exchanged_by_exdyna(preset: object) -> None:
-    assert choose_scheme(None, None, None, preset) == ExDyna()  # type: ignore[arg-type]
+def test_gradients_are_exchanged_by_exdyna() -> None:
+    assert choose_scheme(None, None, None, Treatment(exchange="gradients")) == ExDyna()
+    assert choose_scheme(None, None, None, "paper") == ExDynaPaper()
 
 
 @pytest.mark.parametrize("preset", ["paper", Treatment(exchange="gradients")])

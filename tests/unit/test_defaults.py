@@ -22,7 +22,7 @@ from gradsieve.schemes.base import Scheme
 from gradsieve.schemes.exdyna import ExDyna
 from gradsieve.wire.indices import INDEX_CODECS
 from gradsieve.wire.values import VALUE_CODECS
-from laws.cases import Case, registered
+from laws.cases import Case, published, registered
 from laws.checks import same_bits
 from laws.driver import Fleet
 from laws.treated import GRADIENTS, STEPS, Ranks, Receiving, Stepping
@@ -180,6 +180,13 @@ REPEATABLE = [name for name in VARIANTS if name != "spardl, auto"]
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.kind)
 @pytest.mark.parametrize("scheme", registered())
 def test_exchanges(scheme: str, case: Case, default: str) -> None:
+    check_indifferent(exchanged(lambda: case.scheme(scheme), case), default)
+
+
+@every_default
+@pytest.mark.parametrize("scheme", published())
+def test_exchanges_by_published_rules(scheme: str, default: str) -> None:
+    case = Case("normal", world=3, sizes=(999,), density=0.05, steps=4)
     check_indifferent(exchanged(lambda: case.scheme(scheme), case), default)
 
 

@@ -20,7 +20,7 @@ norms = st.lists(st.sampled_from([0.0, 1e-30, 0.1, 1.0, 3.0, 1e6]), min_size=1, 
 
 def test_tensors_above_their_share_are_cut_into_a_piece_a_rank() -> None:
     state = Deft().lay([10, 3, 0, 2], world=4)
-    assert state.edges.tolist() == [0, 2, 5, 7, 10, 13, 15]  # 10 of 15 is cut into four, 3 and 2 stay whole
+    assert state.edges.tolist() == [0, 3, 6, 8, 10, 13, 15]  # 10 of 15 is cut into four, 3 and 2 stay whole
 
 
 def test_every_element_is_in_one_layer_for_any_sizes_and_world() -> None:
@@ -55,15 +55,15 @@ def test_k_follows_the_norms_and_what_a_small_layer_cannot_take_goes_to_the_othe
 
 def test_the_largest_cost_goes_first_to_whoever_is_done_with_it_first() -> None:
     cost, even = torch.tensor([7.0, 5.0, 4.0, 3.0, 2.0]), torch.ones(2).double() / 2
-    assert deft._pack(cost, even, 0, even=True).tolist() == [0, 1, 1, 0, 1]
-    assert deft._pack(cost, even, 1, even=True).tolist() == [1, 0, 0, 1, 0], "owners do not rotate"
+    assert deft.pack(cost, even, 0, even=True).tolist() == [0, 1, 1, 0, 1]
+    assert deft.pack(cost, even, 1, even=True).tolist() == [1, 0, 0, 1, 0], "owners do not rotate"
 
 
 def test_a_rank_three_times_as_fast_gets_three_times_the_work() -> None:
     cost, work = torch.rand(400, dtype=torch.float64), torch.tensor([3.0, 1.0]).double() / 4
-    owner = deft._pack(cost, work, 5, even=False)
+    owner = deft.pack(cost, work, 5, even=False)
     assert float(cost[owner == 0].sum() / cost.sum()) == pytest.approx(0.75, abs=0.01)
-    blind = deft._pack(cost, torch.ones(2).double() / 2, 5, even=True)
+    blind = deft.pack(cost, torch.ones(2).double() / 2, 5, even=True)
     assert float(cost[blind == 0].sum() / cost.sum()) == pytest.approx(0.5, abs=0.01)
 
 
@@ -72,10 +72,10 @@ def test_with_unequal_speeds_every_rank_still_gets_every_layer_some_day() -> Non
     seen = {
         (layer, rank)
         for step in range(6)
-        for layer, rank in enumerate(deft._pack(cost, work, step, even=False).tolist())
+        for layer, rank in enumerate(deft.pack(cost, work, step, even=False).tolist())
     }
     assert seen == {(layer, rank) for layer in range(3) for rank in range(2)}
-    usual = [deft._pack(cost, work, step, even=True).tolist() for step in range(6)]
+    usual = [deft.pack(cost, work, step, even=True).tolist() for step in range(6)]
     assert {owners[0] for owners in usual} == {0}, "the twin: without that, layer 0 is always with rank 0"
 
 

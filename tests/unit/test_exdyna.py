@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -106,7 +107,7 @@ def test_balancing_does_not_stall_where_the_published_rule_does() -> None:
         imbalances(name, density, lambda *_: gradient, sizes) for name in ("exdyna", "exdyna-paper")
     )
     assert max(ours[30:]) < BALANCED
-    assert published[30:] == [2.0] * 30
+    assert published[30:] == pytest.approx([2.0] * 30, abs=0.01)  # one element by turns where there is none
 
 
 def test_cuts_stay_in_order_and_inside_the_vector() -> None:
@@ -118,7 +119,7 @@ def test_cuts_stay_in_order_and_inside_the_vector() -> None:
         assert bool((cuts.diff() >= 0).all())
 
 
-@pytest.mark.parametrize("name", ["micro", "exdyna", "exdyna-paper"])
+@pytest.mark.parametrize("name", ["micro", "exdyna", "exdyna-paper", "micro-paper"])
 @pytest.mark.parametrize("world", [1, 2, 5, 8])
 def test_over_p_steps_every_rank_owns_every_partition_once(name: str, world: int) -> None:
     """A rank that alone has something to tell tells what lies in the partition it owns."""
@@ -130,13 +131,14 @@ def test_over_p_steps_every_rank_owns_every_partition_once(name: str, world: int
             accs = [torch.ones(n) * (r == rank) for r in range(world)]
             states = [scheme.begin(n, world) for _ in accs]
             programs = [scheme.exchange(acc, states[r], Ctx(r, world, step)) for r, acc in enumerate(accs)]
-            told = lockstep.run(programs)[0].update.indices
-            assert told is not None
-            owned += [(rank, part) for part in {int(index) // 100 for index in told}]
+            told = Counter(int(index) // 100 for index in lockstep.run(programs)[0].update.listed())
+            owned += [(rank, part) for part, count in told.items() if count > 1]  # one alone is told by turns
     assert sorted(owned) == [(rank, part) for rank in range(world) for part in range(world)]
 
 
-@pytest.mark.parametrize(("name", "collectives"), [("micro", 2), ("exdyna", 2), ("exdyna-paper", 3)])
+@pytest.mark.parametrize(
+    ("name", "collectives"), [("micro", 2), ("exdyna", 2), ("exdyna-paper", 3), ("micro-paper", 3)]
+)
 @pytest.mark.parametrize("world", [2, 4, 7])
 def test_a_step_is_exactly_two_collectives_and_three_as_published(
     name: str, collectives: int, world: int

@@ -17,7 +17,7 @@ from gradsieve.comm import lockstep
 from gradsieve.comm.meter import Meter
 from gradsieve.comm.ops import AllReduce
 from gradsieve.errors import ConfigError, Malformed
-from gradsieve.schemes import oktopk, oktopk_balance
+from gradsieve.schemes import oktopk, oktopk_balance, oktopk_parts
 from gradsieve.schemes.oktopk import OkTopk
 from gradsieve.schemes.oktopk_balance import balancing_pays, gather_lists
 from gradsieve.types import Ctx, Outcome
@@ -128,8 +128,10 @@ def gathered(counts: list[int]) -> tuple[list[Tensor], list[Meter], Tensor]:
     """What every rank has after the gather, what it moved, and what it should have."""
     rows = torch.arange(2 * sum(counts), dtype=torch.int32).view(-1, 2)
     meters = [Meter(rank, len(counts)) for rank in range(len(counts))]
+    pays = balancing_pays(torch.tensor(counts))
     programs = [
-        gather_lists(part.clone(), torch.tensor(counts), rank) for rank, part in enumerate(rows.split(counts))
+        gather_lists(part.clone(), torch.tensor(counts), rank, pays)
+        for rank, part in enumerate(rows.split(counts))
     ]
     return lockstep.run(programs, meters), meters, rows
 
@@ -210,10 +212,10 @@ def test_what_was_sent_on_an_exact_step_does_not_stay_in_the_residual() -> None:
 
 def test_a_common_index_is_found_in_sorted_lists_and_missed_in_others() -> None:
     some, all_ = torch.tensor([2, 5, 7, 11]), torch.tensor([0, 2, 3, 7, 9])
-    assert oktopk._among(some, all_).tolist() == [True, False, True, False]
-    assert oktopk._among(some, all_[:0]).tolist() == [False] * 4
-    assert oktopk._among(all_[:0], some).tolist() == []
-    assert int(oktopk._among(some, all_[[4, 3, 0, 1, 2]]).sum()) < 2, "so the order is what counts"
+    assert oktopk_parts.among(some, all_).tolist() == [True, False, True, False]
+    assert oktopk_parts.among(some, all_[:0]).tolist() == [False] * 4
+    assert oktopk_parts.among(all_[:0], some).tolist() == []
+    assert int(oktopk_parts.among(some, all_[[4, 3, 0, 1, 2]]).sum()) < 2, "so the order is what counts"
 
 
 def test_ranks_that_cancel_each_other_out_are_told() -> None:
@@ -263,7 +265,8 @@ def test_no_threshold_is_read_off_values_that_cannot_give_one(kept: list[float])
 def regions(lists: list[list[int]], n: int) -> list[int]:
     """The cuts that ranks with these selected indices agree on."""
     world = len(lists)
-    programs = [oktopk._lay_regions(torch.tensor(each, dtype=torch.long), n, world) for each in lists]
+    wanted = [oktopk._quantiles(torch.tensor(each, dtype=torch.long), n, world) for each in lists]
+    programs = [oktopk_parts.lay_regions(each, n) for each in wanted]
     found = lockstep.run(programs)
     assert all(torch.equal(each, found[0]) for each in found)
     return found[0].tolist()
@@ -292,7 +295,7 @@ def test_regions_are_the_mean_of_what_the_ranks_would_like() -> None:
 
 @pytest.mark.parametrize("lie", [-(2**62), 2**62, -1])
 def test_a_lie_about_cuts_leaves_regions_in_order(lie: int) -> None:
-    program = oktopk._lay_regions(torch.arange(0, 100, 5), 100, 4)
+    program = oktopk_parts.lay_regions(torch.tensor([25, 50, 75]), 100)
     op = program.send(None)
     assert isinstance(op, AllReduce)
     with pytest.raises(StopIteration) as end:

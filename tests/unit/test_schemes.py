@@ -14,7 +14,6 @@ from gradsieve.errors import ConfigError
 from gradsieve.schemes import SCHEMES, make
 from gradsieve.schemes.base import Scheme
 from gradsieve.schemes.exdyna import ExDyna
-from gradsieve.schemes.exdyna_paper import ExDynaPaper
 from gradsieve.schemes.topk import TopK
 from gradsieve.types import Ctx
 from laws.cases import registered
@@ -92,16 +91,17 @@ def test_traffic_is_exactly_what_the_formula_says(name: str) -> None:
     assert of_formula(scheme, Fleet(scheme, [N], WORLD), 3) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("name", [name for name in registered() if name != "exdyna-paper"])
+@pytest.mark.parametrize("name", registered())
 def test_traffic_is_within_a_quarter_of_the_formula(name: str) -> None:
     """At the count and imbalance that the scheme reports; rows have an eighth of room over the mean."""
     scheme = make(name, 0.01)
     assert of_formula(scheme, Fleet(scheme, [N], WORLD), 10) == pytest.approx(1.0, rel=0.25)
 
 
-def test_traffic_of_the_published_exdyna_follows_its_formula_at_the_count_it_sends() -> None:
-    """Its count is off target for hundreds of steps, so that the formula is asked for the count seen."""
-    scheme = ExDynaPaper(density=0.01)
+@pytest.mark.parametrize("name", ["exdyna-paper", "micro-paper", "deft-paper", "spardl-paper"])
+def test_traffic_of_published_rules_follows_the_formula_at_the_count_they_send(name: str) -> None:
+    """The count is off target for hundreds of steps, so that the formula is asked for the count seen."""
+    scheme = make(name, 0.01)
     assert of_formula(scheme, Fleet(scheme, [N], WORLD), 1) == pytest.approx(1.0, rel=0.02)
 
 
@@ -116,7 +116,7 @@ def test_topk_sends_exactly_the_k_largest_of_each_rank() -> None:
     assert outcomes[0].update.values.tolist() == [4.0, 6.0, -8.0]
 
 
-@pytest.mark.parametrize("name", ["micro", "exdyna", "exdyna-paper"])
+@pytest.mark.parametrize("name", ["micro", "exdyna", "exdyna-paper", "micro-paper"])
 def test_a_threshold_is_taken_over_when_buckets_are_rebuilt(name: str) -> None:
     fleet = Fleet(make(name, 0.01), [700, 300], 3)
     for _ in fleet.advance(Source("normal", (700, 300)), 5):

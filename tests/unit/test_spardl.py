@@ -215,7 +215,7 @@ def test_transpose_hands_one_number_to_everybody_in_logarithmic_rounds(members: 
 
 def test_a_bag_that_passes_the_end_of_the_vector_is_packed_block_by_block() -> None:
     acc = torch.arange(1.0, 11.0)
-    bags = Bags(acc, places=5, quotas=torch.ones(5, dtype=torch.long))
+    bags = Bags(acc, places=5, quotas=torch.ones(5, dtype=torch.long), candidates=1)
     entries = bags.cut(first=4, size=2)
     assert entries.indices.tolist() == [9, 1]
     back = bags.unpack(bags.pack(entries, 4, bags.room(4, 2)), 4, "here")

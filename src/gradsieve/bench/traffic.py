@@ -113,7 +113,7 @@ class Gradients:
 
     A rank's gradient is the envelope times (common mean + noise), noise being a slice of a pool at a random
     place: different on every rank and step, at the price of one multiply-add. The scale suits the first
-    threshold of `exdyna-paper`, the only scheme that has one before it has seen a gradient.
+    threshold of `exdyna-paper` and `micro-paper`, which have one before they have seen a gradient.
     """
 
     STEEP, ROW, HOT_ROWS, HOT, MEAN = 8.0, 64, 1 / 500, 1.0, 0.3

@@ -54,7 +54,8 @@ def add_parser(commands: Commands) -> None:
         type=lambda text: text.split(","),
         default="default",
         metavar="LIST",
-        help="default, paper, steps or gradients with settings (default: %(default)s)",
+        help="default, paper (the treatment alone: published rules are schemes, such as exdyna-paper), "
+        "steps or gradients with settings (default: %(default)s)",
     )
     add("--densities", type=densities, default="0.01,0.001", metavar="LIST", help="default: %(default)s")
     add(

@@ -235,8 +235,9 @@ def attach(
     name ("exdyna", "micro", "topk", ...) or an object such as `gradsieve.ExDyna(density=0.01)`; a `density`
     alone is ExDyna's.
     `preset` is "default" (every rank steps its own model, and what the steps moved is exchanged), "paper"
-    (the scheme as published) or a `gradsieve.Treatment`. Where gradients are exchanged, hand a `GradScaler`
-    over as `scaler`: residuals then follow its scale.
+    (as published: the paper's rules, as in `gradsieve.ExDynaPaper`, over the whole model at once; gradients
+    are exchanged, and never densely) or a `gradsieve.Treatment`. Where gradients are exchanged, hand a
+    `GradScaler` over as `scaler`: residuals then follow its scale.
 
     Where a dense exchange turns out to be faster than the scheme (a fast link, a small model, a high
     density), it is used instead, bucket by bucket. Which steps that are depends on time: runs that must be

@@ -96,7 +96,7 @@ class GradientSync:
         kernels.active()  # numba is loaded here and not in the first step
         self.engine = Engine(group)
         try:
-            self._set_up(bucket_cap_mb, dense_if_faster)
+            self._set_up(bucket_cap_mb, dense_if_faster and preset != "paper")
             self.enter()
         except BaseException:
             self.engine.close()

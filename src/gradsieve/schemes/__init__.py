@@ -8,6 +8,7 @@ from gradsieve.errors import ConfigError
 from gradsieve.schemes.base import Scheme
 from gradsieve.schemes.cltk import CltK
 from gradsieve.schemes.deft import Deft
+from gradsieve.schemes.deft_paper import DeftPaper
 from gradsieve.schemes.dense import Dense
 from gradsieve.schemes.dgc import Dgc
 from gradsieve.schemes.exdyna import ExDyna
@@ -16,11 +17,14 @@ from gradsieve.schemes.gaussiank import GaussianK
 from gradsieve.schemes.gtopk import GTopK
 from gradsieve.schemes.hard_threshold import HardThreshold
 from gradsieve.schemes.micro import Micro
+from gradsieve.schemes.micro_paper import MicroPaper
 from gradsieve.schemes.noop import Noop
 from gradsieve.schemes.oktopk import OkTopk
+from gradsieve.schemes.oktopk_paper import OkTopkPaper
 from gradsieve.schemes.randomk import RandomK
 from gradsieve.schemes.sidco import Sidco
 from gradsieve.schemes.spardl import SparDL
+from gradsieve.schemes.spardl_paper import SparDLPaper
 from gradsieve.schemes.stripes import Stripes
 from gradsieve.schemes.topk import TopK
 from gradsieve.schemes.topk_union import TopKUnion
@@ -44,6 +48,10 @@ SCHEMES: dict[str, type[Scheme[Any]]] = {
     "micro": Micro,
     "exdyna": ExDyna,
     "exdyna-paper": ExDynaPaper,
+    "micro-paper": MicroPaper,
+    "deft-paper": DeftPaper,
+    "oktopk-paper": OkTopkPaper,
+    "spardl-paper": SparDLPaper,
 }
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradsieve.kernels import candidates, largest_of_each, sum_by_index
+from gradsieve.kernels import candidates as find_candidates
+from gradsieve.kernels import largest_of_each, sum_by_index
 from gradsieve.types import Sparse
 from gradsieve.wire.check import strictly_increasing
 from gradsieve.wire.frame import from_pairs, to_pairs
@@ -25,13 +26,17 @@ class Entries:
 
 
 class Bags:
-    """`places` blocks of equal length, the last one shorter; block b may send quotas[b] elements."""
+    """`places` blocks of equal length, the last one shorter; block b may send quotas[b] elements.
 
-    def __init__(self, acc: Tensor, places: int, quotas: Tensor) -> None:
+    `candidates` of a block's own elements are looked at: as many as may be sent and as may be received for it
+    make every choice exact, since what is received can only take the place of, or cancel, that many.
+    """
+
+    def __init__(self, acc: Tensor, places: int, quotas: Tensor, candidates: int) -> None:
         self.acc, self.places, self.quotas = acc, places, quotas.to(acc.device)
         self.n = acc.numel()
         self.length = max(1, -(-self.n // places))
-        self._candidates = candidates(acc, self.length, int(quotas.max()))
+        self._candidates = find_candidates(acc, self.length, candidates)
         nothing = Entries(self._candidates[:0], acc[:0])
         self._received = nothing
         self._chosen: list[Tensor] = []

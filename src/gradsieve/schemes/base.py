@@ -59,6 +59,9 @@ class Scheme(ABC, Generic[State]):
     reads_parts: ClassVar[bool] = False
     """True where `step` also takes a Vector, and reads of it only what it needs."""
 
+    whole_model: ClassVar[bool] = False
+    """True for published rules: papers lay them over the model, so that it is one unit, whatever its size."""
+
     in_turn: ClassVar[bool] = False
     """True where every element is sent within 1/density steps: small tensors need no way of their own."""
 

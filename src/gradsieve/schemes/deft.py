@@ -25,7 +25,7 @@ from gradsieve.comm.ops import AllGather, AllReduce
 from gradsieve.kernels import largest
 from gradsieve.schemes.agreed import Agreed, sum_agreed
 from gradsieve.schemes.base import log2_ceil
-from gradsieve.schemes.quota import phase
+from gradsieve.schemes.quota import evenly, phase
 from gradsieve.schemes.speeds import check_speeds, shares_of_work
 from gradsieve.types import Ctx, Outcome, Program, Sparse
 from gradsieve.wire.check import rows_increasing, strictly_increasing
@@ -57,24 +57,19 @@ class Deft(Agreed[State]):
 
     def lay(self, sizes: Sequence[int], world: int) -> State:
         # 1.
-        n, start, edges = sum(sizes), 0, [0]
-        for size in sizes:
-            pieces = min(world, size) if size * world > n else 1
-            edges += [start + size * piece // pieces for piece in range(1, pieces + 1)] if size else []
-            start += size
-        return State(edges=torch.tensor(edges, dtype=torch.long, device="cpu"))
+        return State(edges=lay_layers(sizes, world))
 
     def step(self, acc: Tensor, state: State, ctx: Ctx) -> Program[Outcome[State]]:
         n, sizes = acc.numel(), state.edges.diff()
         # 2.
-        norms = yield AllReduce(_norms(acc, sizes.tolist()))
+        norms = yield AllReduce(norms_of(acc, sizes.tolist()))
         # 3.
         counts = _apportion(norms.double().cpu(), sizes, self.k(n), ctx.step)
         whole = (counts == sizes) & (sizes > 0)
         # 4.
         work = shares_of_work(self.speeds, ctx.world)
         cost = sizes * counts.clamp(min=2).float().log2() * ((counts > 0) & ~whole)
-        owner = _pack(cost, work, ctx.step, even=self.speeds is None)
+        owner = pack(cost, work, ctx.step, even=self.speeds is None)
         picked_by = counts.new_zeros(ctx.world).index_add_(0, owner, counts * ~whole)
         # 5.
         mine = ((owner == ctx.rank) & (counts > 0) & ~whole).nonzero().flatten()
@@ -93,7 +88,7 @@ class Deft(Agreed[State]):
         rows = yield AllGather(row)
         rows_increasing(rows, n, f"indices in step {ctx.step}")
         gathered = rows[rows != n].long()
-        picked = torch.cat([gathered, _all_of(whole, state.edges).to(acc.device)]).sort().values
+        picked = torch.cat([gathered, all_of(whole, state.edges).to(acc.device)]).sort().values
         strictly_increasing(picked, n, f"indices of all ranks in step {ctx.step}")
         # 7.
         total, given = yield from sum_agreed(acc[picked], self.values, ctx)
@@ -115,7 +110,15 @@ class Deft(Agreed[State]):
         return 6 * log2_ceil(world)
 
 
-def _norms(acc: Tensor, sizes: list[int]) -> Tensor:
+def lay_layers(sizes: Sequence[int], world: int) -> Tensor:
+    """First element of every layer, and n."""
+    n, layers = sum(sizes), [0]
+    for size in sizes:
+        layers += evenly(size, min(world, size)) if size * world > n else [size] * (size > 0)
+    return torch.tensor(layers, dtype=torch.long, device="cpu").cumsum(0)
+
+
+def norms_of(acc: Tensor, sizes: list[int]) -> Tensor:
     """Of every layer; where squares overflow or underflow, the largest magnitude stands in."""
     layers = torch.split(acc, sizes) if sizes else ()
     norms = torch.stack(torch._foreach_norm(layers)) if layers else acc[:0].clone()
@@ -124,10 +127,15 @@ def _norms(acc: Tensor, sizes: list[int]) -> Tensor:
     return norms
 
 
+def finite(norms: Tensor) -> Tensor:
+    """What is not finite is voted on elsewhere; here it only has to be a number."""
+    return norms.nan_to_num(nan=0.0, posinf=torch.finfo(torch.float32).max)
+
+
 def _apportion(norms: Tensor, sizes: Tensor, k: int, step: int) -> Tensor:
     """k in proportion to the norms, no layer beyond its size; which layers get the fractions changes with
     the step, so that none is passed over for ever."""
-    norms = norms.nan_to_num(nan=0.0, posinf=torch.finfo(torch.float32).max)
+    norms = finite(norms)
     order = (sizes / norms).argsort()
     size, norm = sizes[order].double(), norms[order]
     remaining = norm.flip(0).cumsum(0).flip(0)
@@ -146,7 +154,7 @@ def _apportion(norms: Tensor, sizes: Tensor, k: int, step: int) -> Tensor:
     return counts
 
 
-def _pack(cost: Tensor, work: Tensor, step: int, even: bool) -> Tensor:
+def pack(cost: Tensor, work: Tensor, step: int, even: bool) -> Tensor:
     """The rank that selects in each layer."""
     world, layers = work.numel(), cost.numel()
     speed = work.roll(step % world).numpy()  # of the rank that takes each bin in this step
@@ -166,7 +174,7 @@ def _pack(cost: Tensor, work: Tensor, step: int, even: bool) -> Tensor:
     return (torch.tensor(bins, dtype=torch.long, device="cpu") - step) % world
 
 
-def _all_of(whole: Tensor, edges: Tensor) -> Tensor:
+def all_of(whole: Tensor, edges: Tensor) -> Tensor:
     """All indices of the layers marked."""
     starts, lengths = edges[:-1][whole], edges.diff()[whole]
     before = lengths.cumsum(0) - lengths

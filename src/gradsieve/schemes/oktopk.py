@@ -16,22 +16,26 @@ A threshold that fewer than k/2 elements reach has been lost and is evaluated in
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradsieve.comm import bruck
-from gradsieve.comm.ops import AllGather, AllReduce, AllToAll
-from gradsieve.errors import ConfigError
-from gradsieve.kernels import above, largest, sum_by_index
-from gradsieve.schemes.base import Scheme, log2_ceil
-from gradsieve.schemes.oktopk_balance import evened, gather_lists, thinned
+from gradsieve.comm.ops import AllGather
+from gradsieve.kernels import above, largest
+from gradsieve.schemes.oktopk_balance import balancing_pays, evened, gather_lists, thinned
+from gradsieve.schemes.oktopk_parts import (
+    Chosen,
+    Regional,
+    State,
+    Sums,
+    among,
+    lay_regions,
+    split_and_reduce,
+)
 from gradsieve.schemes.quota import quota
-from gradsieve.types import Ctx, Outcome, Program, Sparse, private
-from gradsieve.wire.check import counts_within, lists_increasing, strictly_increasing
+from gradsieve.types import Ctx, Outcome, Program, Sparse
+from gradsieve.wire.check import counts_within, strictly_increasing
 from gradsieve.wire.frame import from_pairs, index_dtype, to_pairs
 
 _AIM = 1.125
@@ -45,58 +49,7 @@ _LOPSIDED = 1.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
-    n: int
-    cuts: Tensor
-    """P + 1 edges of the regions; all 0: not laid yet."""
-    global_threshold: float = 0.0
-    """For sums, of this vector alone. 0: none known."""
-    local_threshold: float = private(0.0)
-    """For this rank's own elements. 0: none known."""
-    gathered: int = 0
-    """Sums gathered in the last step: at most k, or all there were."""
-    imbalance: float = 1.0
-    """Most elements that came to one owner over the mean."""
-
-
-class Sums(NamedTuple):
-    indices: Tensor
-    values: Tensor
-    load: int
-    """Elements that were added up."""
-
-
-class Chosen(NamedTuple):
-    """The same on every rank."""
-
-    indices: Tensor
-    values: Tensor
-    gathered: int
-    threshold: float
-    """For the next step."""
-    loads: Tensor
-    """Elements that came to each owner."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OkTopk(Scheme[State]):
-    local_period: int = 32
-    """Steps between exact local thresholds; the paper's tau', as the next one."""
-    global_period: int = 32
-    """Steps between exact global thresholds."""
-    region_period: int = 64
-    """Steps between new regions; the paper's tau."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("local_period", "global_period", "region_period"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1 step, not {getattr(self, name)}")
-
-    def begin(self, n: int, world: int, previous: State | None = None) -> State:
-        """Thresholds are one vector's own and are not taken over: the first step evaluates them."""
-        return State(n=n, cuts=torch.zeros(world + 1, dtype=torch.long, device="cpu"))
-
+class OkTopk(Regional):
     def step(self, acc: Tensor, state: State, ctx: Ctx) -> Program[Outcome[State]]:
         n, k = state.n, self.k(state.n)
         # 1. and 2.
@@ -104,15 +57,15 @@ class OkTopk(Scheme[State]):
         # 3.
         cuts = state.cuts
         if int(cuts[-1]) != n or ctx.step % self.region_period == 0:
-            cuts = yield from _lay_regions(selected, n, ctx.world)
+            cuts = yield from lay_regions(_quantiles(selected, n, ctx.world), n)
         # 4.
         selected = thinned(acc, selected, cuts, k)
-        sums = yield from _split_and_reduce(acc, selected, cuts, k, ctx)
+        sums = yield from split_and_reduce(acc, selected, cuts, k, ctx)
         # 5.
         known = state.global_threshold if ctx.step % self.global_period else 0.0
         chosen = yield from _select_globally(sums, known, k, n, ctx)
         # 6.
-        mine = selected[_among(selected, chosen.indices)]
+        mine = selected[among(selected, chosen.indices)]
         imbalance = int(chosen.loads.max()) * ctx.world / max(int(chosen.loads.sum()), 1)
         new = replace(
             state,
@@ -120,30 +73,11 @@ class OkTopk(Scheme[State]):
             global_threshold=chosen.threshold,
             local_threshold=local,
             gathered=chosen.gathered,
+            exact=int(chosen.gathered > k),
             imbalance=imbalance,
         )
         update = Sparse(chosen.indices, chosen.values, n)
         return Outcome(update, Sparse(mine, acc[mine], n), new)
-
-    def report(self, state: State) -> Mapping[str, float]:
-        exact = float(state.gathered > self.k(state.n))
-        return {"threshold": state.global_threshold, "imbalance": state.imbalance, "exact": exact}
-
-    def expected_words(self, n: int, world: int, state: State | None = None) -> float:
-        """4k of the published 2k to 6k: k elements to owners, k sums (all on exact steps) to everybody."""
-        imbalance, gathered = (state.imbalance, state.gathered) if state else (1.0, self.k(n))
-        return 2.0 * (self.k(n) * imbalance + gathered) * (world - 1) / world
-
-    def words_band(self, n: int, world: int, state: State | None = None) -> tuple[float, float]:
-        """2k to 6k as published. The upper end is 2k to the owners and 2k twice, to balance and to gather;
-        of more than k sums on an exact step."""
-        unit = (world - 1) / world
-        gathered = max(self.k(n), state.gathered if state else 0)
-        return 2.0 * self.k(n) * unit, (2.0 * self.k(n) + 4.0 * gathered) * unit
-
-    def expected_rounds(self, n: int, world: int, state: State | None = None) -> int:
-        """As published, with balancing. Ours are P-1 + 3 ceil(log2 P), and P-1 more with balancing."""
-        return 2 * world + 2 * log2_ceil(world)
 
 
 def _select(acc: Tensor, threshold: float, k: int) -> tuple[Tensor, float]:
@@ -157,40 +91,12 @@ def _select(acc: Tensor, threshold: float, k: int) -> tuple[Tensor, float]:
     return selected, _exact(acc[selected].abs(), k)
 
 
-def _lay_regions(selected: Tensor, n: int, world: int) -> Program[Tensor]:
-    """Edges that give every owner about the same work, the same ones on every rank."""
-    total = yield AllReduce(_quantiles(selected, n, world))
-    cuts = torch.zeros(world + 1, dtype=torch.long, device="cpu")
-    # A mean of sorted lists is sorted; only a peer that lies could make it otherwise.
-    cuts[1:-1] = (total // world).clamp(0, n).sort().values
-    cuts[-1] = n
-    return cuts
-
-
 def _quantiles(selected: Tensor, n: int, world: int) -> Tensor:
     """P - 1 cuts with as many selected indices between any two as between any other two, give or take one;
     of nothing selected, even ones."""
     part = torch.arange(1, world, dtype=torch.long, device=selected.device)
     count = selected.numel()
     return selected[part * count // world] if count else part * n // world
-
-
-def _split_and_reduce(acc: Tensor, selected: Tensor, cuts: Tensor, k: int, ctx: Ctx) -> Program[Sums]:
-    """What all ranks selected in this rank's region, added up in rank order.
-
-    That nobody is everybody's target at once and a few messages are under way together is the engine's work.
-    """
-    n, start, stop = acc.numel(), int(cuts[ctx.rank]), int(cuts[ctx.rank + 1])
-    what = f"in step {ctx.step}"
-    counts = torch.searchsorted(selected, cuts.to(acc.device)).diff()
-    sizes = yield from bruck.transpose(counts.to(index_dtype(n)), ctx.rank)
-    counts_within(sizes, min(k, stop - start), f"elements {what}")
-    rows = to_pairs(selected, acc[selected], n)
-    rows = yield AllToAll(rows, tuple(counts.tolist()), tuple(sizes.tolist()))
-    indices, values = from_pairs(rows, acc.dtype)
-    lists_increasing(indices, sizes, start, stop, f"indices {what}")
-    indices, sums = sum_by_index(indices - start, values, stop - start)
-    return Sums(indices + start, sums, len(rows))
 
 
 def _select_globally(sums: Sums, threshold: float, k: int, n: int, ctx: Ctx) -> Program[Chosen]:
@@ -213,7 +119,7 @@ def _select_globally(sums: Sums, threshold: float, k: int, n: int, ctx: Ctx) -> 
         counts = quota(counts, k, ctx.step)
         offered = offered[largest(values[offered], int(counts[ctx.rank]))]
     rows = to_pairs(indices[offered], values[offered], n)
-    rows = yield from gather_lists(rows, counts, ctx.rank)
+    rows = yield from gather_lists(rows, counts, ctx.rank, balancing_pays(counts.cpu()))
     indices, values = from_pairs(rows, values.dtype)
     strictly_increasing(indices, n, f"indices gathered in step {ctx.step}")
     if threshold:
@@ -239,11 +145,3 @@ def _follow(threshold: float, reached: int, kept: Tensor, k: int) -> float:
     way = math.log(reached / (_AIM * k)) / math.log(2 * reached / kept.numel())
     found = threshold * steep ** (_GAIN * way)
     return found if torch.finfo(kept.dtype).tiny <= found < math.inf else 0.0
-
-
-def _among(sorted_some: Tensor, sorted_all: Tensor) -> Tensor:
-    """Which of `sorted_some` are in `sorted_all`."""
-    if not sorted_all.numel():
-        return torch.zeros_like(sorted_some, dtype=torch.bool)
-    place = torch.searchsorted(sorted_all, sorted_some).clamp(max=sorted_all.numel() - 1)
-    return sorted_all[place] == sorted_some

@@ -6,7 +6,8 @@ Lists of index and value, of known but different lengths, are gathered in rank o
     balanced    all-to-all of contiguous slices, so that every rank holds    moved + mean (P-1) rows
                 the same number; then all-gather without gaps
 
-All ranks know all lengths, so that all come to the same choice. Rows are counted at the busiest rank.
+All ranks know all lengths, so that all come to the same choice (`balancing_pays`; the paper has a rule of its
+own). Rows are counted at the busiest rank.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ _MOST = 1.1
 """Elements for one region over k / P. Bounds what an owner receives, wherever ranks select."""
 
 
-def gather_lists(rows: Tensor, counts: Tensor, rank: int) -> Program[Tensor]:
+def gather_lists(rows: Tensor, counts: Tensor, rank: int, balanced: bool) -> Program[Tensor]:
     """`counts[r]` rows of rank r, one list behind the other."""
     counts = counts.cpu()
-    if balancing_pays(counts):
+    if balanced:
         held, shall = _edges(counts), _edges(_even(counts))
         sends = _overlaps(held[rank], held[rank + 1], shall)
         receives = _overlaps(shall[rank], shall[rank + 1], held)

@@ -19,3 +19,8 @@ def quota(weights: Tensor, total: float, step: int) -> Tensor:
     """`total` split in proportion to `weights` into whole numbers."""
     edges = (weights.double().cumsum(0) / weights.sum() * total + phase(step)).floor().long()
     return torch.diff(edges, prepend=edges.new_zeros(1))
+
+
+def evenly(total: int, parts: int) -> list[int]:
+    """`total` in `parts` whole numbers; the first ones get what is left over."""
+    return [total // parts + (part < total % parts) for part in range(parts)]

@@ -90,9 +90,8 @@ class SparDL(Scheme[State]):
             state = replace(state, teams=self._best_teams(state.n, ctx.world, links))
         places = ctx.world // state.teams
         team, place = divmod(ctx.rank, places)
-        even = torch.ones(places, dtype=torch.float64, device="cpu")
-        quotas = quota(even, self.k(state.n), ctx.step)
-        bags = Bags(acc, places, quotas)
+        quotas = self.quotas(state.n, places, ctx.step)
+        bags = Bags(acc, places, quotas, self.candidates(quotas))
         # 1.
         yield from _reduce_scatter(bags, place, team * places)
         # 2.
@@ -112,13 +111,30 @@ class SparDL(Scheme[State]):
             Sparse(final.indices, final.values, state.n), bags.spent(final.indices, self.residuals), state
         )
 
+    def quotas(self, n: int, places: int, step: int) -> Tensor:
+        """Elements that each block may send."""
+        even = torch.ones(places, dtype=torch.float64, device="cpu")
+        return quota(even, self.k(n), step)
+
+    def part(self, n: int, places: int) -> int:
+        """Of k, a block's."""
+        return max(1, self.k(n) // places)
+
+    def candidates(self, quotas: Tensor) -> int:
+        """Elements of a block that are looked at."""
+        return int(quotas.max())
+
+    def first_move(self, part: int, kept: int) -> int:
+        """By how much h of B-SAG changes first. Published, it stays 0 where a block has fewer than a hundred
+        elements to send, and h never moves."""
+        return max(1, (part - kept) // 100)
+
     def _bruck(self, bags: Bags, place: int, team: int, state: State) -> Program[tuple[Entries, State]]:
-        """B-SAG. The published h never moves where a block has fewer than a hundred elements, and has no
-        upper bound; ours moves by one at least and stays within the block's part of k."""
-        part = max(1, self.k(state.n) // bags.places)
+        """B-SAG. The published h has no upper bound; here it stays within the block's part of k."""
+        part = self.part(state.n, bags.places)
         least = max(1, part // state.teams)
         kept = state.kept or least
-        move = state.move or max(1, (part - kept) // 100)
+        move = state.move or self.first_move(part, kept)
         size = min(kept, int(bags.quotas[place]))
         own = bags.cut(place, 1, limit=size)
         ranks = range(place, state.teams * bags.places, bags.places)

@@ -10,6 +10,7 @@ goes is told in `steps.py` and `gradients.py`.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -95,7 +96,9 @@ class Pipeline(ABC):
             raise ConfigError("there is no parameter that requires a gradient")
         self.scheme, self.rank, self.world, self.treatment = scheme, rank, world, treatment
         small = 0 if scheme.lossless or scheme.in_turn else treatment.small
-        self.units = lay_units(named, int(bucket_cap_mb * 2**20), small)
+        self.units = lay_units(
+            named, sys.maxsize if scheme.whole_model else int(bucket_cap_mb * 2**20), small
+        )
         self.states = [scheme.lay(unit.sizes, world) for unit in self.units]
         self.step = 0
         """Steps committed."""

@@ -72,6 +72,14 @@ def lists_increasing(indices: Tensor, counts: Tensor, start: int, stop: int, wha
         raise Malformed(f"{what} of rank {rank} are not sorted, unique and inside {start}..{stop - 1}")
 
 
+def dealt_once(items: Tensor, lengths: Tensor, what: str) -> None:
+    """The items are 0..n-1, each once, and no more of them are dealt out in lots of these lengths."""
+    every = torch.arange(items.numel(), dtype=items.dtype, device=items.device)
+    lots = bool((lengths >= 0).all()) and int(lengths.sum()) <= items.numel()
+    if not lots or not torch.equal(items.sort().values, every):
+        raise Malformed(f"{what} are not each of 0..{items.numel() - 1} once, in lots of {lengths.tolist()}")
+
+
 def _in_order(rows: Tensor, n: int) -> Tensor:
     """For each row, whether it increases inside 0..n-1 and is then filled up with n."""
     before, after = rows[:, :-1], rows[:, 1:]

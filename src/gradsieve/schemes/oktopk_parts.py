@@ -1,0 +1,132 @@
+"""What Ok-Topk's rules, ours and the published ones, share: regions, and who adds up what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradsieve.comm import bruck
+from gradsieve.comm.ops import AllReduce, AllToAll
+from gradsieve.errors import ConfigError
+from gradsieve.kernels import sum_by_index
+from gradsieve.schemes.base import Scheme, log2_ceil
+from gradsieve.types import Ctx, Program, private
+from gradsieve.wire.check import counts_within, lists_increasing
+from gradsieve.wire.frame import from_pairs, index_dtype, to_pairs
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    n: int
+    cuts: Tensor
+    """P + 1 edges of the regions; all 0: not laid yet."""
+    global_threshold: float = 0.0
+    """For sums, of this vector alone. 0: none known."""
+    local_threshold: float = private(0.0)
+    """For this rank's own elements. 0: none known."""
+    gathered: int = 0
+    """Sums gathered in the last step."""
+    exact: int = 0
+    """1 if these were all sums there are, for an exact threshold."""
+    imbalance: float = 1.0
+    """Most elements that came to one owner over the mean."""
+
+
+class Sums(NamedTuple):
+    indices: Tensor
+    values: Tensor
+    load: int
+    """Elements that were added up."""
+
+
+class Chosen(NamedTuple):
+    """The same on every rank."""
+
+    indices: Tensor
+    values: Tensor
+    gathered: int
+    threshold: float
+    """For the next step."""
+    loads: Tensor
+    """Elements that came to each owner."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regional(Scheme[State]):
+    local_period: int = 32
+    """Steps between exact local thresholds; the paper's tau', as the next one."""
+    global_period: int = 32
+    """Steps between exact global thresholds."""
+    region_period: int = 64
+    """Steps between new regions; the paper's tau."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("local_period", "global_period", "region_period"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1 step, not {getattr(self, name)}")
+
+    def begin(self, n: int, world: int, previous: State | None = None) -> State:
+        """Thresholds are one vector's own and are not taken over: the first step evaluates them."""
+        return State(n=n, cuts=torch.zeros(world + 1, dtype=torch.long, device="cpu"))
+
+    def report(self, state: State) -> Mapping[str, float]:
+        exact = float(state.exact)
+        return {"threshold": state.global_threshold, "imbalance": state.imbalance, "exact": exact}
+
+    def expected_words(self, n: int, world: int, state: State | None = None) -> float:
+        """4k of the published 2k to 6k: k elements to owners, k sums (all on exact steps) to everybody."""
+        imbalance, gathered = (state.imbalance, state.gathered) if state else (1.0, self.k(n))
+        return 2.0 * (self.k(n) * imbalance + gathered) * (world - 1) / world
+
+    def words_band(self, n: int, world: int, state: State | None = None) -> tuple[float, float]:
+        """2k to 6k as published. The upper end is 2k to the owners and 2k twice, to balance and to gather;
+        of more than k sums on an exact step."""
+        unit = (world - 1) / world
+        gathered = max(self.k(n), state.gathered if state else 0)
+        return 2.0 * self.k(n) * unit, (2.0 * self.k(n) + 4.0 * gathered) * unit
+
+    def expected_rounds(self, n: int, world: int, state: State | None = None) -> int:
+        """As published, with balancing. Ours are P-1 + 3 ceil(log2 P), and P-1 more with balancing."""
+        return 2 * world + 2 * log2_ceil(world)
+
+
+def lay_regions(wanted: Tensor, n: int) -> Program[Tensor]:
+    """From the P - 1 cuts that each rank would like, P + 1 edges that are the same on every rank."""
+    world = wanted.numel() + 1
+    total = yield AllReduce(wanted)
+    cuts = torch.zeros(world + 1, dtype=torch.long, device="cpu")
+    # A mean of sorted lists is sorted; only a peer that lies could make it otherwise.
+    cuts[1:-1] = (total // world).clamp(0, n).sort().values
+    cuts[-1] = n
+    return cuts
+
+
+def split_and_reduce(acc: Tensor, selected: Tensor, cuts: Tensor, most: int, ctx: Ctx) -> Program[Sums]:
+    """What all ranks selected in this rank's region, at most `most` each, added up in rank order.
+
+    That nobody is everybody's target at once and a few messages are under way together is the engine's work.
+    """
+    n, start, stop = acc.numel(), int(cuts[ctx.rank]), int(cuts[ctx.rank + 1])
+    what = f"in step {ctx.step}"
+    counts = torch.searchsorted(selected, cuts.to(acc.device)).diff()
+    sizes = yield from bruck.transpose(counts.to(index_dtype(n)), ctx.rank)
+    counts_within(sizes, min(most, stop - start), f"elements {what}")
+    rows = to_pairs(selected, acc[selected], n)
+    rows = yield AllToAll(rows, tuple(counts.tolist()), tuple(sizes.tolist()))
+    indices, values = from_pairs(rows, acc.dtype)
+    lists_increasing(indices, sizes, start, stop, f"indices {what}")
+    indices, sums = sum_by_index(indices - start, values, stop - start)
+    return Sums(indices + start, sums, len(rows))
+
+
+def among(sorted_some: Tensor, sorted_all: Tensor) -> Tensor:
+    """Which of `sorted_some` are in `sorted_all`."""
+    if not sorted_all.numel():
+        return torch.zeros_like(sorted_some, dtype=torch.bool)
+    place = torch.searchsorted(sorted_all, sorted_some).clamp(max=sorted_all.numel() - 1)
+    return sorted_all[place] == sorted_some

@@ -1,0 +1,72 @@
+"""The first 200 steps of each published scheme are those of its paper's pseudo-code, and of no other."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from papers.trajectories import PAPERS, check_same
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_the_first_steps_are_those_of_the_paper(name: str) -> None:
+    check_same(name, PAPERS[name])
+
+
+CHANGED: list[tuple[str, dict[str, Any]]] = [
+    ("exdyna", {"blocks": 1000}),
+    ("exdyna", {"multiple": 20}),
+    ("exdyna", {"alpha": 1.1}),
+    ("exdyna", {"blk_move": 2}),
+    ("exdyna", {"least": 0.3}),
+    ("exdyna", {"start": 1.0}),
+    ("exdyna", {"beta": 1.15}),
+    ("exdyna", {"gamma": 0.006}),
+    ("exdyna", {"inside": 0.0}),
+    ("micro", {"start": 1.0}),
+    ("micro", {"beta": 1.15}),
+    ("micro", {"gamma": 0.006}),
+    ("micro", {"inside": 0.0}),
+    ("deft", {"floor": 2}),
+    ("oktopk", {"local_period": 31}),
+    ("oktopk", {"global_period": 31}),
+    ("oktopk", {"region_period": 32}),
+    ("oktopk", {"dense_steps": 1}),
+    ("oktopk", {"guard": 1.4}),
+    ("oktopk", {"guard_factor": 1.02}),
+    ("oktopk", {"guard_rounds": 4}),
+    ("oktopk", {"local_few": 0.75}),
+    ("oktopk", {"local_many": 1.2}),
+    ("oktopk", {"local_down": 1.01}),
+    ("oktopk", {"local_up": 1.01}),
+    ("oktopk", {"global_few": 0.75}),
+    ("oktopk", {"global_many": 1.25}),
+    ("oktopk", {"global_down": 1.01}),
+    ("oktopk", {"global_up": 1.01}),
+    ("spardl", {"density": 0.04}),
+    ("spardl", {"teams": 5}),
+    ("spardl", {"residuals": "local"}),
+    ("spardl", {"residuals": "end"}),
+    ("spardl, b-sag", {"moves": 50}),
+    ("spardl, b-sag", {"across": "r-sag"}),
+    ("spardl, r-sag", {"across": "b-sag"}),
+    ("spardl, r-sag", {"teams": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "changed"), CHANGED, ids=str)
+def test_another_constant_is_seen(name: str, changed: dict[str, Any]) -> None:
+    """The twin: within the same 200 steps."""
+    with pytest.raises(AssertionError, match=r"step \d+: another"):
+        check_same(name, PAPERS[name].with_settings(**changed))
+
+
+@pytest.mark.parametrize("name", ["exdyna", "micro", "deft", "oktopk", "spardl"])
+def test_every_constant_has_its_twin(name: str) -> None:
+    changed = {field for case, fields_ in CHANGED for field in fields_ if case.startswith(name)}
+    constants = {field.name for field in fields(PAPERS[name].scheme)}
+    assert constants - changed <= {"density", "lopsided"}, (
+        "lopsided changes messages only: test_paper_preset.py"
+    )

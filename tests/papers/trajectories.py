@@ -1,0 +1,145 @@
+"""A published scheme and the pseudo-code of its paper, side by side on the same gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from gradsieve.schemes.base import Scheme
+from gradsieve.schemes.deft_paper import DeftPaper
+from gradsieve.schemes.exdyna_paper import ExDynaPaper
+from gradsieve.schemes.micro_paper import MicroPaper
+from gradsieve.schemes.oktopk_paper import OkTopkPaper
+from gradsieve.schemes.spardl_paper import SparDLPaper
+from laws.driver import Fleet, Round
+from papers.gradients import STEPS, Gradients
+from papers.pseudocode_deft import deft
+from papers.pseudocode_exclusive import exdyna, micro
+from papers.pseudocode_oktopk import oktopk
+from papers.pseudocode_spardl import spardl
+
+Step = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Paper:
+    scheme: Scheme[Any]
+    gradients: Gradients
+    pseudocode: Callable[[Gradients, Scheme[Any]], list[Step]]
+    seen: Callable[[Round], Step]
+    """Of the scheme's step, what the pseudo-code's says as well."""
+    tensors: tuple[int, ...] = ()
+
+    def with_settings(self, **settings: Any) -> Paper:
+        return replace(self, scheme=replace(self.scheme, **settings))
+
+    def steps(self) -> Iterator[Step]:
+        """What the scheme does."""
+        n, world = self.gradients.n, self.gradients.world
+        fleet = Fleet(self.scheme, [n], world, torch.float64)
+        fleet.states = [[self.scheme.lay(self.tensors or [n], world)] for _ in range(world)]
+        for round_ in fleet.advance(lambda t, r, _: torch.from_numpy(self.gradients(t, r)), STEPS):
+            update = round_.outcomes[0].update
+            assert update.indices is None or not update.indices.diff().le(0).any()
+            yield {"indices": update.listed()[update.values != 0].tolist(), **self.seen(round_)}
+
+
+def selected(round_: Round) -> Step:
+    """Dummies included, in partition order."""
+    state, step, world = round_.outcomes[0].state, round_.step, len(round_.outcomes)
+    return {
+        "indices": round_.outcomes[0].update.listed().tolist(),
+        "threshold": round_.states[0].threshold,
+        "counts": state.load.roll(-(step % world)).tolist(),
+    }
+
+
+def of_exdyna(round_: Round) -> Step:
+    return {**selected(round_), "cuts": round_.outcomes[0].state.blocks.tolist()}
+
+
+def of_deft(round_: Round) -> Step:
+    state = round_.outcomes[0].state
+    return {"longest": state.longest, "rows": state.rows}
+
+
+def of_oktopk(round_: Round) -> Step:
+    state = round_.outcomes[0].state
+    return {
+        "threshold": state.global_threshold,
+        "local": [outcome.state.local_threshold for outcome in round_.outcomes],
+        "cuts": state.cuts.tolist(),
+        "counts": [outcome.spent.count for outcome in round_.outcomes],
+    }
+
+
+def of_spardl(round_: Round) -> Step:
+    update = round_.outcomes[0].update
+    return {
+        "values": update.values[update.values != 0].tolist(),
+        "h": [outcome.state.kept for outcome in round_.outcomes],
+    }
+
+
+def spardl_of(gradients: Gradients, scheme: Scheme[Any]) -> list[Step]:
+    assert isinstance(scheme, SparDLPaper)
+    assert isinstance(scheme.teams, int)
+    return spardl(gradients, scheme.density, scheme.teams, scheme.across)
+
+
+TENSORS = (900, 50, 300, 7, 1, 1300, 64, 500)
+PAPERS = {
+    "exdyna": Paper(
+        ExDynaPaper(density=0.01),
+        Gradients(33_500, 8, scale=0.0005, swing=0.3, hot=200, heat=100.0, grid=2.0**-24),
+        lambda gradients, scheme: exdyna(gradients, scheme.k(gradients.n)),
+        of_exdyna,
+    ),
+    "micro": Paper(
+        MicroPaper(density=0.02),
+        Gradients(5003, 5, scale=0.005, swing=0.3, grid=2.0**-20),
+        lambda gradients, scheme: micro(gradients, scheme.k(gradients.n)),
+        selected,
+    ),
+    "deft": Paper(
+        DeftPaper(density=0.05),
+        Gradients(sum(TENSORS), 4, hot=960),
+        lambda gradients, scheme: deft(gradients, scheme.k(gradients.n), list(TENSORS)),
+        of_deft,
+        TENSORS,
+    ),
+    "oktopk": Paper(
+        OkTopkPaper(density=0.02),
+        Gradients(4001, 4, hot=40),
+        lambda gradients, scheme: oktopk(gradients, scheme.k(gradients.n)),
+        of_oktopk,
+    ),
+    "spardl": Paper(SparDLPaper(density=0.03), Gradients(1001, 5), spardl_of, of_spardl),
+    "spardl, b-sag": Paper(SparDLPaper(density=0.3, teams=2), Gradients(1401, 4), spardl_of, of_spardl),
+    "spardl, r-sag": Paper(
+        SparDLPaper(density=0.03, teams=4, across="r-sag"), Gradients(1001, 4), spardl_of, of_spardl
+    ),
+}
+
+
+@cache
+def published(name: str) -> list[Step]:
+    """What the pseudo-code does."""
+    paper = PAPERS[name]
+    return paper.pseudocode(paper.gradients, paper.scheme)
+
+
+def check_same(name: str, paper: Paper) -> None:
+    """Every step of the scheme is that of the pseudo-code."""
+    wanted = published(name)
+    for step, (ours, theirs) in enumerate(zip(paper.steps(), wanted, strict=True)):
+        for what, figures in ours.items():
+            wanted_figures = theirs[what]
+            if what in ("threshold", "local"):
+                wanted_figures = pytest.approx(wanted_figures, rel=1e-9)
+            assert figures == wanted_figures, f"step {step}: another {what}"

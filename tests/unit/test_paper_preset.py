@@ -1,0 +1,117 @@
+"""`preset="paper"` takes the published rules, over the whole model, and refuses what papers do not have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import gradsieve
+from gradsieve.comm.ops import AllToAll
+from gradsieve.errors import ConfigError
+from gradsieve.feedback.treatment import Treatment
+from gradsieve.presets import PUBLISHED, as_published, choose, choose_scheme
+from gradsieve.schemes import SCHEMES, make
+from gradsieve.schemes.deft_paper import divided
+from gradsieve.schemes.oktopk_parts import Sums
+from gradsieve.sync import GradientPipeline
+from gradsieve.types import Ctx
+
+FIVE = ["exdyna", "micro", "deft", "oktopk", "spardl"]
+
+
+def test_the_five_papers_are_published_and_nothing_else() -> None:
+    assert {SCHEMES[name]: SCHEMES[f"{name}-paper"] for name in FIVE} == PUBLISHED
+    assert {kind for kind in SCHEMES.values() if kind.whole_model} == set(PUBLISHED.values())
+
+
+@pytest.mark.parametrize("name", FIVE)
+def test_the_paper_preset_takes_rules_and_treatment(name: str) -> None:
+    scheme = choose_scheme(name, 0.02, None, "paper")
+    assert type(scheme) is SCHEMES[f"{name}-paper"]
+    assert scheme.density == 0.02
+    assert choose_scheme(f"{name}-paper", 0.02, None, "paper") == scheme
+    treatment = choose("paper", scheme)
+    assert treatment == Treatment(exchange="gradients", small=0, by_rate=name == "oktopk")
+
+
+@pytest.mark.parametrize("name", FIVE)
+def test_any_other_preset_leaves_the_scheme_as_it_is(name: str) -> None:
+    for preset in ("default", Treatment(exchange="gradients")):
+        assert type(choose_scheme(name, 0.02, None, preset)) is SCHEMES[name]  # type: ignore[arg-type]
+
+
+def test_without_a_scheme_the_paper_is_exdynas_and_others_are_as_they_were() -> None:
+    assert type(choose_scheme(None, None, None, "paper")) is gradsieve.ExDynaPaper
+    assert type(choose_scheme(None, 0.1, None, "paper")) is gradsieve.ExDynaPaper
+    assert type(choose_scheme("topk", 0.1, None, "paper")) is gradsieve.TopK
+
+
+def test_settings_are_taken_over_where_the_paper_has_them_and_refused_where_not() -> None:
+    ours = gradsieve.SparDL(density=0.1, teams=2, across="r-sag")
+    assert as_published(ours) == gradsieve.SparDLPaper(density=0.1, teams=2, across="r-sag")
+    assert as_published(gradsieve.OkTopk(region_period=8)) == gradsieve.OkTopkPaper(region_period=8)
+    with pytest.raises(ConfigError, match=r"balance, values: not a setting .* use gradsieve.ExDynaPaper"):
+        as_published(gradsieve.ExDyna(balance=False, values="bf16"))
+
+
+@pytest.mark.parametrize("name", FIVE)
+def test_published_rules_lie_over_the_whole_model_and_ours_over_units(name: str) -> None:
+    parameters = {f"p{number}": torch.zeros(40, 10) for number in range(6)}
+    for published in (True, False):
+        scheme = make(f"{name}-paper" if published else name, 0.1)
+        pipeline = GradientPipeline(parameters.items(), scheme, 0, 2, 0.001)
+        assert len(pipeline.units) == (1 if published else 6)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("exdyna-paper", {"blocks": 0}),
+        ("exdyna-paper", {"multiple": 0}),
+        ("exdyna-paper", {"blk_move": 0}),
+        ("exdyna-paper", {"alpha": 0.9}),
+        ("exdyna-paper", {"least": 1.1}),
+        ("exdyna-paper", {"beta": 0.9}),
+        ("micro-paper", {"gamma": 1.0}),
+        ("micro-paper", {"start": 0.0}),
+        ("deft-paper", {"floor": -1}),
+        ("oktopk-paper", {"local_period": 0}),
+        ("oktopk-paper", {"global_up": 0.9}),
+        ("oktopk-paper", {"guard_rounds": -1}),
+        ("spardl-paper", {"moves": 0}),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(name: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        SCHEMES[name](**settings)
+
+
+def test_defts_division_by_hand() -> None:
+    assert divided([4.0, 3.0, 1.0], [100, 100, 100], 16, 1) == [8, 6, 2]
+    assert divided([4.0, 3.0, 1.0], [5, 100, 100], 16, 1) == [5, 8, 3], "what a layer has not goes to others"
+    assert divided([4.0, 0.0, 0.0], [10, 10, 10], 2, 1) == [2, 1, 1], "at least one each"
+
+
+@pytest.mark.parametrize(
+    ("counts", "balanced"), [([9, 1, 1, 1], False), ([20, 0, 0, 0], False), ([17, 1], False)]
+)
+@pytest.mark.parametrize("lopsided", [4.0, 1.5])
+def test_lists_of_sums_are_balanced_beyond_four_times_the_mean(
+    counts: list[int], balanced: bool, lopsided: float
+) -> None:
+    """Four times the mean of four lists is one list with everything: more needs five."""
+    scheme, world = gradsieve.OkTopkPaper(density=0.5, lopsided=lopsided), len(counts)
+    own = Sums(torch.arange(counts[0]), torch.ones(counts[0]), counts[0])
+    program = scheme._select_globally(own, 0.0, 50, 100, Ctx(0, world, 0))
+    program.send(None)
+    op = program.send(torch.tensor([[count, count] for count in counts], dtype=torch.int32))
+    assert isinstance(op, AllToAll) == (balanced or lopsided < 4.0)
+
+
+def test_lists_of_five_ranks_can_be_that_uneven() -> None:
+    scheme = gradsieve.OkTopkPaper(density=0.5)
+    program = scheme._select_globally(Sums(torch.arange(9), torch.ones(9), 9), 0.0, 50, 100, Ctx(0, 5, 0))
+    program.send(None)
+    assert isinstance(program.send(torch.tensor([[9, 9]] + [[0, 0]] * 4, dtype=torch.int32)), AllToAll)
