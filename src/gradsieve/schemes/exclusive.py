@@ -64,11 +64,17 @@ class Exclusive(Agreed[AnyPartitioned]):
         return settle_threshold(states, self.k(sum(state.n for state in states)), self.control)
 
     def report(self, state: AnyPartitioned) -> Mapping[str, float]:
-        return {"threshold": state.threshold, "imbalance": state.imbalance}
+        return {
+            "threshold": state.threshold,
+            "imbalance": state.imbalance,
+            "demand": state.demand,
+            "cut": state.cut,
+        }
 
     def expected_words(self, n: int, world: int, state: AnyPartitioned | None = None) -> float:
-        imbalance, sent = (state.imbalance, state.sent) if state else (1.0, self.k(n))
-        return sent * (imbalance + 2.0) * (world - 1) / world
+        """K' (f + 2) (P-1)/P as published, f K' being all rows at the length of the longest."""
+        rows, sent = (state.longest * world, state.sent) if state else (self.k(n), self.k(n))
+        return (rows + 2.0 * sent) * (world - 1) / world
 
     def words_band(self, n: int, world: int, state: AnyPartitioned | None = None) -> tuple[float, float]:
         """From values alone, a byte each, up: packed, an index needs a part of its word in the formula."""
@@ -156,12 +162,13 @@ def sum_values(
 
 def absorb(state: AnyPartitioned, gathered: Gathered) -> AnyPartitioned:
     """The bucket's figures of this step, for `settle`."""
-    sent = int(gathered.sent.sum())
-    mean = sent / gathered.sent.size
+    demand = float(gathered.demand.sum())
     return replace(
         state,
-        demand=float(gathered.demand.sum()),
+        demand=demand,
         tail=float(gathered.tail.sum()),
-        sent=sent,
-        imbalance=float(gathered.sent.max()) / mean if sent else 1.0,
+        sent=int(gathered.sent.sum()),
+        longest=int(gathered.sent.max()),
+        imbalance=float(gathered.demand.max()) * gathered.demand.size / demand if demand else 1.0,
+        cut=float((gathered.demand > gathered.sent).mean()),
     )

@@ -44,7 +44,11 @@ class Partitioned:
     tail: float = 0.0
     sent: int = 0
     imbalance: float = 1.0
-    """Longest row over the mean row of the last step: the f of the cost formula."""
+    """The papers' f(t): the longest selection over the mean, before any row is cut."""
+    longest: int = 0
+    """Elements in the longest row of the last step: what the cost formula's f counts."""
+    cut: float = 0.0
+    """Share of the rows of the last step into which not all fitted."""
 
 
 TINY, HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
