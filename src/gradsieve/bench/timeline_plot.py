@@ -19,6 +19,8 @@ _COLOURS = {
     "optimizer": "#74c476",
     "accumulate": "#17becf",
     "select": "#bcbd22",
+    "partition": "#7b9e3b",
+    "threshold": "#1f4e79",
     "encode": "#e377c2",
     "exchange": "#ff9f40",
     "decode": "#8c564b",

@@ -27,6 +27,7 @@ from gradsieve.schemes.agreed import Agreed, sum_agreed
 from gradsieve.schemes.base import log2_ceil
 from gradsieve.schemes.quota import phase
 from gradsieve.schemes.speeds import check_speeds, shares_of_work
+from gradsieve.telemetry import stage
 from gradsieve.types import Ctx, Outcome, Program, Sparse
 from gradsieve.wire.check import rows_increasing, strictly_increasing
 from gradsieve.wire.frame import index_dtype
@@ -41,6 +42,8 @@ class State:
     """Indices in the longest row of the last step."""
     rows: int = 0
     """Indices in all of them."""
+    imbalance: float = 1.0
+    """The longest row over the mean."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,11 +100,14 @@ class Deft(Agreed[State]):
         strictly_increasing(picked, n, f"indices of all ranks in step {ctx.step}")
         # 7.
         total, given = yield from sum_agreed(acc[picked], self.values, ctx)
-        new = replace(state, sent=picked.numel(), longest=longest, rows=gathered.numel())
+        imbalance = longest * ctx.world / max(int(picked_by.sum()), 1)
+        new = replace(
+            state, sent=picked.numel(), longest=longest, rows=gathered.numel(), imbalance=imbalance
+        )
         return Outcome(Sparse(picked, total, n), Sparse(picked, given, n), new)
 
     def report(self, state: State) -> Mapping[str, float]:
-        return {"layers": state.edges.numel() - 1.0}
+        return {"layers": state.edges.numel() - 1.0, "imbalance": state.imbalance}
 
     def expected_words(self, n: int, world: int, state: State | None = None) -> float:
         """K' (f + 2) (P-1)/P as published, f K' being all rows at the length of the longest; the norms cost
@@ -115,6 +121,7 @@ class Deft(Agreed[State]):
         return 6 * log2_ceil(world)
 
 
+@stage("partition")
 def _norms(acc: Tensor, sizes: list[int]) -> Tensor:
     """Of every layer; where squares overflow or underflow, the largest magnitude stands in."""
     layers = torch.split(acc, sizes) if sizes else ()
@@ -124,6 +131,7 @@ def _norms(acc: Tensor, sizes: list[int]) -> Tensor:
     return norms
 
 
+@stage("partition")
 def _apportion(norms: Tensor, sizes: Tensor, k: int, step: int) -> Tensor:
     """k in proportion to the norms, no layer beyond its size; which layers get the fractions changes with
     the step, so that none is passed over for ever."""
@@ -146,6 +154,7 @@ def _apportion(norms: Tensor, sizes: Tensor, k: int, step: int) -> Tensor:
     return counts
 
 
+@stage("partition")
 def _pack(cost: Tensor, work: Tensor, step: int, even: bool) -> Tensor:
     """The rank that selects in each layer."""
     world, layers = work.numel(), cost.numel()

@@ -75,6 +75,16 @@ class Memory(Protocol):
         ...
 
 
+class Observer(Protocol):
+    """Whoever looks at the steps of a pipeline."""
+
+    def after_step(self) -> None:
+        """A step was committed, on the thread that exchanges."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Pipeline(ABC):
     """The state of one rank: units, memories, scheme state; and the programs that advance it."""
 
@@ -113,6 +123,7 @@ class Pipeline(ABC):
         """This rank's, of the last step."""
         self.stats = Stats(Meter(rank, world))
         self._ways = [Way(scheme) for _ in self.units]
+        self.observer: Observer | None = None
 
     @abstractmethod
     def program(
@@ -215,7 +226,8 @@ class Pipeline(ABC):
     def settle(self, states: list[Any]) -> None:
         """The step was good on all ranks. Units that sent everything told the scheme nothing."""
         sparse = [way.scheme for way in self._ways if not way.scheme.is_whole]
-        self.states = sparse[0].settle(states) if sparse else states
+        with self.stats.timeline.stage("threshold"):
+            self.states = sparse[0].settle(states) if sparse else states
         for index, way in enumerate(self._ways):
             if way.fallback is not None and any(way.told):
                 last, way.fallback = way.fallback, way.fallback.after(way.told[0], way.was_dense)
@@ -228,6 +240,8 @@ class Pipeline(ABC):
             if self.rank == 0 and (said := self.budget.says(self.world)):
                 _log.info("step %d: %s", self.step, said)
         self.step += 1
+        if self.observer is not None:
+            self.observer.after_step()
 
     def fall_back(self, links: Links) -> None:
         """From now on, dense where that is faster."""
