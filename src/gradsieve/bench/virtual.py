@@ -9,15 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradsieve.bench import tasks
-from gradsieve.bench.fidelity import captured
+from gradsieve.bench.fidelity import captured, unlike_top_k
 from gradsieve.comm import lockstep
 from gradsieve.feedback.treatment import Treatment
+from gradsieve.integrations.recorder import Recorder
 from gradsieve.schemes.base import Scheme
 from gradsieve.sync.budget import Fixed, cost
 from gradsieve.sync.fitted import Fitted
@@ -44,6 +46,8 @@ class Run:
     """A budget a parameter and step, the flush included, which stripes spend."""
     batch: int | None = None
     """Examples in a step, over all ranks, if not as many as the task has."""
+    record: Path | None = None
+    """Where every rank's steps are recorded: a path to which its name is added."""
 
 
 @dataclass(slots=True)
@@ -79,12 +83,16 @@ class Member:
             flush = cost("exact", run.world) / self.training.steps
             self.pipeline.budget = Fixed(run.bits - flush)
         self.batches = own_batches(self.training, rank, run.world, run.mixed, run.seed)
+        self.recorder = None if run.record is None else Recorder(self.pipeline, run.record, LOOK_EVERY)
+        self.loss = math.nan
 
     def backward(self) -> None:
         training = self.training
         batch = training.train.take(next(self.batches))
         training.optimizer.zero_grad()
-        torch.autograd.backward(training.loss(training.model(*batch.inputs), batch.target))
+        loss = training.loss(training.model(*batch.inputs), batch.target)
+        torch.autograd.backward(loss)
+        self.loss = loss.item()
 
     def step(self) -> None:
         optimizer = self.training.optimizer
@@ -92,6 +100,8 @@ class Member:
         optimizer.step()
         self.fitted.after_update()
         self.training.schedule.step()
+        if self.recorder is not None:
+            self.recorder.note_loss(self.loss)
 
 
 def own_batches(training: tasks.Training, rank: int, world: int, mixed: bool, seed: int) -> Iterator[Tensor]:
@@ -126,6 +136,9 @@ def train(run: Run, after_step: Callable[[], None] = lambda: None) -> Course:
         exchange(members, everything=True)
         watch.note(steps)
     watch.judge(steps)
+    for member in members:
+        if member.recorder is not None:
+            member.recorder.close()
     watch.course.bytes_sent /= steps
     watch.course.density /= steps
     return watch.course
@@ -155,6 +168,8 @@ class Watch:
         """The step in which an element was last sent."""
         self._elements = sum(unit.n for unit in units)
         self.course.parameters = members[0].training.n
+        self._before = [torch.zeros(unit.n, dtype=unit.dtype, device=unit.device) for unit in units]
+        """What waited on all ranks after the step before a look."""
 
     def judge(self, step: int) -> None:
         self.course.steps.append(step)
@@ -172,6 +187,9 @@ class Watch:
             if step % LOOK_EVERY == 0 and 0 < update.count < update.numel:
                 self._look(step, index, update)
             sent_in[update.where] = step
+        if (step + 1) % LOOK_EVERY == 0 and self.members[0].recorder is not None:
+            pipelines = [member.pipeline for member in self.members]
+            self._before = [sum(same) for same in zip(*(each.waiting() for each in pipelines), strict=True)]
 
     def _apart(self) -> float:
         models = zip(*(member.fitted.parameters.values() for member in self.members), strict=True)
@@ -185,4 +203,11 @@ class Watch:
         spent = torch.stack([pipeline.outcomes[index].spent.to_dense() for pipeline in pipelines])
         self.course.ages.append(float((step - self._sent_in[index][update.where]).float().mean()))
         self.course.waiting.append(float(left.norm() / spent.norm()))
-        self.course.fidelity.append(captured((left + spent).sum(0), update))
+        total = (left + spent).sum(0)
+        self.course.fidelity.append(captured(total, update))
+        recorders = [member.recorder for member in self.members if member.recorder is not None]
+        if recorders and len(self._sent_in) == 1:
+            k = pipelines[0].scheme.k(update.numel)
+            xi = unlike_top_k(total, update, k, new=total - self._before[index])
+            for recorder in recorders:
+                recorder.note_xi(xi)

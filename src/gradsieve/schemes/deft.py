@@ -101,9 +101,7 @@ class Deft(Agreed[State]):
         # 7.
         total, given = yield from sum_agreed(acc[picked], self.values, ctx)
         imbalance = longest * ctx.world / max(int(picked_by.sum()), 1)
-        new = replace(
-            state, sent=picked.numel(), longest=longest, rows=gathered.numel(), imbalance=imbalance
-        )
+        new = replace(state, sent=picked.numel(), longest=longest, rows=gathered.numel(), imbalance=imbalance)
         return Outcome(Sparse(picked, total, n), Sparse(picked, given, n), new)
 
     def report(self, state: State) -> Mapping[str, float]:
