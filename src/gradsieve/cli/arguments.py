@@ -142,4 +142,4 @@ def tasks(text: str) -> list[str]:
 
 def drawable(path: Path | None) -> None:
     if path is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install 'gradsieve[plot]'")
+        raise ConfigError("drawing needs matplotlib: pip install 'gradsieve[plot]'")
