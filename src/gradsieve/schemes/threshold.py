@@ -15,6 +15,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from gradsieve.telemetry import stage
+
 PROPORTIONAL, INTEGRAL = 0.8, 0.3
 """Share of the estimated correction applied at once, and added to the threshold's drift per step. Residuals
 grow and drain, so that a constant count often needs a threshold that keeps moving (and less so with time:
@@ -66,6 +68,7 @@ TINY, HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 AnyPartitioned = TypeVar("AnyPartitioned", bound=Partitioned)
 
 
+@stage("threshold")
 def settle_threshold(states: Sequence[AnyPartitioned], k: int, control: bool = True) -> list[AnyPartitioned]:
     """One threshold for all buckets, and each bucket's share of k, from what all of them saw."""
     demand = sum(state.demand for state in states)

@@ -226,8 +226,7 @@ class Pipeline(ABC):
     def settle(self, states: list[Any]) -> None:
         """The step was good on all ranks. Units that sent everything told the scheme nothing."""
         sparse = [way.scheme for way in self._ways if not way.scheme.is_whole]
-        with self.stats.timeline.stage("threshold"):
-            self.states = sparse[0].settle(states) if sparse else states
+        self.states = sparse[0].settle(states) if sparse else states
         for index, way in enumerate(self._ways):
             if way.fallback is not None and any(way.told):
                 last, way.fallback = way.fallback, way.fallback.after(way.told[0], way.was_dense)
