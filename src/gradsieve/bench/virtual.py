@@ -29,6 +29,8 @@ EVALUATIONS = 20
 """Of a training, from the first step to the last."""
 LOOK_EVERY = 50
 """Steps between two looks at fidelity and at what waits: they need all ranks' vectors at once."""
+RECORD_EVERY = 10
+"""Steps between two lines of a record that have norms: nobody times these trainings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ class Member:
             flush = cost("exact", run.world) / self.training.steps
             self.pipeline.budget = Fixed(run.bits - flush)
         self.batches = own_batches(self.training, rank, run.world, run.mixed, run.seed)
-        self.recorder = None if run.record is None else Recorder(self.pipeline, run.record, LOOK_EVERY)
+        self.recorder = None if run.record is None else Recorder(self.pipeline, run.record, RECORD_EVERY)
         self.loss = math.nan
 
     def backward(self) -> None:
@@ -168,8 +170,8 @@ class Watch:
         """The step in which an element was last sent."""
         self._elements = sum(unit.n for unit in units)
         self.course.parameters = members[0].training.n
-        self._before = [torch.zeros(unit.n, dtype=unit.dtype, device=unit.device) for unit in units]
-        """What waited on all ranks after the step before a look."""
+        self._before = torch.zeros(0, dtype=units[0].dtype, device=units[0].device)
+        """What waited on all ranks after the step before one that is looked at."""
 
     def judge(self, step: int) -> None:
         self.course.steps.append(step)
@@ -187,9 +189,7 @@ class Watch:
             if step % LOOK_EVERY == 0 and 0 < update.count < update.numel:
                 self._look(step, index, update)
             sent_in[update.where] = step
-        if (step + 1) % LOOK_EVERY == 0 and self.members[0].recorder is not None:
-            pipelines = [member.pipeline for member in self.members]
-            self._before = [sum(same) for same in zip(*(each.waiting() for each in pipelines), strict=True)]
+        self._note_xi(step)
 
     def _apart(self) -> float:
         models = zip(*(member.fitted.parameters.values() for member in self.members), strict=True)
@@ -203,11 +203,20 @@ class Watch:
         spent = torch.stack([pipeline.outcomes[index].spent.to_dense() for pipeline in pipelines])
         self.course.ages.append(float((step - self._sent_in[index][update.where]).float().mean()))
         self.course.waiting.append(float(left.norm() / spent.norm()))
-        total = (left + spent).sum(0)
-        self.course.fidelity.append(captured(total, update))
+        self.course.fidelity.append(captured((left + spent).sum(0), update))
+
+    def _note_xi(self, step: int) -> None:
+        """In every line of a record that has norms. What is new is what was not there after the step before."""
         recorders = [member.recorder for member in self.members if member.recorder is not None]
-        if recorders and len(self._sent_in) == 1:
-            k = pipelines[0].scheme.k(update.numel)
-            xi = unlike_top_k(total, update, k, new=total - self._before[index])
-            for recorder in recorders:
-                recorder.note_xi(xi)
+        if not recorders or step % RECORD_EVERY not in (0, RECORD_EVERY - 1):
+            return
+        pipelines = [member.pipeline for member in self.members]
+        left = torch.stack([torch.cat(list(pipeline.waiting())) for pipeline in pipelines]).sum(0)
+        if step % RECORD_EVERY:
+            self._before = left
+            return
+        update = torch.cat([outcome.update.to_dense() for outcome in pipelines[0].outcomes])
+        total = left + update  # what was spent adds up to the update
+        k = pipelines[0].scheme.k(self._elements)
+        for recorder in recorders:
+            recorder.note_xi(unlike_top_k(total, update, k, total - self._before))
