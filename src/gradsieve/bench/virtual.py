@@ -206,17 +206,18 @@ class Watch:
         self.course.fidelity.append(captured((left + spent).sum(0), update))
 
     def _note_xi(self, step: int) -> None:
-        """In every line of a record that has norms. What is new is what was not there after the step before."""
+        """In lines that have norms. What is new is what did not wait after the step before."""
         recorders = [member.recorder for member in self.members if member.recorder is not None]
-        if not recorders or step % RECORD_EVERY not in (0, RECORD_EVERY - 1):
-            return
         pipelines = [member.pipeline for member in self.members]
+        if not recorders or pipelines[0].scheme.lossless or step % RECORD_EVERY not in (0, RECORD_EVERY - 1):
+            return
         left = torch.stack([torch.cat(list(pipeline.waiting())) for pipeline in pipelines]).sum(0)
         if step % RECORD_EVERY:
             self._before = left
             return
+        spent = [torch.cat([each.spent.to_dense() for each in pipeline.outcomes]) for pipeline in pipelines]
         update = torch.cat([outcome.update.to_dense() for outcome in pipelines[0].outcomes])
-        total = left + update  # what was spent adds up to the update
-        k = pipelines[0].scheme.k(self._elements)
+        total, k = left + torch.stack(spent).sum(0), pipelines[0].scheme.k(self._elements)
+        xi = unlike_top_k(total, update, k, total - self._before)
         for recorder in recorders:
-            recorder.note_xi(unlike_top_k(total, update, k, total - self._before))
+            recorder.note_xi(xi)
