@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -15,6 +16,8 @@ _COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "C8", "C9")
 _MARKERS = "os^Dv"
 _WINDOWS = 40
 """Running means over as many parts of a training: steps are noisy, trends are what a figure shows."""
+_STAGES = "accumulate select partition encode exchange decode apply threshold commit".split()
+"""From the bottom of a bar to its top. `waiting` is not among them: it is another thread's, at the same time."""
 _REFERENCES = ("dense", "noop")
 
 
@@ -74,7 +77,7 @@ def over_seconds(axes: Any, curves: Sequence[Curve]) -> None:
 def breakdown(axes: Any, trainings: Sequence[Training]) -> None:
     """Stacked bars, one a training; a mark for the whole step, behind which the exchange may hide."""
     found = [training.stages() for training in trainings]
-    names = [name for name in STAGE_COLOURS if name != "waiting" and any(name in stages for stages in found)]
+    names = [name for name in _STAGES if any(name in stages for stages in found)]
     places, bottom = range(len(found)), [0.0] * len(found)
     for name in names:
         heights = [1e3 * stages.get(name, 0.0) for stages in found]
@@ -82,7 +85,8 @@ def breakdown(axes: Any, trainings: Sequence[Training]) -> None:
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     whole = [1e3 * training.step_seconds() for training in trainings]
     axes.plot(places, whole, "D", color="black", label="whole training step")
-    axes.set_xticks(places, labels(trainings))
+    axes.set_xticks(places, [re.sub(", |:", "\n", name) for name in labels(trainings)])
+    axes.grid(visible=False, axis="x")
     axes.set_ylabel("milliseconds a step, mean over ranks")
 
 

@@ -100,7 +100,7 @@ class Deft(Agreed[State]):
         strictly_increasing(picked, n, f"indices of all ranks in step {ctx.step}")
         # 7.
         total, given = yield from sum_agreed(acc[picked], self.values, ctx)
-        imbalance = longest * ctx.world / max(int(picked_by.sum()), 1)
+        imbalance = longest * ctx.world / int(picked_by.sum()) if longest else 1.0
         new = replace(state, sent=picked.numel(), longest=longest, rows=gathered.numel(), imbalance=imbalance)
         return Outcome(Sparse(picked, total, n), Sparse(picked, given, n), new)
 
