@@ -16,8 +16,18 @@ _COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "C8", "C9")
 _MARKERS = "os^Dv"
 _WINDOWS = 40
 """Running means over as many parts of a training: steps are noisy, trends are what a figure shows."""
-_STAGES = "accumulate select partition encode exchange decode apply threshold commit".split()
-"""From the bottom of a bar to its top. `waiting` is not among them: it is another thread's, at the same time."""
+_STAGES = [
+    "accumulate",
+    "select",
+    "partition",
+    "encode",
+    "exchange",
+    "decode",
+    "apply",
+    "threshold",
+    "commit",
+]
+"""From the bottom of a bar to its top. `waiting` is another thread's, at the same time."""
 _REFERENCES = ("dense", "noop")
 
 
