@@ -16,6 +16,7 @@ from gradsieve.errors import (
 from gradsieve.feedback.treatment import Treatment
 from gradsieve.integrations.ddp import attach
 from gradsieve.integrations.gradient_sync import GradientSync
+from gradsieve.integrations.recorder import record
 from gradsieve.schemes import SCHEMES
 from gradsieve.schemes.base import Scheme
 from gradsieve.schemes.cltk import CltK
@@ -79,4 +80,5 @@ __all__ = [
     "TopKUnion",
     "Treatment",
     "attach",
+    "record",
 ]

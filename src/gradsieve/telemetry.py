@@ -3,6 +3,9 @@
     with stage("decode"):      # inside a scheme or a codec: belongs to whichever step this thread is at
         ...
 
+    @stage("partition")        # or all of a function, that is no generator
+    def pack(...): ...
+
 A stage inside another interrupts it, so that no moment is counted twice. A span costs about a microsecond and
 a step has some tens of them.
 """

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from functools import cache
 
 import pytest
 import torch
 from torch import Tensor
 
-from gradsieve.schemes import make
+from gradsieve.schemes import exclusive, make, threshold
 from laws.driver import Fleet, Gradients
 
 N, WORLD, STEPS, WINDOW, SETTLED, JUMP = 100_003, 4, 140, 50, 20, 70
@@ -96,3 +98,51 @@ def test_the_published_rule_fails_this_check_from_a_cold_start(scale: float) -> 
     """The twin: at half a per cent a step no threshold gets from 0.05 to 1e6 within the run."""
     figures = counts("exdyna-paper", 0.001, skewed(scale), 80)
     assert abs(worst_window(figures, SETTLED, 80) - 1) > TOLERANCE
+
+
+# -- who holds the count: the controller, not the rows ----------------------------------------------------
+
+FEW = 20_000
+
+
+def steady(steep: float) -> Gradients:
+    """A mean that stays, as where a training goes far in one direction; momentum takes ten steps to build up.
+    Residuals then fill up in step, and all rows at once."""
+    source = torch.Generator().manual_seed(6)
+    mean = torch.randn(FEW, generator=source) * torch.exp(-steep * torch.linspace(0, 1, FEW))
+
+    def gradient(step: int, rank: int, bucket: int) -> Tensor:
+        return (mean + 0.3 * pool()[rank * FEW : (rank + 1) * FEW] * mean) * (1 - 0.9 ** (step + 1))
+
+    return gradient
+
+
+def held(steep: float, world: int, density: float) -> tuple[float, float]:
+    """Mean count over k, and share of the rows that were cut, from step 20 on."""
+    fleet = Fleet(make("exdyna", density), [FEW], world)
+    states = [round_.outcomes[0].state for round_ in fleet.advance(steady(steep), 70)][SETTLED:]
+    count = statistics.fmean(state.sent for state in states) / fleet.scheme.k(FEW)
+    return count, statistics.fmean(state.cut for state in states)
+
+
+@pytest.mark.parametrize("steep", [0.0, 3.0])
+@pytest.mark.parametrize("world", [4, 16])
+@pytest.mark.parametrize("density", [0.05, 0.01])
+def test_the_mean_is_within_a_twentieth_with_few_rows_cut(steep: float, world: int, density: float) -> None:
+    count, cut = held(steep, world, density)
+    assert count == pytest.approx(1, abs=0.05)
+    assert cut < 0.2
+
+
+def test_a_controller_that_sees_only_what_rows_let_through_fails_this_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The twin: the count sent as the error, which is what it was."""
+    now = threshold.FACTORS.index(1.0)
+    monkeypatch.setattr(threshold, "_error", lambda curve, k: math.log(curve[now] / k))
+    assert abs(held(0.0, 4, 0.05)[0] - 1) > 0.05
+
+
+def test_rows_without_room_for_scatter_fail_this_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exclusive, "SPREADS", 0.0)
+    assert held(3.0, 16, 0.01)[1] > 0.2

@@ -21,13 +21,14 @@ from gradsieve.schemes.exclusive import HEADER
 from gradsieve.schemes.exdyna import ExDyna
 from gradsieve.schemes.quota import quota
 from gradsieve.schemes.speeds import shares_of_work
+from gradsieve.schemes.threshold import FACTORS
 from gradsieve.types import Ctx
 from laws.driver import Fleet, Gradients
 from laws.gradients import Source
 
 N, WORLD, DENSITY = 65_537, 8, 0.05
 BALANCED = 1.15
-"""Longest row over mean row that counts as balanced."""
+"""Longest selection over the mean that counts as balanced."""
 
 
 @cache
@@ -46,7 +47,7 @@ def noise(envelope: Callable[[int], Tensor]) -> Gradients:
 
 
 def imbalances(name: str, density: float, gradients: Gradients, sizes: tuple[int, int, int]) -> list[float]:
-    """Longest row over mean row in each step; sizes: n, P and the number of steps."""
+    """Longest selection over the mean in each step; sizes: n, P and the number of steps."""
     n, world, steps = sizes
     fleet = Fleet(make(name, density), [n], world)
     return [
@@ -184,7 +185,10 @@ def test_a_threshold_stays_a_normal_float32_whatever_the_count_asks_for(
     scheme, limits = make(name, 0.1), torch.finfo(torch.float32)
     state = scheme.begin(1000, 4)
     for _ in range(30):
-        seen = replace(state, threshold=threshold, demand=float(count), sent=count, tail=count / 2)
+        curve = torch.tensor(FACTORS, dtype=torch.float64) * count
+        seen = replace(
+            state, threshold=threshold, demand=float(count), sent=count, tail=count / 2, curve=curve
+        )
         state = scheme.settle([seen])[0]
         threshold = state.threshold
         assert limits.tiny <= threshold <= limits.max

@@ -70,6 +70,7 @@ def test_the_ranks_take_real_steps(exchange: overhead.ExchangeOf) -> None:
     assert all(torch.equal(update.values, sent[0].values) for update in sent)
     assert 0.005 < sent[0].count / sent[0].numel < 0.02
     expected = {"accumulate", "select", "encode", "exchange", "decode", "apply", "commit"}
+    expected |= {"partition", "threshold"}
     for work in works:
         assert set(work.stages) == expected | ({"check"} if exchange == "steps" else set())
         assert work.seconds > 0.0

@@ -29,6 +29,7 @@ from gradsieve.bench.ranks import ended_with_us, lead_a_group
 from gradsieve.bench.results import versions
 from gradsieve.errors import ConfigError, GradsieveError
 from gradsieve.lab import signals
+from gradsieve.records import path_of
 from gradsieve.schemes.spec import parse
 
 _LOOK_SECONDS = 1.0
@@ -60,6 +61,15 @@ class Case:
         parts += [] if self.batch is None else [f"B{self.batch}"]
         parts += [] if self.mixed else ["own"]
         return "_".join([*parts, f"n{self.steps}", f"s{self.seed}"]).replace(":", "~") + ".json"
+
+    @property
+    def stem(self) -> str:
+        return self.file.removesuffix(".json")
+
+    @property
+    def is_recordable(self) -> bool:
+        """torch's own hooks tell nothing of their steps."""
+        return not rivals.is_rival(self.sync)
 
     @property
     def work(self) -> int:
@@ -118,17 +128,30 @@ def cases(
     return list(found)
 
 
-def missing(todo: Iterable[Case], folder: Path) -> list[Case]:
-    """Those that the folder does not have yet."""
-    return [case for case in todo if not (folder / case.file).exists()]
+def missing(todo: Iterable[Case], folder: Path, record: Path | None = None) -> list[Case]:
+    """Those that the folder does not have yet, or that were not recorded where they are to be."""
+    return [
+        case
+        for case in todo
+        if not (folder / case.file).exists()
+        or (record is not None and case.is_recordable and not path_of(record / case.stem, 0).exists())
+    ]
 
 
-def measure(todo: Iterable[Case], folder: Path, jobs: int, advance: Callable[[float, str], None]) -> None:
-    """Run them, `jobs` at a time; `advance` is told of work done, and of a training that is under way."""
+def measure(
+    todo: Iterable[Case],
+    folder: Path,
+    jobs: int,
+    advance: Callable[[float, str], None],
+    record: Path | None = None,
+) -> None:
+    """Run them, `jobs` at a time; `advance` is told of work done, and of a training that is under way. What
+    every rank does in every step is recorded in the folder `record`, if there is one."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"trainings cannot be kept there: {error}") from error
+    run = partial(run_case, folder=folder, record=record)
     # Spawned: a process that already ran threads of torch cannot safely be forked.
     context = get_context("spawn")
     done = context.Value("q", 0)
@@ -139,7 +162,7 @@ def measure(todo: Iterable[Case], folder: Path, jobs: int, advance: Callable[[fl
         ended_with_us(),
     ):
         # Never more than can run: a pool would still run what waits in it after an interruption.
-        running = _submit(pool, islice(left, jobs), folder)
+        running = _submit(pool, islice(left, jobs), run)
         while running:
             ended, _ = wait(running, _LOOK_SECONDS, FIRST_COMPLETED)
             if (now := done.value) > told:
@@ -147,12 +170,14 @@ def measure(todo: Iterable[Case], folder: Path, jobs: int, advance: Callable[[fl
                 told = now
             for future in [each for each in running if each in ended]:
                 _expect_good(future, running.pop(future))
-                running |= _submit(pool, islice(left, 1), folder)
+                running |= _submit(pool, islice(left, 1), run)
 
 
-def _submit(pool: ProcessPoolExecutor, some: Iterable[Case], folder: Path) -> dict[Future[None], Case]:
+def _submit(
+    pool: ProcessPoolExecutor, some: Iterable[Case], run: Callable[[Case], None]
+) -> dict[Future[None], Case]:
     with signals.held_back():  # a process that is interrupted in its birth complains
-        return {pool.submit(run_case, case, folder): case for case in some}
+        return {pool.submit(run, case): case for case in some}
 
 
 def _expect_good(future: Future[None], case: Case) -> None:
@@ -183,16 +208,16 @@ def _add(done: Synchronized[int], work: int) -> None:
         done.value += work
 
 
-def run_case(case: Case, folder: Path) -> None:
+def run_case(case: Case, folder: Path, record: Path | None = None) -> None:
     """In a process of the pool."""
-    course = train(case, partial(_add, _Worker.done, case.world))
-    record = {"case": asdict(case), "versions": versions(), "course": _plain(asdict(course))}
+    course = train(case, partial(_add, _Worker.done, case.world), record)
+    training = {"case": asdict(case), "versions": versions(), "course": _plain(asdict(course))}
     part = folder / (case.file + ".part")
-    part.write_text(json.dumps(record, allow_nan=False) + "\n")
+    part.write_text(json.dumps(training, allow_nan=False) + "\n")
     part.rename(folder / case.file)  # whole or not at all
 
 
-def train(case: Case, after_step: Callable[[], None]) -> virtual.Course:
+def train(case: Case, after_step: Callable[[], None], record: Path | None = None) -> virtual.Course:
     if rivals.is_rival(case.sync):
         rival = rivals.parse(case.sync)
         return rivals.train(
@@ -211,6 +236,7 @@ def train(case: Case, after_step: Callable[[], None]) -> virtual.Course:
         case.mixed,
         case.bits,
         case.batch,
+        None if record is None else record / case.stem,
     )
     with one_thread():
         return virtual.train(run, after_step)

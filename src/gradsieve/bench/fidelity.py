@@ -36,6 +36,14 @@ def taken(total: Tensor, update: Sparse) -> Tensor:
     return (update.values * (2 * total[update.where] - update.values)).sum()
 
 
+def unlike_top_k(total: Tensor, update: Tensor, k: int, new: Tensor) -> float:
+    """Ok-Topk's xi, by Assumption 1 of its paper: |Topk(A) - S| over the norm of what is new in A."""
+    best = torch.topk(total.abs(), k, sorted=False).indices
+    apart = -update
+    apart[best] += total[best]
+    return float(apart.norm() / new.norm()) if new.any() else 0.0
+
+
 def left_behind(residual: Tensor, gradient: Tensor) -> float:
     """Norm of the residual over that of this step's gradient, both summed (or averaged) over ranks."""
     return float(residual.norm() / gradient.norm())

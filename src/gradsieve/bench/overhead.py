@@ -29,7 +29,9 @@ from gradsieve.kernels import active, is_finite, using
 from gradsieve.schemes.spec import parse
 from gradsieve.sync.fitted import Fitted
 
-STAGES = ("accumulate", "select", "encode", "decode", "apply", "commit", "check")
+STAGES = (
+    "accumulate", "select", "partition", "encode", "decode", "apply", "threshold", "commit", "check",
+)  # fmt: skip
 COLUMNS = ["scheme", "exchange", "kernel", "ours_ms", "bare_ms", "ratio", "density"]
 WARM, ROUNDS = 12, 9
 """Steps until the threshold is found and followed, and steps that are timed with each kernel."""

@@ -35,6 +35,8 @@ class Plan:
     density: float
     syncs: list[str]
     rounds: int
+    record: str | None = None
+    """A folder: each of our syncs runs a second time, with a recorder that writes there."""
 
     def __post_init__(self) -> None:
         check_size(self.workload, self.params)

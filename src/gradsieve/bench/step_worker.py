@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from gradsieve.bench.timeline import Event, events_of, from_all_ranks, hidden
 from gradsieve.bench.workloads import batch_for, build
 from gradsieve.integrations.ddp import DdpSync
 from gradsieve.integrations.door import hang_door
+from gradsieve.integrations.recorder import Recorder
 from gradsieve.sync.base import Stats
 from gradsieve.telemetry import Span
 
@@ -75,8 +77,9 @@ class Arena:
 class Contestant:
     """One sync: its hook on its arena, and what was measured of it."""
 
-    def __init__(self, name: str, arena: Arena, density: float) -> None:
+    def __init__(self, name: str, arena: Arena, density: float, record: Path | None = None) -> None:
         self.name, self.arena, self.optimizer = name, arena, arena.optimizer
+        self.label = name if record is None else f"{name}, recorded"
         self.seconds: list[float] = []
         self.bytes = 0
         self.worked = 0.0
@@ -90,9 +93,9 @@ class Contestant:
         self.own: list[Tensor] = []
         """The parameters as a sync of ours left them."""
         self._laps = Laps()
-        self.hook = self._hook(density)
+        self.hook = self._hook(density, record)
 
-    def _hook(self, density: float) -> Callable[[Any], Any]:
+    def _hook(self, density: float, record: Path | None) -> Callable[[Any], Any]:
         if self.name == "noop":
             return _keep_own_gradient
         torchs = torch_hook(self.name)
@@ -102,6 +105,8 @@ class Contestant:
         self.optimizer = self.arena.new_optimizer()
         self.own = [parameter.detach().clone() for parameter in self.arena.parameters]
         self.sync = attached(self.name, self.arena.ddp, self.optimizer, density)
+        if record is not None:
+            Recorder(self.sync.fitted.pipeline, record)
         self.sync.leave()  # until its turn comes
         self.optimizer.register_step_pre_hook(lambda *_: self._laps.lap("sync"))  # after the sync's own
         return self.sync.hook
@@ -211,18 +216,24 @@ def measure(config: dict[str, Any]) -> list[dict[str, Any]]:
         Contestant(name, one_bucket if name == "powersgd" and one_bucket else default, config["density"])
         for name in config["syncs"]
     ]
+    if config.get("record"):
+        folder = Path(config["record"])
+        ours = [each.name for each in contestants if each.sync is not None]
+        contestants += [
+            Contestant(name, default, config["density"], folder / _file_name(name, config)) for name in ours
+        ]
     turn_steps = {}
     for contestant in contestants:
         contestant.run(batch, contestant.warm_steps - 1, measured=False)
         seconds = contestant.run(batch, 1, measured=False)
-        tell(f"warm-up: {contestant.name} {1e3 * seconds:.0f} ms a step")
-        turn_steps[contestant.name] = int(
+        tell(f"warm-up: {contestant.label} {1e3 * seconds:.0f} ms a step")
+        turn_steps[contestant.label] = int(
             min(max(_TURN_SECONDS // _same_everywhere(seconds), 1), _MOST_STEPS)
         )
     start = time.perf_counter()
     for turn in range(config["rounds"]):
         for contestant in contestants:
-            contestant.run(batch, turn_steps[contestant.name], measured=True)
+            contestant.run(batch, turn_steps[contestant.label], measured=True)
         left = (time.perf_counter() - start) / (turn + 1) * (config["rounds"] - turn - 1)
         tell(f"round {turn + 1} of {config['rounds']}, about {left:.0f} s left")
     rows = [_row(contestant, contestants) for contestant in contestants]
@@ -231,12 +242,17 @@ def measure(config: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def _file_name(sync: str, config: dict[str, Any]) -> str:
+    parts = [config["workload"], sync.replace(":", "~"), f"d{config['density']:g}", f"P{config['hosts']}"]
+    return "_".join([*parts, config["rate"] or "unshaped"])
+
+
 def _row(contestant: Contestant, contestants: list[Contestant]) -> dict[str, Any]:
-    by_name = {each.name: each.seconds for each in contestants}
+    by_name = {each.label: each.seconds for each in contestants}
     mine = contestant.seconds
     bytes_sent = most_anywhere(contestant.bytes / contestant.steps)
     row = {
-        "sync": contestant.name,
+        "sync": contestant.label,
         "step_ms": round(1e3 * statistics.median(mine), 1),
         **_ratio("vs_noop", mine, by_name["noop"]),
         **_ratio("vs_dense", by_name["dense"], mine),

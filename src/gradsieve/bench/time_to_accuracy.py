@@ -59,6 +59,8 @@ class Plan:
     steps: int
     """Dense's budget."""
     seeds: int
+    record: str | None = None
+    """A folder for what every rank did in every step."""
 
     def __post_init__(self) -> None:
         check_density(self.density)

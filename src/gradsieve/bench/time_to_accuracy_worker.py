@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from contextlib import closing
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from gradsieve.bench.syncs import attached
 from gradsieve.bench.time_to_accuracy import Curve, Plan, Run
 from gradsieve.bench.virtual import own_batches
 from gradsieve.integrations.gradient_sync import GradientSync
+from gradsieve.integrations.recorder import Recorder, record
 
 _FIRST_STEPS = 3
 """With each sync before the clock starts, or the first to do so would pay for what a process does only once:
@@ -46,10 +48,14 @@ class Learner:
         )
         self.seconds, self.bytes = 0.0, 0
         self.sync: GradientSync | None = None
+        self.recorder: Recorder | None = None
         torchs = torch_hook(name)
         if torchs is None:
             # A scheme that goes dense by itself would be compared with dense in part.
             self.sync = attached(name, self.ddp, training.optimizer, plan.density, dense_if_faster=False)
+            if plan.record is not None:
+                stem = f"{plan.task}_{name.replace(':', '~')}_d{plan.density:g}_P{world}_s{seed}"
+                self.recorder = record(self.sync, Path(plan.record) / stem)
         else:
             self.ddp.register_comm_hook(*torchs)
 
@@ -60,8 +66,11 @@ class Learner:
         for _ in range(steps):
             batch = training.train.take(next(self.batches))
             training.optimizer.zero_grad()
-            torch.autograd.backward(training.loss(self.ddp(*batch.inputs), batch.target))
+            loss = training.loss(self.ddp(*batch.inputs), batch.target)
+            torch.autograd.backward(loss)
             training.optimizer.step()
+            if self.recorder is not None:
+                self.recorder.note_loss(loss.item())
             training.schedule.step()
         dist.barrier()
         self.seconds += time.perf_counter() - start
@@ -136,7 +145,7 @@ def measure(config: dict[str, Any]) -> list[dict[str, Any]]:
     """Every sync with every seed; the runs, the same on every rank."""
     plan = Plan(**config)
     for sync in plan.syncs:
-        with closing(Learner(sync, plan, 0)) as first:
+        with closing(Learner(sync, replace(plan, record=None), 0)) as first:
             first.train(_FIRST_STEPS)
             first.value()
     runs = []

@@ -20,7 +20,7 @@ from gradsieve.telemetry import Span
 TRAINING, EXCHANGING = "training", "exchange"
 THREADS = (TRAINING, EXCHANGING)
 COMPUTING = ("forward", "backward")
-_ON_THE_EXCHANGING_THREAD = ("accumulate", "select", "encode", "exchange", "decode")
+_ON_THE_EXCHANGING_THREAD = ("accumulate", "select", "partition", "encode", "exchange", "decode")
 _GAP = 0.1
 """Of a step, between two syncs in a trace."""
 

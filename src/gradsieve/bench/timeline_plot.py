@@ -9,7 +9,7 @@ from typing import Any
 from gradsieve.bench.step import Plan
 from gradsieve.bench.timeline import THREADS, Event, Step, hidden
 
-_COLOURS = {
+STAGE_COLOURS = {
     "forward": "#c6dbef",
     "backward": "#6baed6",
     "waiting": "#d62728",
@@ -19,6 +19,8 @@ _COLOURS = {
     "optimizer": "#74c476",
     "accumulate": "#17becf",
     "select": "#bcbd22",
+    "partition": "#7b9e3b",
+    "threshold": "#1f4e79",
     "encode": "#e377c2",
     "exchange": "#ff9f40",
     "decode": "#8c564b",
@@ -45,9 +47,9 @@ def plot(steps: Sequence[Step], plan: Plan, path: Path) -> None:
         size=11,
     )
     names = {event.name for step in steps for events in step.ranks for event in events}
-    known = [name for name in _COLOURS if name in names]
+    known = [name for name in STAGE_COLOURS if name in names]
     shown = [*known, *sorted(names - set(known))]
-    handles = [Patch(color=_COLOURS.get(name, _OTHER), label=name) for name in shown]
+    handles = [Patch(color=STAGE_COLOURS.get(name, _OTHER), label=name) for name in shown]
     figure.legend(handles=handles, loc="outside right upper", frameon=False)
     figure.savefig(path, dpi=150)
 
@@ -79,6 +81,6 @@ def _bar(axes: Any, event: Event, zero: float, middle: float) -> None:
         1e3 * (event.stop - event.start),
         left=1e3 * (event.start - zero),
         height=0.9 * _LANE,
-        color=_COLOURS.get(event.name, _OTHER),
+        color=STAGE_COLOURS.get(event.name, _OTHER),
         linewidth=0,
     )

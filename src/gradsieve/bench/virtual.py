@@ -9,15 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradsieve.bench import tasks
-from gradsieve.bench.fidelity import captured
+from gradsieve.bench.fidelity import captured, unlike_top_k
 from gradsieve.comm import lockstep
 from gradsieve.feedback.treatment import Treatment
+from gradsieve.integrations.recorder import Recorder
 from gradsieve.schemes.base import Scheme
 from gradsieve.sync.budget import Fixed, cost
 from gradsieve.sync.fitted import Fitted
@@ -27,6 +29,8 @@ EVALUATIONS = 20
 """Of a training, from the first step to the last."""
 LOOK_EVERY = 50
 """Steps between two looks at fidelity and at what waits: they need all ranks' vectors at once."""
+RECORD_EVERY = 10
+"""Steps between two lines of a record that have norms: nobody times these trainings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,8 @@ class Run:
     """A budget a parameter and step, the flush included, which stripes spend."""
     batch: int | None = None
     """Examples in a step, over all ranks, if not as many as the task has."""
+    record: Path | None = None
+    """Where every rank's steps are recorded: a path to which its name is added."""
 
 
 @dataclass(slots=True)
@@ -79,12 +85,16 @@ class Member:
             flush = cost("exact", run.world) / self.training.steps
             self.pipeline.budget = Fixed(run.bits - flush)
         self.batches = own_batches(self.training, rank, run.world, run.mixed, run.seed)
+        self.recorder = None if run.record is None else Recorder(self.pipeline, run.record, RECORD_EVERY)
+        self.loss = math.nan
 
     def backward(self) -> None:
         training = self.training
         batch = training.train.take(next(self.batches))
         training.optimizer.zero_grad()
-        torch.autograd.backward(training.loss(training.model(*batch.inputs), batch.target))
+        loss = training.loss(training.model(*batch.inputs), batch.target)
+        torch.autograd.backward(loss)
+        self.loss = loss.item()
 
     def step(self) -> None:
         optimizer = self.training.optimizer
@@ -92,6 +102,8 @@ class Member:
         optimizer.step()
         self.fitted.after_update()
         self.training.schedule.step()
+        if self.recorder is not None:
+            self.recorder.note_loss(self.loss)
 
 
 def own_batches(training: tasks.Training, rank: int, world: int, mixed: bool, seed: int) -> Iterator[Tensor]:
@@ -126,6 +138,9 @@ def train(run: Run, after_step: Callable[[], None] = lambda: None) -> Course:
         exchange(members, everything=True)
         watch.note(steps)
     watch.judge(steps)
+    for member in members:
+        if member.recorder is not None:
+            member.recorder.close()
     watch.course.bytes_sent /= steps
     watch.course.density /= steps
     return watch.course
@@ -155,6 +170,8 @@ class Watch:
         """The step in which an element was last sent."""
         self._elements = sum(unit.n for unit in units)
         self.course.parameters = members[0].training.n
+        self._before = torch.zeros(0, dtype=units[0].dtype, device=units[0].device)
+        """What waited on all ranks after the step before one that is looked at."""
 
     def judge(self, step: int) -> None:
         self.course.steps.append(step)
@@ -172,6 +189,7 @@ class Watch:
             if step % LOOK_EVERY == 0 and 0 < update.count < update.numel:
                 self._look(step, index, update)
             sent_in[update.where] = step
+        self._note_xi(step)
 
     def _apart(self) -> float:
         models = zip(*(member.fitted.parameters.values() for member in self.members), strict=True)
@@ -186,3 +204,20 @@ class Watch:
         self.course.ages.append(float((step - self._sent_in[index][update.where]).float().mean()))
         self.course.waiting.append(float(left.norm() / spent.norm()))
         self.course.fidelity.append(captured((left + spent).sum(0), update))
+
+    def _note_xi(self, step: int) -> None:
+        """In lines that have norms. What is new is what did not wait after the step before."""
+        recorders = [member.recorder for member in self.members if member.recorder is not None]
+        pipelines = [member.pipeline for member in self.members]
+        if not recorders or pipelines[0].scheme.lossless or step % RECORD_EVERY not in (0, RECORD_EVERY - 1):
+            return
+        left = torch.stack([torch.cat(list(pipeline.waiting())) for pipeline in pipelines]).sum(0)
+        if step % RECORD_EVERY:
+            self._before = left
+            return
+        spent = [torch.cat([each.spent.to_dense() for each in pipeline.outcomes]) for pipeline in pipelines]
+        update = torch.cat([outcome.update.to_dense() for outcome in pipelines[0].outcomes])
+        total, k = left + torch.stack(spent).sum(0), pipelines[0].scheme.k(self._elements)
+        xi = unlike_top_k(total, update, k, total - self._before)
+        for recorder in recorders:
+            recorder.note_xi(xi)

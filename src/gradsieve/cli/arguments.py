@@ -68,6 +68,15 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_record(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="FOLDER",
+        help="write what every rank did in every step there, for `gradsieve figure`",
+    )
+
+
 def size(text: str) -> int:
     """A whole number as people write it: 1000, 25e6, 1.5e3; exactly, never by way of a float."""
     try:
@@ -133,4 +142,4 @@ def tasks(text: str) -> list[str]:
 
 def drawable(path: Path | None) -> None:
     if path is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install 'gradsieve[plot]'")
+        raise ConfigError("drawing needs matplotlib: pip install 'gradsieve[plot]'")

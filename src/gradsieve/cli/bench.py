@@ -37,7 +37,8 @@ columns:
   formula_rounds       the published latency
   settled_after        steps until words stay within a tenth of the formula (Ok-Topk: between 2k and 6k);
                        - for never
-  density, imbalance   elements in the update over all; longest message over the mean
+  density, imbalance   elements in the update over all; longest selection over the mean,
+                       before any row is cut
 """
 
 _TRAFFIC_EXAMPLE = """\

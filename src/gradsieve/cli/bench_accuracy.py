@@ -5,7 +5,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gradsieve.cli.arguments import Commands, add_command, densities, drawable, schemes, size, tasks, worlds
+from gradsieve.cli.arguments import (
+    Commands,
+    add_command,
+    add_record,
+    densities,
+    drawable,
+    schemes,
+    size,
+    tasks,
+    worlds,
+)
 from gradsieve.cli.progress import progress
 from gradsieve.errors import ConfigError
 
@@ -40,7 +50,8 @@ examples:
 
 def add_parser(commands: Commands) -> None:
     summary = "final accuracy of whole trainings, on virtual ranks"
-    add = add_command(commands, "accuracy", run, summary, _DESCRIPTION, _EXAMPLES).add_argument
+    parser = add_command(commands, "accuracy", run, summary, _DESCRIPTION, _EXAMPLES)
+    add = parser.add_argument
     add("--tasks", type=tasks, default="all", metavar="LIST", help="what is trained (default: all)")
     add(
         "--syncs",
@@ -72,6 +83,7 @@ def add_parser(commands: Commands) -> None:
     add("--batch", type=size, metavar="N", help="examples in a step, over all ranks (default: the task's)")
     add("--jobs", type=size, default="1", metavar="N", help="trainings at a time (default: 1)")
     add("--folder", type=Path, required=True, metavar="DIR", help="where trainings are kept")
+    add_record(parser)
     add("--json", type=Path, metavar="FILE", help="write the rows and how they came about there")
     add("--plot", type=Path, metavar="FILE.png", help="draw the curves there")
 
@@ -108,9 +120,9 @@ def run(args: argparse.Namespace) -> int:
         args.batch,
     )
     accuracy.read(args.folder)  # what cannot be read is said now, and not after hours of training
-    missing = accuracy.missing(todo, args.folder)
+    missing = accuracy.missing(todo, args.folder, args.record)
     with progress(sum(case.work for case in missing)) as advance:
-        accuracy.measure(missing, args.folder, args.jobs, advance)
+        accuracy.measure(missing, args.folder, args.jobs, advance, args.record)
     wanted = {case.file for case in todo}
     found = [(case, course) for case, course in accuracy.read(args.folder) if case.file in wanted]
     rows = accuracy.rows(found)

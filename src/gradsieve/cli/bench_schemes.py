@@ -31,7 +31,7 @@ columns, means over the second half of the steps:
   of_target   elements in the update over k
   fidelity    energy that the update captures, over that of the best update with as many elements; 1 is best
   residual    norm of what waits in the residuals over the norm of a gradient, both as means over ranks
-  imbalance   most elements that one rank selects over the mean
+  imbalance   most elements that one rank selects over the mean, before any row is cut
   select_ms   processor time that the busiest rank spends in the scheme's own code
   lost        largest part of a gradient's element that is neither applied nor waiting; 0 but for rounding
 """

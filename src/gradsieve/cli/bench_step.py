@@ -56,6 +56,8 @@ def add_parser(commands: Commands) -> None:
     add_syncs(parser, default="noop,dense,fp16,powersgd,topk,exdyna")
     add("--rounds", type=size, default="5", metavar="N", help="turns for each sync (default: 5)")
     add("--json", type=Path, metavar="FILE", help="write the result there")
+    add("--record", type=Path, metavar="FOLDER", help="run each of our syncs a second time, with a recorder "
+        "that writes there: what it costs, and files for `gradsieve figure`")  # fmt: skip
     add("--trace", type=Path, metavar="FILE.json", help="write the last step of each of our syncs there, for "
         "chrome://tracing or Perfetto")  # fmt: skip
     add("--timeline", type=Path, metavar="FILE.png", help="draw these steps there")
@@ -76,10 +78,13 @@ def run(args: argparse.Namespace) -> int:
     check_density(args.density)
     syncs = syncs_of(args.syncs, always=step.ALWAYS)
     plan = step.Plan(
-        args.hosts, args.rate, args.delay, args.workload, args.params, args.density, syncs, args.rounds
-    )
-    if (args.trace or args.timeline) and not step.ours(plan):
-        raise ConfigError("only syncs of ours have a timeline: add one to --syncs, such as exdyna")
+        args.hosts, args.rate, args.delay, args.workload, args.params, args.density, syncs, args.rounds,
+        None if args.record is None else str(args.record.resolve()),
+    )  # fmt: skip
+    if (args.trace or args.timeline or args.record) and not step.ours(plan):
+        raise ConfigError(
+            "only syncs of ours have a timeline or a record: add one to --syncs, such as exdyna"
+        )
     drawable(args.timeline)
     for path in (args.json, args.trace, args.timeline):
         results.writable(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gradsieve.cli.arguments import Commands, add_command, add_lab, add_syncs, drawable, size
+from gradsieve.cli.arguments import Commands, add_command, add_lab, add_record, add_syncs, drawable, size
 
 _DESCRIPTION = """\
 Seconds of training until a model is as good as dense at the end of its budget.
@@ -51,6 +51,7 @@ def add_parser(commands: Commands) -> None:
     add_syncs(parser, default="dense,fp16,powersgd,auto,exdyna,spardl,oktopk")
     add("--steps", type=size, default="600", metavar="N", help="dense's budget (default: 600)")
     add("--seeds", type=size, default="1", metavar="N", help="repetitions (default: 1)")
+    add_record(parser)
     add(
         "--json", type=Path, metavar="FILE", help="write the rows, their curves and how they came about there"
     )
@@ -74,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
         syncs,
         args.steps,
         args.seeds,
+        None if args.record is None else str(args.record.resolve()),
     )
     drawable(args.plot)
     results.writable(args.json)

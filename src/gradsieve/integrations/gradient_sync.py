@@ -379,6 +379,8 @@ class GradientSync:
         self._is_closed = True
         self.fitted.give_back()
         self.engine.close()
+        if self.pipeline.observer is not None:
+            self.pipeline.observer.close()
 
     def signs(self) -> dict[str, float]:
         """How old and how much what waits is, and how good what is sent: see `integrations/advice.py`."""

@@ -104,7 +104,13 @@ class Scheme(ABC, Generic[State]):
         return list(states)
 
     def report(self, state: State) -> Mapping[str, float]:
-        """Figures worth watching: threshold, imbalance."""
+        """Figures worth watching, where a scheme has them:
+
+        threshold   above which elements are sent
+        imbalance   the papers' f(t): the longest selection over the mean, before anything is cut
+        demand      elements selected by all ranks, before anything is cut
+        cut         share of the ranks that could not send all they selected
+        """
         return {}
 
     @abstractmethod

@@ -27,6 +27,7 @@ from gradsieve.schemes.agreed import Agreed, sum_agreed
 from gradsieve.schemes.base import log2_ceil
 from gradsieve.schemes.quota import evenly, phase
 from gradsieve.schemes.speeds import check_speeds, shares_of_work
+from gradsieve.telemetry import stage
 from gradsieve.types import Ctx, Outcome, Program, Sparse
 from gradsieve.wire.check import rows_increasing, strictly_increasing
 from gradsieve.wire.frame import index_dtype
@@ -41,6 +42,8 @@ class State:
     """Indices in the longest row of the last step."""
     rows: int = 0
     """Indices in all of them."""
+    imbalance: float = 1.0
+    """The longest row over the mean."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,11 +95,12 @@ class Deft(Agreed[State]):
         strictly_increasing(picked, n, f"indices of all ranks in step {ctx.step}")
         # 7.
         total, given = yield from sum_agreed(acc[picked], self.values, ctx)
-        new = replace(state, sent=picked.numel(), longest=longest, rows=gathered.numel())
+        imbalance = longest * ctx.world / int(picked_by.sum()) if longest else 1.0
+        new = replace(state, sent=picked.numel(), longest=longest, rows=gathered.numel(), imbalance=imbalance)
         return Outcome(Sparse(picked, total, n), Sparse(picked, given, n), new)
 
     def report(self, state: State) -> Mapping[str, float]:
-        return {"layers": state.edges.numel() - 1.0}
+        return {"layers": state.edges.numel() - 1.0, "imbalance": state.imbalance}
 
     def expected_words(self, n: int, world: int, state: State | None = None) -> float:
         """K' (f + 2) (P-1)/P as published, f K' being all rows at the length of the longest; the norms cost
@@ -118,6 +122,7 @@ def lay_layers(sizes: Sequence[int], world: int) -> Tensor:
     return torch.tensor(layers, dtype=torch.long, device="cpu").cumsum(0)
 
 
+@stage("partition")
 def norms_of(acc: Tensor, sizes: list[int]) -> Tensor:
     """Of every layer; where squares overflow or underflow, the largest magnitude stands in."""
     layers = torch.split(acc, sizes) if sizes else ()
@@ -132,6 +137,7 @@ def finite(norms: Tensor) -> Tensor:
     return norms.nan_to_num(nan=0.0, posinf=torch.finfo(torch.float32).max)
 
 
+@stage("partition")
 def _apportion(norms: Tensor, sizes: Tensor, k: int, step: int) -> Tensor:
     """k in proportion to the norms, no layer beyond its size; which layers get the fractions changes with
     the step, so that none is passed over for ever."""
@@ -154,6 +160,7 @@ def _apportion(norms: Tensor, sizes: Tensor, k: int, step: int) -> Tensor:
     return counts
 
 
+@stage("partition")
 def pack(cost: Tensor, work: Tensor, step: int, even: bool) -> Tensor:
     """The rank that selects in each layer."""
     world, layers = work.numel(), cost.numel()

@@ -24,6 +24,7 @@ there. So an exchange waits for the device once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -39,7 +40,7 @@ from gradsieve.kernels.fast import sendable
 from gradsieve.schemes.agreed import Agreed, Values, sum_agreed
 from gradsieve.schemes.base import log2_ceil
 from gradsieve.schemes.quota import phase
-from gradsieve.schemes.threshold import AnyPartitioned, settle_threshold
+from gradsieve.schemes.threshold import FACTORS, AnyPartitioned, settle_threshold
 from gradsieve.telemetry import stage
 from gradsieve.types import Ctx, Host, Program, Sparse, Vector, to_host
 from gradsieve.wire import indices
@@ -49,6 +50,8 @@ HEADER = 12
 """Bytes of demand (int64) and tail (float32)."""
 SLACK = 1.125
 """Room in a row over the expected count; what does not fit waits one step."""
+SPREADS = 1.0
+"""And room for as many standard deviations of a count that is random: rows of few elements need more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +67,17 @@ class Exclusive(Agreed[AnyPartitioned]):
         return settle_threshold(states, self.k(sum(state.n for state in states)), self.control)
 
     def report(self, state: AnyPartitioned) -> Mapping[str, float]:
-        return {"threshold": state.threshold, "imbalance": state.imbalance}
+        return {
+            "threshold": state.threshold,
+            "imbalance": state.imbalance,
+            "demand": state.demand,
+            "cut": state.cut,
+        }
 
     def expected_words(self, n: int, world: int, state: AnyPartitioned | None = None) -> float:
-        imbalance, sent = (state.imbalance, state.sent) if state else (1.0, self.k(n))
-        return sent * (imbalance + 2.0) * (world - 1) / world
+        """K' (f + 2) (P-1)/P as published, f K' being all rows at the length of the longest."""
+        rows, sent = (state.longest * world, state.sent) if state else (self.k(n), self.k(n))
+        return (rows + 2.0 * sent) * (world - 1) / world
 
     def words_band(self, n: int, world: int, state: AnyPartitioned | None = None) -> tuple[float, float]:
         """From values alone, a byte each, up: packed, an index needs a part of its word in the formula."""
@@ -90,7 +99,14 @@ class Gathered:
     """Indices from each partition."""
     demand: Host
     """Elements above the threshold in each partition."""
+    capacity: int
+    """Indices that a row can hold."""
     tail: NDArray[np.float64]
+
+
+def room(expected: float) -> int:
+    """Elements of a row whose partition has about as many to send."""
+    return max(1, math.ceil(SLACK * expected + SPREADS * math.sqrt(expected)))
 
 
 def gather_selected(
@@ -122,9 +138,8 @@ def gather_selected(
         inside_its_partition(places, spans[owned], rank, f"in step {ctx.step}")
         turn = ctx.step % world  # partition p was with rank (p - step) mod P
         picked = np.roll(places + cuts[owned], sent[world - turn :].sum())
-        return Gathered(
-            picked, np.roll(sent, turn), np.roll(demands, turn), np.roll(tails, turn).astype(np.float64)
-        )
+        sent, demands, tails = np.roll(sent, turn), np.roll(demands, turn), np.roll(tails, turn)
+        return Gathered(picked, sent, demands, capacity, tails.astype(np.float64))
 
 
 def _select(
@@ -156,12 +171,14 @@ def sum_values(
 
 def absorb(state: AnyPartitioned, gathered: Gathered) -> AnyPartitioned:
     """The bucket's figures of this step, for `settle`."""
-    sent = int(gathered.sent.sum())
-    mean = sent / gathered.sent.size
+    demand = float(gathered.demand.sum())
     return replace(
         state,
-        demand=float(gathered.demand.sum()),
+        demand=demand,
         tail=float(gathered.tail.sum()),
-        sent=sent,
-        imbalance=float(gathered.sent.max()) / mean if sent else 1.0,
+        curve=torch.from_numpy(np.minimum(np.outer(FACTORS, gathered.demand), gathered.capacity).sum(1)),
+        sent=int(gathered.sent.sum()),
+        longest=int(gathered.sent.max()),
+        imbalance=float(gathered.demand.max()) * gathered.demand.size / demand if demand else 1.0,
+        cut=float((gathered.demand > gathered.sent).mean()),
     )

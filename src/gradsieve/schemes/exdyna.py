@@ -13,7 +13,6 @@ The published rules (neighbours compared two by two, fixed factors) are in `exdy
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -24,16 +23,17 @@ from torch import Tensor
 
 from gradsieve.errors import ConfigError
 from gradsieve.schemes.exclusive import (
-    SLACK,
     Exclusive,
     Gathered,
     absorb,
     gather_selected,
+    room,
     sum_values,
 )
 from gradsieve.schemes.quota import quota
 from gradsieve.schemes.speeds import check_speeds, shares_of_work
-from gradsieve.schemes.threshold import Partitioned
+from gradsieve.schemes.threshold import Partitioned, no_curve
+from gradsieve.telemetry import stage
 from gradsieve.types import Ctx, Outcome, Program, Vector
 
 Edges: TypeAlias = NDArray[np.float64]
@@ -79,7 +79,7 @@ class ExDyna(Exclusive[State]):
         threshold = previous.threshold if previous else 0.0
         pieces = world if self.speeds is None else world * _FINER
         cuts = torch.arange(pieces + 1, dtype=torch.float64, device="cpu") * n / pieces
-        return State(n=n, threshold=threshold, share=float(self.k(n)), cuts=cuts)
+        return State(n=n, threshold=threshold, share=float(self.k(n)), curve=no_curve(), cuts=cuts)
 
     def step(self, acc: Tensor | Vector, state: State, ctx: Ctx) -> Program[Outcome[State]]:
         n, world = state.n, ctx.world
@@ -92,7 +92,7 @@ class ExDyna(Exclusive[State]):
         cuts[-1] = n
         # 2. and 3.
         quotas = quota(parts, state.share, ctx.step).numpy()
-        capacity = min(n, max(1, math.ceil(SLACK * state.share * float(parts.numpy().max()))))
+        capacity = min(n, room(state.share * float(parts.numpy().max())))
         gathered = yield from gather_selected(acc, cuts, quotas, capacity, state.threshold, ctx)
         # 4.
         update, spent = yield from sum_values(acc, gathered, self.values, ctx)
@@ -103,6 +103,7 @@ class ExDyna(Exclusive[State]):
         return Outcome(update, spent, replace(new, age=state.age + 1))
 
 
+@stage("partition")
 def _in_proportion(cuts: Edges, parts: Edges) -> Edges:
     """From cuts that divide the load evenly, those that divide it in proportion to `parts`."""
     place = np.concatenate([[0.0], parts.cumsum()]) * (cuts.size - 1)
@@ -110,6 +111,7 @@ def _in_proportion(cuts: Edges, parts: Edges) -> Edges:
     return moved
 
 
+@stage("partition")
 def _balanced(state: State, gathered: Gathered) -> Tensor:
     """Cuts moved toward the quantiles of the selected indices."""
     if not gathered.picked.size:

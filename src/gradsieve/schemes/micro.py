@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gradsieve.schemes.exclusive import Exclusive, absorb, gather_selected, sum_values
 from gradsieve.schemes.quota import quota
-from gradsieve.schemes.threshold import Partitioned
+from gradsieve.schemes.threshold import Partitioned, no_curve
 from gradsieve.types import Ctx, Outcome, Program, Vector
 
 _SLACK = 1.03
@@ -39,7 +39,7 @@ class Micro(Exclusive[State]):
     def begin(self, n: int, world: int, previous: State | None = None) -> State:
         threshold = previous.threshold if previous else 0.0
         load = torch.full((world,), 1.0 / world, dtype=torch.float64, device="cpu")
-        return State(n=n, threshold=threshold, share=float(self.k(n)), load=load)
+        return State(n=n, threshold=threshold, share=float(self.k(n)), curve=no_curve(), load=load)
 
     def step(self, acc: Tensor | Vector, state: State, ctx: Ctx) -> Program[Outcome[State]]:
         n, world = state.n, ctx.world

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gradsieve.comm.ops import AllGather, AllToAll
 from gradsieve.kernels import largest_of_each
+from gradsieve.telemetry import stage
 from gradsieve.types import Program
 
 _MOST = 1.1
@@ -49,6 +50,7 @@ def balancing_pays(counts: Tensor) -> bool:
     return moved + int(even.max()) * (counts.numel() - 1) < int(counts.max()) * (counts.numel() - 1)
 
 
+@stage("partition")
 def evened(cuts: Tensor, loads: Tensor) -> Tensor:
     """Regions that would have had equal loads, if every load lay evenly in its region.
 

@@ -7,11 +7,15 @@ should be; most of that is made good at once, and what remains from step to step
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
+from torch import Tensor
+
+from gradsieve.telemetry import stage
 
 PROPORTIONAL, INTEGRAL = 0.8, 0.3
 """Share of the estimated correction applied at once, and added to the threshold's drift per step. Residuals
@@ -25,6 +29,8 @@ SATURATED = 3.0
 """Mean of ln(|x| / threshold) from which on a lower threshold has nothing left to find."""
 SHARE_MEMORY = 0.5
 """Weight of the past in a bucket's share of k."""
+FACTORS = [2.0 ** (place / 8) for place in range(-24, 25)]
+"""Of the demand, for which it is known what would have been sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +46,21 @@ class Partitioned:
     """Steps since the threshold was found."""
     share: float
     """How many of the model's k elements are expected from this bucket."""
+    curve: Tensor
+    """Elements that would have been sent in the last step, had the demand been each of FACTORS as large."""
     demand: float = 0.0
     tail: float = 0.0
     sent: int = 0
     imbalance: float = 1.0
-    """Longest row over the mean row of the last step: the f of the cost formula."""
+    """The papers' f(t): the longest selection over the mean, before any row is cut."""
+    longest: int = 0
+    """Elements in the longest row of the last step: what the cost formula's f counts."""
+    cut: float = 0.0
+    """Share of the rows of the last step into which not all fitted."""
+
+
+def no_curve() -> Tensor:
+    return torch.zeros(len(FACTORS), dtype=torch.float64, device="cpu")
 
 
 TINY, HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -52,6 +68,7 @@ TINY, HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 AnyPartitioned = TypeVar("AnyPartitioned", bound=Partitioned)
 
 
+@stage("threshold")
 def settle_threshold(states: Sequence[AnyPartitioned], k: int, control: bool = True) -> list[AnyPartitioned]:
     """One threshold for all buckets, and each bucket's share of k, from what all of them saw."""
     demand = sum(state.demand for state in states)
@@ -66,7 +83,7 @@ def settle_threshold(states: Sequence[AnyPartitioned], k: int, control: bool = T
     if not control:
         return [replace(state, share=_share(state, demand, k)) for state in states]
     spread = min(tail / demand, 1.0)
-    error = math.log(_ratio(sent, demand, k))
+    error = _error(torch.stack([state.curve for state in states]).sum(0).tolist(), k)
     gain = 1.0 if abs(error) > FAR else PROPORTIONAL
     drift = drift * tracked / (tracked + 1) + INTEGRAL * min(max(error, -SURPRISE), SURPRISE) * spread
     move = gain * error * spread + drift
@@ -74,16 +91,31 @@ def settle_threshold(states: Sequence[AnyPartitioned], k: int, control: bool = T
         move, drift = 0.0, 0.0
     threshold = min(max(threshold * math.exp(move), TINY), HUGE)
     return [
-        replace(state, threshold=threshold, drift=drift, tracked=tracked + 1, share=_share(state, demand, k))
+        replace(
+            state,
+            threshold=threshold,
+            drift=drift,
+            tracked=tracked + 1,
+            share=_share(state, demand, k),
+        )
         for state in states
     ]
 
 
-def _ratio(sent: int, demand: float, k: int) -> float:
-    """Count over target. The count is what was sent, also where rows cut a good deal off: other partitions
-    must then send more. Rows hide what goes far beyond, so there it is what was demanded."""
-    weight = min(max((demand / k - 4.0) / 4.0, 0.0), 1.0)
-    return float(sent / k * (demand / sent) ** weight)
+def _error(curve: Sequence[float], k: int) -> float:
+    """By how much the demand is too large, as a logarithm: how much less of it would have sent k.
+
+    Rows hide what goes beyond them, so that the count sent tells little of the demand; and where hot spots
+    move, some rows overflow while others stay short, so that it takes a demand above k to send k.
+    """
+    place = bisect_left(curve, k)
+    if place == 0:
+        return -math.log(FACTORS[0]) + math.log(curve[0] / k)  # no row is cut at so small a demand
+    if place == len(curve):
+        return -math.log(FACTORS[-1])
+    low, high = curve[place - 1], curve[place]
+    part = math.log(k / low) / math.log(high / low)
+    return -math.log(FACTORS[place - 1]) - part * math.log(FACTORS[place] / FACTORS[place - 1])
 
 
 def _share(state: Partitioned, demand: float, k: int) -> float:

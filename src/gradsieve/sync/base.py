@@ -76,6 +76,16 @@ class Memory(Protocol):
         ...
 
 
+class Observer(Protocol):
+    """Whoever looks at the steps of a pipeline."""
+
+    def after_step(self) -> None:
+        """A step was committed, on the thread that exchanges."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Pipeline(ABC):
     """The state of one rank: units, memories, scheme state; and the programs that advance it."""
 
@@ -116,6 +126,7 @@ class Pipeline(ABC):
         """This rank's, of the last step."""
         self.stats = Stats(Meter(rank, world))
         self._ways = [Way(scheme) for _ in self.units]
+        self.observer: Observer | None = None
 
     @abstractmethod
     def program(
@@ -231,6 +242,8 @@ class Pipeline(ABC):
             if self.rank == 0 and (said := self.budget.says(self.world)):
                 _log.info("step %d: %s", self.step, said)
         self.step += 1
+        if self.observer is not None:
+            self.observer.after_step()
 
     def fall_back(self, links: Links) -> None:
         """From now on, dense where that is faster."""

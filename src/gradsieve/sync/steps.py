@@ -171,7 +171,8 @@ class StepPipeline(Pipeline):
             window = None if soon else self.step % WINDOWS
             with stats.timeline.stage("apply", index):
                 local.settle(update, spent, dense, parameters, self.world, window, self.preview, names)
-        self.settle([staged.outcome.state for staged in self._staged])
+        with stats.timeline.stage("commit"):
+            self.settle([staged.outcome.state for staged in self._staged])
         return True
 
     def fold(self, parameters: Mapping[str, Tensor], names: Set[str] | None = None) -> None:

@@ -1,0 +1,248 @@
+"""Records: a line says what happened, what cannot be a record is refused, and it costs next to nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gradsieve
+from gradsieve.bench import accuracy, overhead, virtual
+from gradsieve.errors import ConfigError, Malformed
+from gradsieve.integrations import recorder as module
+from gradsieve.integrations.recorder import Recorder, spec_of
+from gradsieve.presets import parse as treatment
+from gradsieve.records import Header, Line, Record, path_of, read, text_of
+from gradsieve.schemes.exdyna import ExDyna
+from gradsieve.schemes.spec import parse
+from laws.driver import Fleet
+from tiny_task import TASK, tiny
+
+__all__ = ["tiny"]
+
+HEADER = Header(
+    name="a", scheme="exdyna", exchange="steps", density=0.1, rank=0, world=2, parameters=9, every=50
+)
+LINES = [
+    Line(step=1, at=0.5, density=0.1, bits=1.5, seconds={"select": 0.25}, loss=2.0),
+    Line(step=2, at=1.0, density=0.125, bits=1.5, threshold=3.0, cut=0.0),
+]
+
+
+def run(sync: str, how: str, steps: int = 6, **more: Any) -> virtual.Run:
+    scheme = parse(sync, None if sync == "dense" else 0.1)
+    return virtual.Run(TASK, scheme, treatment(how, scheme), seed=0, world=3, steps=steps, batch=15, **more)
+
+
+# -- what a line says -------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("sync", ["exdyna", "exdyna:values=sign", "stripes", "spardl"])
+@pytest.mark.parametrize("how", ["default", "paper"])
+def test_norms_are_those_of_the_vectors_themselves(sync: str, how: str, tmp_path: Path) -> None:
+    members = [virtual.Member(run(sync, how), rank) for rank in range(3)]
+    watched = Recorder(members[0].pipeline, tmp_path / "run", every=1)
+    expected = []
+    for _ in range(4):
+        for member in members:
+            member.backward()
+        virtual.exchange(members)
+        (left,), (outcome,) = members[0].pipeline.waiting(), members[0].pipeline.outcomes
+        spent = outcome.spent.to_dense()
+        age = float(left.abs().sum() / spent.abs().sum())
+        expected.append((float(left.norm()), float(left.norm() ** 2 / (left + spent).norm() ** 2), age))
+        for member in members:
+            member.step()
+    watched.close()
+    lines = read(watched.path).lines
+    assert [line.step for line in lines] == [1, 2, 3, 4]
+    for line, (waiting, contraction, age) in zip(lines, expected, strict=True):
+        assert line.waiting == pytest.approx(waiting, rel=1e-3)
+        assert line.contraction == pytest.approx(contraction, rel=1e-3, abs=1e-6)
+        assert line.age == pytest.approx(age, rel=1e-3)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_training_leaves_a_file_a_rank_and_a_line_a_step(tmp_path: Path) -> None:
+    case = accuracy.Case(task=TASK, sync="exdyna", density=0.1, world=4, steps=50)
+    accuracy.train(case, lambda: None, tmp_path)
+    found = [read(path_of(tmp_path / case.stem, rank)) for rank in range(4)]
+    assert [record.header.rank for record in found] == [0, 1, 2, 3]
+    for record in found:
+        *lines, flush = record.lines
+        assert [line.step for line in lines] == list(range(1, 51))
+        assert all(line.loss is not None and line.threshold is not None for line in lines)
+        assert lines[0].imbalance is None, "nothing waits before the first step, so nothing is selected"
+        assert all(line.imbalance is not None and line.imbalance >= 1.0 for line in lines[1:])
+        assert {"select", "partition", "threshold", "exchange"} <= set(lines[-1].seconds)
+        assert (lines[-1].xi is not None, lines[-2].xi) == (True, None), "norms are for some steps only"
+        assert (flush.density, flush.threshold) == (1.0, None)
+    assert accuracy.missing([case], tmp_path, tmp_path) == [case], "recorded, but the training was not kept"
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_sync_is_recorded_until_it_is_closed(tmp_path: Path) -> None:
+    model = nn.Linear(40, 60)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = gradsieve.GradientSync(model.named_parameters(), optimizer, scheme="exdyna", density=0.1)
+    recorder = gradsieve.record(sync, tmp_path / "new" / "run", every=2)
+    with pytest.raises(ConfigError, match="recorded already"):
+        gradsieve.record(sync, tmp_path / "other")
+    for step in range(3):
+        model(torch.randn(5, 40)).square().mean().backward()
+        sync.reduce()
+        optimizer.step()
+        recorder.note_loss(float(step))
+    sync.close()
+    found = read(tmp_path / "new" / "run.rank0.jsonl")
+    assert [line.loss for line in found.lines] == [0.0, 1.0, 2.0]
+    assert [line.waiting is None for line in found.lines] == [True, False, True]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_full_disk_ends_the_record_and_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_space(_: Any) -> str:
+        raise OSError("no space left")
+
+    members = [virtual.Member(run("exdyna", "default"), rank) for rank in range(3)]
+    Recorder(members[0].pipeline, tmp_path / "run")
+    monkeypatch.setattr(module, "text_of", no_space)
+    with caplog.at_level(logging.WARNING, "gradsieve"):
+        for _ in range(3):
+            virtual.exchange(members)
+    assert [text for text in caplog.messages if "no space left" in text] == [
+        "rank 0: recording ends: no space left"
+    ]
+    assert members[0].pipeline.step == 3
+
+
+@pytest.mark.parametrize("text", ["exdyna", "exdyna:balance=false", "spardl:teams=2+residuals=local"])
+def test_a_scheme_is_named_as_benches_take_it(text: str) -> None:
+    assert spec_of(parse(text, 0.01)) == text
+
+
+# -- f(t) -------------------------------------------------------------------------------------------------
+
+
+def test_unbalanced_partitions_show_in_f_where_rows_that_were_cut_hid_them() -> None:
+    """The twin is in the same breath: the rows themselves, which is what was counted before."""
+
+    def slope(step: int, rank: int, bucket: int) -> torch.Tensor:
+        source = torch.Generator().manual_seed(97 * step + rank)
+        return torch.randn(20_000, generator=source) * torch.exp(-3 * torch.linspace(0, 1, 20_000))
+
+    found = {}
+    for balance in (True, False):
+        fleet = Fleet(ExDyna(density=0.05, balance=balance), [20_000], 4)
+        states = [round_.outcomes[0].state for round_ in fleet.advance(slope, 40)][20:]
+        reports = [fleet.scheme.report(state) for state in states]
+        rows = statistics.fmean(state.longest * 4 / state.sent for state in states)
+        found[balance] = (statistics.fmean(report["imbalance"] for report in reports), rows)
+    (f_with, _), (f_without, rows_without) = found[True], found[False]
+    assert f_with < 1.2
+    assert f_without > 1.5
+    assert rows_without < 1.3, "cut rows look balanced"
+
+
+# -- what is read -----------------------------------------------------------------------------------------
+
+
+def written(tmp_path: Path, texts: list[str]) -> Path:
+    path = tmp_path / "x.rank0.jsonl"
+    path.write_text("".join(texts))
+    return path
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    path = written(tmp_path, [text_of(HEADER), *map(text_of, LINES)])
+    assert read(path) == Record(HEADER, LINES)
+    assert read(path).column("threshold") == ([2], [3.0])
+
+
+def changed(entry: Header | Line, change: Callable[[dict[str, Any]], Any]) -> str:
+    plain = json.loads(text_of(entry))
+    change(plain)
+    return json.dumps(plain) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        ([], "empty"),
+        ([text_of(HEADER), text_of(LINES[0])[:-9]], "cut off"),
+        (['{"rows": []}\n'], "no record of a training"),
+        (["not JSON\n"], "no record of a training"),
+        (["[1]\n"], "no record of a training"),
+        ([changed(HEADER, lambda it: it.update(gradsieve_record=2))], "version 2"),
+        ([changed(HEADER, lambda it: it.pop("world"))], "line 1: .* world"),
+        ([changed(HEADER, lambda it: it.update(world="2"))], "world is '2'"),
+        ([text_of(HEADER), changed(LINES[0], lambda it: it.pop("density"))], "line 2: .* density"),
+        ([text_of(HEADER), changed(LINES[0], lambda it: it.update(more=1))], "line 2: .* more"),
+        ([text_of(HEADER), changed(LINES[0], lambda it: it.update(density=None))], "density is None"),
+        ([text_of(HEADER), changed(LINES[0], lambda it: it.update(density=float("nan")))], "density is nan"),
+        ([text_of(HEADER), changed(LINES[0], lambda it: it.update(step=True))], "step is True"),
+        ([text_of(HEADER), changed(LINES[0], lambda it: it.update(seconds={"a": "b"}))], "seconds is"),
+        ([text_of(HEADER), *map(text_of, LINES[::-1])], "does not come after"),
+    ],
+)
+def test_what_is_no_record_is_refused(texts: list[str], said: str, tmp_path: Path) -> None:
+    with pytest.raises(Malformed, match=said):
+        read(written(tmp_path, texts))
+
+
+def test_a_file_that_cannot_be_read_or_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Malformed, match="cannot be read"):
+        read(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    member = overhead.Rank(overhead.Case("exdyna", "steps", 2, 100, 0.1), 0)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        Recorder(member.pipeline, tmp_path / "file" / "run")
+    with pytest.raises(ConfigError, match="at least 1"):
+        Recorder(member.pipeline, tmp_path / "run", every=0)
+
+
+# -- what it costs ----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_a_recorder_costs_less_than_a_hundredth_of_a_step(tmp_path: Path) -> None:
+    """Against the exchange alone, without a forward or a backward."""
+    ranks = [overhead.Rank(overhead.Case("exdyna", "steps", 2, 2048**2, 0.001), rank) for rank in range(2)]
+    noise = torch.randn(2 * ranks[0].gradients[0].numel())
+    watched = Recorder(ranks[0].pipeline, tmp_path / "run")
+    seconds = []
+    for _ in range(4):
+        for rank in ranks:
+            rank.train(noise)
+        seconds.append(overhead.step(ranks)[0].seconds)
+    lines, looks = [], []
+    for _ in range(9):
+        start = time.process_time()
+        watched.after_step()
+        lines.append(time.process_time() - start)
+        start = time.process_time()
+        module.look(
+            Line(step=1, at=0.0, density=0.0, bits=0.0), ranks[0].pipeline, ranks[0].pipeline.outcomes
+        )
+        looks.append(time.process_time() - start)
+    step, line, look = map(statistics.median, (seconds, lines, looks))
+    assert line + look / module.EVERY < 0.03 * step, "of which the exchange is a third at most"
