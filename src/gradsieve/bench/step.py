@@ -15,7 +15,13 @@ from gradsieve.bench.workloads import check_size
 from gradsieve.lab.units import parse_rate
 
 RATIOS = ["vs_noop", "vs_dense"]
-COLUMNS = ["sync", "step_ms", *(f"{ratio}{part}" for ratio in RATIOS for part in ("", "_half"))]
+COLUMNS = [
+    "hosts",
+    "sync",
+    "late",
+    "step_ms",
+    *(f"{ratio}{part}" for ratio in RATIOS for part in ("", "_half")),
+]
 COLUMNS += ["bytes_sent", "bits", "of_link", "density", "hidden"]
 ALWAYS = ["noop", "dense"]
 
@@ -77,6 +83,7 @@ def measure(plan: Plan) -> tuple[Rows, list[Step]]:
     """One row a sync, and the last step of each of ours."""
     rows: list[dict[str, Any]] = rows_from_hosts("gradsieve.bench.step_worker", asdict(plan))
     for row in rows:
+        row["hosts"] = plan.hosts
         row["of_link"] = of_link(row, rows, plan.rate)
     steps = [
         Step(row["sync"], [read(events) for events in row.pop("timeline")])
