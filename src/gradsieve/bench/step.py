@@ -15,13 +15,8 @@ from gradsieve.bench.workloads import check_size
 from gradsieve.lab.units import parse_rate
 
 RATIOS = ["vs_noop", "vs_dense"]
-COLUMNS = [
-    "hosts",
-    "sync",
-    "late",
-    "step_ms",
-    *(f"{ratio}{part}" for ratio in RATIOS for part in ("", "_half")),
-]
+COLUMNS = ["hosts", "sync", "late", "step_ms"]
+COLUMNS += [f"{ratio}{part}" for ratio in RATIOS for part in ("", "_half")]
 COLUMNS += ["bytes_sent", "bits", "of_link", "density", "hidden"]
 ALWAYS = ["noop", "dense"]
 
@@ -75,8 +70,8 @@ def of_link(row: dict[str, Any], rows: Rows, rate: str | None) -> float | None:
     bits_a_second = parse_rate(rate)
     if bits_a_second is None:
         return None
-    limit = next(each["step_ms"] for each in rows if each["sync"] == "noop")
-    return round(8e3 * row["bytes_sent"] / bits_a_second / limit, 3)
+    limit = float(next(each["step_ms"] for each in rows if each["sync"] == "noop"))
+    return round(8e3 * float(row["bytes_sent"]) / bits_a_second / limit, 3)
 
 
 def measure(plan: Plan) -> tuple[Rows, list[Step]]:

@@ -69,8 +69,9 @@ def add_syncs(parser: argparse.ArgumentParser, default: str) -> None:
         "--syncs",
         default=default,
         metavar="LIST",
-        help=f"from {', '.join(SYNCS)}; settings of a scheme follow a colon, with + between them, and a "
-        "treatment follows an @: spardl:teams=2, exdyna@paper, exdyna@steps:late=false (default: %(default)s)",
+        help=f"from {', '.join(SYNCS)}; settings of a scheme follow a colon, with + between them; a "
+        "treatment follows an @: spardl:teams=2, exdyna@paper, exdyna@steps:late=false "
+        "(default: %(default)s)",
     )
 
 

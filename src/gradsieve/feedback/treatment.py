@@ -29,8 +29,8 @@ class Treatment:
     what waits on all ranks, which is measured all the time (`feedback/coherence.py`)."""
     late: bool = True
     """Whether the exchange of a step hides behind the next forward and backward, which then know nothing of
-    it; else it is over before that forward (steps). Behind DistributedDataParallel: without it the exchange is
-    where `reduce()` is called, before the optimizer's step or after it."""
+    it; else it is over before that forward (steps). Behind DistributedDataParallel: a loop of one's own calls
+    `reduce()` before the optimizer's step, which is late, or after it."""
     momentum: Literal["optimizer", "local", "masked"] = "optimizer"
     """Where SGD's momentum is applied (gradients): after the exchange by the optimizer; by each rank before
     its residual, where it is moved for the user; the same, but forgotten where an element was sent (DGC)."""
