@@ -1,4 +1,4 @@
-"""`Treatment(late=False)`: what a step moved is with all ranks before the next forward, and nothing is lost."""
+"""`Treatment(late=False)`: what a step moved is with all ranks before the next forward; nothing is lost."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_one_step_late_it_is_another(two: Ranks) -> None:
 
 
 def kept(rank: int, scheme: str, bad: bool) -> tuple[int, dict[str, Tensor]]:
-    """Whole numbers for gradients; in the third step one rank's may be infinite, and a GradScaler skips it."""
+    """Whole numbers for gradients; in the third step one rank's may be infinite: a GradScaler skips it."""
     plan = Plan(scheme=scheme, preset=NOW, loss_scale=4.0 if bad else None)
     run = Run(rank, plan)
     for step in range(STEPS):
