@@ -36,6 +36,8 @@ def choose_scheme(
         if not steps:
             raise ConfigError("bits= is for exchange='steps': with gradients give a scheme and a density")
         return Stripes()
+    if scheme is None and density is None and isinstance(preset, Treatment) and not preset.late:
+        raise ConfigError("with late=False nothing hides, which a budget is found by: give bits= or a scheme")
     if scheme is None and density is None and steps:
         return Stripes()
     chosen = make("exdyna" if scheme is None else scheme, density)

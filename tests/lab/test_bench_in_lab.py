@@ -69,12 +69,14 @@ def test_a_small_model_is_measured_and_the_spread_is_shown(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "step.json"
-    size = ["--hosts", "2", "--params", "1e5", "--rounds", "2", "--syncs", "exdyna"]
+    syncs = "exdyna,exdyna@steps:late=false,exdyna:values=bf16@paper"
+    size = ["--hosts", "2", "--params", "1e5", "--rounds", "2", "--syncs", syncs]
     assert main(["bench", "step", *size, "--json", str(out)]) == 0
     printed = capfd.readouterr()
     assert "Traceback" not in printed.err
     assert "warning: host" not in printed.err
     rows = {row["sync"]: row for row in json.loads(out.read_text())["rows"]}
+    assert [row["late"] for row in rows.values()] == [None, 0, 1, 0, 0]
     low, high = rows["exdyna"]["vs_noop_half"]
     assert low <= rows["exdyna"]["vs_noop"] <= high
     head, *table, doubt = printed.out.splitlines()

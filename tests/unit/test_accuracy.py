@@ -53,6 +53,16 @@ def test_dense_and_torchs_hooks_are_trained_once_whatever_treatments_and_densiti
     assert {case.steps for case in found} == {tasks.TASKS["cnn"].steps, tasks.TASKS["lstm"].steps}
 
 
+def test_a_sync_may_have_a_treatment_of_its_own() -> None:
+    syncs = ["exdyna", "exdyna@paper", "topk@steps:late=false"]
+    found = accuracy.cases(["cnn"], syncs, ["default", "paper"], [0.01], [], [4], 1, True, None)
+    assert [(case.sync, case.treatment) for case in found] == [
+        ("exdyna", "default"),
+        ("exdyna", "paper"),
+        ("topk", "steps:late=false"),
+    ]
+
+
 def test_steps_can_be_fewer() -> None:
     assert [
         case.steps for case in accuracy.cases(["cnn"], ["dense"], ["default"], [1.0], [], [4], 1, True, 7)

@@ -9,9 +9,11 @@ import io
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gradsieve.bench import exchange, step, time_to_accuracy
 from gradsieve.cli import bench, progress
 from gradsieve.cli.main import main
 
@@ -159,10 +161,49 @@ def test_a_run_prints_a_table_and_writes_its_rows(tmp_path: Path, capsys: pytest
     assert result["config"] == {
         "schemes": ["topk", "exdyna"],
         "world": [2, 4],
-        "params": 20_000,
+        "model": "transformer",
+        "params": 22_264,
+        "layers": 102,
         "density": 0.1,
     }
     assert len(out) == 2 + len(result["rows"])
+
+
+@pytest.mark.parametrize("name", ["step", "exchange", "time-to-accuracy"])
+def test_several_numbers_of_hosts_are_a_table_each_and_rows_of_one_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def rows_of(worker: str, config: dict[str, Any]) -> list[dict[str, Any]]:
+        asked.append(config["hosts"])
+        half = {"vs_noop_half": [1, 1], "vs_dense_half": [2, 2], "step_ms_all": [1, 1, 1]}
+        return [{"sync": "noop", "what": "engine", "step_ms": 1.0, "bytes_sent": 0, **half}]
+
+    for module in (step, exchange, time_to_accuracy):
+        monkeypatch.setattr(module, "rows_from_hosts", rows_of)
+    curve = time_to_accuracy.Curve("loss", [1, 2, 3], [1.0, 2.0, 3.0], [3.0, 2.0, 1.0])
+    runs = [time_to_accuracy.Run("dense", 0, 2.0, curve, 10, 10)]
+
+    def measured(plan: time_to_accuracy.Plan) -> list[time_to_accuracy.Run]:
+        asked.append(plan.hosts)
+        return runs
+
+    monkeypatch.setattr(time_to_accuracy, "measure", measured)
+    path = tmp_path / "x.json"
+    assert main(["bench", name, "--hosts", "4,2", "--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert asked == [row["hosts"] for row in result["rows"]] == result["config"]["hosts"] == [2, 4]
+    heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hosts")]
+    assert len(heads) == 2
+
+
+def test_a_picture_of_several_numbers_of_hosts_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["step", "--trace"], ["step", "--timeline"], ["time-to-accuracy", "--plot"]):
+        assert main(["bench", *arguments, "x", "--hosts", "2,4"]) == 2
+        assert "of one number of hosts" in capsys.readouterr().err
+    assert main(["bench", "exchange", "--hosts", "2,65"]) == 2
+    assert "hosts is 65; a lab has 1 to 64" in capsys.readouterr().err
 
 
 class Terminal(io.StringIO):

@@ -15,7 +15,7 @@ from gradsieve.feedback.clip import clip
 from gradsieve.feedback.coherence import Coherence, probe, squares
 from gradsieve.feedback.treatment import Treatment
 from gradsieve.feedback.velocity import Momentum, MovedMomentum
-from gradsieve.presets import choose, parse
+from gradsieve.presets import choose, choose_scheme, parse
 from gradsieve.schemes import make
 
 # -- by name --------------------------------------------------------------------------------------------
@@ -40,6 +40,7 @@ def test_presets_by_name_or_as_an_object() -> None:
         ("paper", Treatment(exchange="gradients", small=0)),
         ("steps", Treatment()),
         ("steps:preview=1", Treatment(preview=1.0)),
+        ("steps:late=false", Treatment(late=False)),
         ("steps:warm_up=5+refresh=7+small=0", Treatment(warm_up=5, refresh=7, small=0)),
         ("gradients", Treatment(exchange="gradients")),
         (
@@ -67,6 +68,7 @@ def test_treatments_as_text(text: str, wanted: Treatment) -> None:
         ("gradients:momentum=none", "momentum must be optimizer or local or masked"),
         ("gradients:by_rate=1", "by_rate must be true or false"),
         ("gradients:preview=1", "preview is for exchange='steps'"),
+        ("gradients:late=false", "late=False is for exchange='steps'"),
         ("gradients:clip=0", "clip is a norm above 0"),
         ("gradients:clip=nan", "clip is a norm above 0"),
         ("gradients:warm_up=-1", "counts: 0 or more"),
@@ -77,8 +79,17 @@ def test_what_makes_no_sense_is_refused_in_words(text: str, said: str) -> None:
         parse(text, make("topk"))
 
 
+def test_a_budget_that_follows_what_hides_needs_something_to_hide_behind() -> None:
+    now = Treatment(late=False)
+    with pytest.raises(ConfigError, match="with late=False nothing hides"):
+        choose_scheme(None, None, None, now)
+    assert choose_scheme(None, None, 0.5, now) == make("stripes")
+    assert choose_scheme(None, 0.01, None, now) == make("exdyna", 0.01)
+
+
 def test_a_treatment_describes_what_is_set() -> None:
     assert Treatment().describe() == "exchange=steps"
+    assert Treatment(late=False).describe() == "exchange=steps, late=False"
     assert Treatment(exchange="gradients", clip=0.5).describe() == "exchange=gradients, clip=0.5"
 
 

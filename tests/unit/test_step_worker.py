@@ -102,7 +102,7 @@ def test_rows_have_what_the_command_shows(monkeypatch: pytest.MonkeyPatch) -> No
     config = {
         "workload": "mlp",
         "params": 1,
-        "syncs": ["noop", "dense", "exdyna"],
+        "syncs": ["noop", "dense", "exdyna", "exdyna@steps:late=false", "exdyna@gradients"],
         "density": 0.02,
         "rounds": 2,
     }
@@ -113,6 +113,9 @@ def test_rows_have_what_the_command_shows(monkeypatch: pytest.MonkeyPatch) -> No
     assert rows["noop"]["vs_noop"] == rows["dense"]["vs_dense"] == 1.0
     assert "hidden" not in rows["noop"]
     assert 0.0 <= rows["exdyna"]["hidden"] <= 1.0
+    assert rows["exdyna@steps:late=false"]["hidden"] == 0.0
+    assert rows["exdyna@gradients"]["hidden"] is None
+    assert [row["late"] for row in rows.values()] == [None, 0, 1, 0, 0]
     assert len(rows["exdyna"]["timeline"]) == 1
     assert 0.01 < rows["exdyna"]["density"] < 0.04
     for row in rows.values():
@@ -128,8 +131,9 @@ def test_ratios_are_formed_within_a_round_and_come_with_their_spread() -> None:
     assert step_worker._ratio("x", [3.0], [2.0]) == {"x": 1.5, "x_half": [1.5, 1.5], "x_all": [1.5]}
 
 
-def test_rows_of_the_exchange(capfd: pytest.CaptureFixture[str]) -> None:
-    config = {"scheme": "exdyna", "params": 20_480, "density": 0.01, "rounds": 3}
+@pytest.mark.parametrize("scheme", ["exdyna", "exdyna@gradients:momentum=masked"])
+def test_rows_of_the_exchange(scheme: str, capfd: pytest.CaptureFixture[str]) -> None:
+    config = {"scheme": scheme, "params": 20_480, "density": 0.01, "rounds": 3}
     rows = exchange_worker.measure(config)
     assert [row["what"] for row in rows] == ["bare gloo", "engine", "in a step"]
     assert rows[0]["ratio"] == 1.0

@@ -10,8 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from gradsieve.bench import syncs
-from gradsieve.bench.syncs import attached, syncs_of
+from gradsieve.bench.syncs import attached, steps_late, syncs_of
 from gradsieve.errors import ConfigError
+from gradsieve.feedback.treatment import Treatment
 from gradsieve.schemes import ExDyna, Stripes
 
 
@@ -29,6 +30,13 @@ def test_what_always_runs_comes_first_and_nothing_twice() -> None:
         ("stripes:values=int3", "int3"),
         ("stripes:value=int4", "no setting 'value=int4'"),
         ("stripes:density=0.5", "no setting 'density=0.5'"),
+        ("exdyna@papers", "no treatment 'papers'"),
+        ("exdyna@", "no treatment ''"),
+        ("exdyna@steps:lat=false", "no setting 'lat=false'"),
+        ("exdyna@gradients:late=false", "gradients are never late"),
+        ("dense@paper", "dense has nothing that waits"),
+        ("fp16@paper", "no sync is called fp16@paper"),
+        ("auto@paper", "no sync is called auto@paper"),
     ],
 )
 def test_a_sync_that_is_none_is_refused(asked: str, said: str) -> None:
@@ -40,16 +48,41 @@ def test_a_sync_that_is_none_is_refused(asked: str, said: str) -> None:
     ("sync", "asked"),
     [
         ("auto", {}),
-        ("stripes", {"scheme": Stripes(), "dense_if_faster": False}),
-        ("stripes:values=int4", {"scheme": Stripes(values="int4"), "dense_if_faster": False}),
-        ("exdyna", {"scheme": ExDyna(density=0.02), "dense_if_faster": False}),
+        ("stripes", {"scheme": Stripes(), "preset": Treatment(), "dense_if_faster": True}),
+        (
+            "stripes:values=int4@steps:late=false",
+            {"scheme": Stripes(values="int4"), "preset": Treatment(late=False), "dense_if_faster": True},
+        ),
+        ("exdyna", {"scheme": ExDyna(density=0.02), "preset": Treatment(), "dense_if_faster": True}),
+        (
+            "exdyna:values=sign@gradients:momentum=masked",
+            {
+                "scheme": ExDyna(density=0.02, values="sign"),
+                "preset": Treatment(exchange="gradients", momentum="masked"),
+                "dense_if_faster": True,
+            },
+        ),
+        (
+            "exdyna@paper",
+            {
+                "scheme": ExDyna(density=0.02),
+                "preset": Treatment(exchange="gradients", small=0),
+                "dense_if_faster": False,
+            },
+        ),
     ],
 )
-def test_auto_asks_for_nothing_and_stripes_have_their_own_share(
+def test_auto_asks_for_nothing_stripes_have_their_own_share_and_what_was_published_is_never_dense(
     sync: str, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[dict[str, Any]] = []
     monkeypatch.setattr(syncs, "DdpSync", lambda *_, **given: found.append(given))
     ddp: DistributedDataParallel = None  # type: ignore[assignment]  # only handed on
-    attached(sync, ddp, SGD(nn.Linear(2, 2).parameters()), 0.02, dense_if_faster=False)
+    attached(sync, ddp, SGD(nn.Linear(2, 2).parameters()), 0.02)
     assert found == [asked]
+
+
+def test_who_is_late() -> None:
+    late = {"noop": None, "dense": 0, "fp16": 0, "powersgd": 0, "auto": 1, "stripes": 1, "exdyna": 1}
+    late |= {"exdyna@steps:late=false": 0, "exdyna@gradients": 0, "spardl:teams=2@paper": 0}
+    assert {sync: steps_late(sync) for sync in late} == late

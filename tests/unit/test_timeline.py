@@ -54,6 +54,15 @@ def test_hidden_is_the_exchange_behind_forward_and_backward() -> None:
     assert hidden(events_of(LAPS, PIPELINE)) == (2.0, 3.0)
 
 
+def test_an_exchange_that_forward_waits_for_hides_behind_nothing() -> None:
+    """late=False: forward is entered, waits, and then computes."""
+    first = [Span("exchange", 0, 0.2, 1.0), Span("waiting", -1, 0.1, 1.5), Span("commit", 0, 1.0, 1.5)]
+    events = events_of(LAPS, first)
+    (forward,) = [event for event in events if event.name == "forward"]
+    assert (forward.start, forward.stop) == (1.5, 2.0)
+    assert hidden(events) == (0.0, 0.8)
+
+
 @pytest.mark.parametrize(
     ("start", "stop", "behind"),
     [(6.0, 9.0, 0.0), (1.0, 3.0, 2.0), (0.0, 6.0, 6.0), (-1.0, 1.0, 1.0), (5.0, 12.0, 1.0)],

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gradsieve.bench import traffic
-from gradsieve.bench.traffic import COLUMNS, Case, Fleet, Gradients, Step, measure, settled_after
+from gradsieve.bench.traffic import COLUMNS, Case, Fleet, Gradients, Step, layers, measure, settled_after
 from gradsieve.errors import ConfigError
 from gradsieve.schemes import SCHEMES
 
@@ -58,6 +58,26 @@ def test_rounded_values_need_half_the_words_and_less(world: int, values: str, bo
     found = row(f"exdyna:values={values}", world)
     assert found["times_k"] <= bound
     assert found["density"] == pytest.approx(DENSITY, rel=0.1)
+
+
+@pytest.mark.parametrize("world", [4, 8])
+def test_deft_packs_the_tensors_of_a_real_model(world: int) -> None:
+    sizes = layers("transformer", N)
+    assert len(sizes) == 102
+    assert 0.8 * N < sum(sizes) < 1.2 * N
+    packed = measure(Case("deft", world, sum(sizes), DENSITY, sizes))
+    assert packed["times_k"] < 4.2
+    # The twin: of one tensor only equal pieces can be made, and one of them has most of the mass.
+    assert row("deft", world)["times_k"] > 1.2 * packed["times_k"]
+
+
+def test_exact_steps_are_in_the_mean_and_not_in_the_worst() -> None:
+    found = row("oktopk", 8)
+    mean = found["mean_times_k"] * K * 7 / 8
+    usual = (traffic.PERIOD * mean - found["exact_words"]) / (traffic.PERIOD - 1)
+    assert found["words"] < found["exact_words"]
+    assert usual < found["words"] < mean + found["exact_words"] / traffic.PERIOD
+    assert row("topk", 8)["mean_times_k"] == row("topk", 8)["times_k"]
 
 
 def test_top_k_grows_with_the_ranks_as_its_formula_says() -> None:

@@ -94,13 +94,15 @@ def cases(
     batch: int | None = None,
 ) -> list[Case]:
     """All combinations, with densities or with budgets; dense and torch's own hooks have neither, nor a
-    treatment."""
+    treatment. A sync with one of its own, `exdyna@paper`, has no other."""
     found: dict[Case, None] = {}
     amounts: list[tuple[float, float | None]] = [(1.0, bits) for bits in budgets]
     amounts = amounts or [(density, None) for density in densities]
     for seed, task, world, sync, treatment, (density, bits) in product(
         range(seeds), of_tasks, worlds, syncs, treatments, amounts
     ):
+        sync, at, own = sync.partition("@")
+        treatment = own if at else treatment
         recipe = tasks.TASKS[task]
         if (examples := batch or recipe.batch) % world:
             raise ConfigError(

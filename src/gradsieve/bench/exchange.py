@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from gradsieve.bench.in_lab import Rows, rows_from_hosts
+from gradsieve.bench.workloads import check_size
 
-COLUMNS = ["what", "ms", "ratio", "bytes_sent"]
+COLUMNS = ["hosts", "what", "ms", "ratio", "bytes_sent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,10 @@ class Plan:
     density: float
     rounds: int
 
+    def __post_init__(self) -> None:
+        check_size("mlp", self.params)
+
 
 def measure(plan: Plan) -> Rows:
-    return rows_from_hosts("gradsieve.bench.exchange_worker", asdict(plan))
+    rows = rows_from_hosts("gradsieve.bench.exchange_worker", asdict(plan))
+    return [{"hosts": plan.hosts, **row} for row in rows]

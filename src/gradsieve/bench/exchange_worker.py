@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradsieve.bench.in_lab import bytes_out, most_anywhere, run_rank, tell
+from gradsieve.bench.syncs import treated
+from gradsieve.bench.workloads import build
 from gradsieve.comm.c10d import Engine
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Op, describe
 from gradsieve.errors import ConfigError
-from gradsieve.presets import choose
-from gradsieve.schemes.spec import parse
 from gradsieve.sync.fitted import Fitted
 from gradsieve.types import Program, Result
 
@@ -35,7 +35,6 @@ _WARM, _STEPS = 10, 5
 """Steps until the threshold is found and followed, and steps that are timed."""
 _REPEATED = 10
 """Exchanges in a turn."""
-_WIDTH = 2048
 _CPU = torch.device("cpu")
 
 
@@ -69,11 +68,10 @@ def measure(config: dict[str, Any]) -> list[dict[str, Any]]:
 def _real_steps(engine: Engine, config: dict[str, Any]) -> tuple[list[Op], list[Turn]]:
     """Of the whole pipeline on random gradients; the ops of the last one, with tensors of zeros."""
     torch.manual_seed(dist.get_rank())
-    rows = max(1, round(config["params"] / _WIDTH))
-    parameters = {"weight": nn.Parameter(torch.zeros(rows, _WIDTH, dtype=torch.float32, device=_CPU))}
+    parameters = dict(build("mlp", config["params"]).named_parameters())
     optimizer = torch.optim.SGD(parameters.values(), lr=0.01)
-    scheme = parse(config["scheme"], config["density"])
-    fitted = Fitted(parameters, [optimizer], scheme, choose("default", scheme), engine.rank, engine.world)
+    scheme, treatment = treated(config["scheme"], config["density"])
+    fitted = Fitted(parameters, [optimizer], scheme, treatment, engine.rank, engine.world)
     ops: list[Op] = []
     turns = []
     for number in range(_WARM + _STEPS):

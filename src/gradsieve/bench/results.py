@@ -48,6 +48,11 @@ def writable(path: Path | None) -> None:
         raise ConfigError(f"the result cannot be written: {error}") from error
 
 
+def hosts_of(hosts: Sequence[int]) -> dict[str, Any]:
+    """For a config: the one number of hosts, or all; rows have their own."""
+    return {"hosts": hosts[0] if len(hosts) == 1 else list(hosts)}
+
+
 def versions() -> dict[str, str | int]:
     return {
         "gradsieve": gradsieve.__version__,

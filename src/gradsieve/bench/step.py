@@ -15,7 +15,8 @@ from gradsieve.bench.workloads import check_size
 from gradsieve.lab.units import parse_rate
 
 RATIOS = ["vs_noop", "vs_dense"]
-COLUMNS = ["sync", "step_ms", *(f"{ratio}{part}" for ratio in RATIOS for part in ("", "_half"))]
+COLUMNS = ["hosts", "sync", "late", "step_ms"]
+COLUMNS += [f"{ratio}{part}" for ratio in RATIOS for part in ("", "_half")]
 COLUMNS += ["bytes_sent", "bits", "of_link", "density", "hidden"]
 ALWAYS = ["noop", "dense"]
 
@@ -71,14 +72,15 @@ def of_link(row: dict[str, Any], rows: Rows, rate: str | None) -> float | None:
     bits_a_second = parse_rate(rate)
     if bits_a_second is None:
         return None
-    limit = next(each["step_ms"] for each in rows if each["sync"] == "noop")
-    return round(8e3 * row["bytes_sent"] / bits_a_second / limit, 3)
+    limit = float(next(each["step_ms"] for each in rows if each["sync"] == "noop"))
+    return round(8e3 * float(row["bytes_sent"]) / bits_a_second / limit, 3)
 
 
 def measure(plan: Plan) -> tuple[Rows, list[Step]]:
     """One row a sync, and the last step of each of ours."""
     rows: list[dict[str, Any]] = rows_from_hosts("gradsieve.bench.step_worker", asdict(plan))
     for row in rows:
+        row["hosts"] = plan.hosts
         row["of_link"] = of_link(row, rows, plan.rate)
     steps = [
         Step(row["sync"], [read(events) for events in row.pop("timeline")])

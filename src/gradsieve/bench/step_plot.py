@@ -59,6 +59,8 @@ def _run(path: Path) -> Run:
         step_ms = {str(row["sync"]): float(row["step_ms"]) for row in result["rows"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is no result of `gradsieve bench step --json`: {error!r}") from error
+    if not isinstance(config["hosts"], int):
+        raise ConfigError(f"{path} has several numbers of hosts: draw results of one")
     if "noop" not in step_ms:
         raise ConfigError(f"{path} has no row of noop, the limit")
     return Run(parse_rate(config["rate"]), config, step_ms)

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsieve.bench.in_lab import bytes_out, most_anywhere, run_rank, tell
 from gradsieve.bench.rivals import bucket_cap_mb, torch_hook
-from gradsieve.bench.syncs import attached
+from gradsieve.bench.syncs import attached, steps_late
 from gradsieve.bench.timeline import Event, events_of, from_all_ranks, hidden
 from gradsieve.bench.workloads import batch_for, build
 from gradsieve.integrations.ddp import DdpSync
@@ -253,6 +253,7 @@ def _row(contestant: Contestant, contestants: list[Contestant]) -> dict[str, Any
     bytes_sent = most_anywhere(contestant.bytes / contestant.steps)
     row = {
         "sync": contestant.label,
+        "late": steps_late(contestant.name),
         "step_ms": round(1e3 * statistics.median(mine), 1),
         **_ratio("vs_noop", mine, by_name["noop"]),
         **_ratio("vs_dense", by_name["dense"], mine),
@@ -265,7 +266,9 @@ def _row(contestant: Contestant, contestants: list[Contestant]) -> dict[str, Any
     }
     if contestant.sync is not None:
         behind, exchange = _sums(contestant.behind, contestant.exchange)
-        row["hidden"] = round(behind / exchange, 3) if exchange else None
+        # Where gradients are exchanged, DDP waits for them inside of backward.
+        is_told = exchange and contestant.sync.exchanges_steps
+        row["hidden"] = round(behind / exchange, 3) if is_told else None
         row["timeline"] = from_all_ranks(contestant.last_step)
     return row
 

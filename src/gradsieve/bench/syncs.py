@@ -1,16 +1,28 @@
-"""The syncs that a bench on real ranks compares: schemes, `auto`, and torch's own hooks (`rivals.py`)."""
+"""The syncs that a bench on real ranks compares: schemes, `auto`, and torch's own hooks (`rivals.py`).
+
+    exdyna                            a scheme
+    exdyna:values=sign                with settings, as every bench takes them
+    exdyna@paper                      in a treatment, as `bench accuracy --treatments` takes them
+    spardl:teams=2@steps:late=false   both
+
+What is no scheme of ours has neither.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from gradsieve import presets
 from gradsieve.bench.rivals import RIVALS
 from gradsieve.errors import ConfigError
+from gradsieve.feedback.treatment import Treatment
 from gradsieve.integrations.ddp import DdpSync
 from gradsieve.schemes import SCHEMES
+from gradsieve.schemes.base import Scheme
 from gradsieve.schemes.spec import parse
 
 _NO_SCHEMES = ("auto", *RIVALS)
@@ -18,16 +30,36 @@ SYNCS = (*SCHEMES, *_NO_SCHEMES)
 
 
 def syncs_of(names: str, always: Sequence[str]) -> list[str]:
-    """Those that `always` run, then what a person asks for with commas between; each once. Settings may
-    follow the name of a scheme: `stripes:values=int4`."""
+    """Those that `always` run, then what a person asks for with commas between; each once."""
     wanted = list(dict.fromkeys([*always, *filter(None, names.split(","))]))
-    schemes = [sync for sync in wanted if sync not in _NO_SCHEMES]
-    unknown = [sync for sync in schemes if sync.partition(":")[0] not in SCHEMES]
-    if unknown:
-        raise ConfigError(f"no sync is called {', '.join(unknown)}; there are: {', '.join(SYNCS)}")
-    for scheme in schemes:
-        parse(scheme)
+    for sync in wanted:
+        if sync not in _NO_SCHEMES:
+            treated(sync)  # refused here rather than by every host
     return wanted
+
+
+def treated(sync: str, density: float | None = None) -> tuple[Scheme[Any], Treatment]:
+    """A scheme, at that density if it chooses elements, and what happens around its exchange."""
+    text, at, treatment = sync.partition("@")
+    name = text.partition(":")[0]
+    if name not in SCHEMES:
+        raise ConfigError(f"no sync is called {sync}; there are: {', '.join(SYNCS)}")
+    scheme = parse(text, None if name == "stripes" else density)
+    if at and scheme.lossless:
+        raise ConfigError(f"{name} has nothing that waits, and so no treatment: {sync}")
+    return scheme, presets.parse(treatment if at else "default", scheme)
+
+
+def steps_late(sync: str) -> int | None:
+    """After how many steps a gradient knows what other ranks moved; None if it never does."""
+    if sync == "noop":
+        return None
+    if sync == "auto":
+        return 1
+    if sync in _NO_SCHEMES:
+        return 0
+    _, treatment = treated(sync)
+    return int(treatment.exchange == "steps" and treatment.late)
 
 
 def attached(
@@ -37,9 +69,10 @@ def attached(
     density: float,
     dense_if_faster: bool = True,
 ) -> DdpSync:
-    """One of ours. `auto`: what a user gets who asks for nothing. Stripes choose no elements and have their
-    own share."""
+    """One of ours. `auto`: what a user gets who asks for nothing. What was published never goes dense by
+    itself."""
     if sync == "auto":
         return DdpSync(ddp, optimizer)
-    scheme = parse(sync, None if sync.partition(":")[0] == "stripes" else density)
-    return DdpSync(ddp, optimizer, scheme=scheme, dense_if_faster=dense_if_faster)
+    scheme, treatment = treated(sync, density)
+    dense_if_faster = dense_if_faster and not sync.endswith("@paper")
+    return DdpSync(ddp, optimizer, scheme=scheme, preset=treatment, dense_if_faster=dense_if_faster)

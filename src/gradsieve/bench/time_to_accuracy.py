@@ -21,12 +21,15 @@ from typing import Any
 
 from gradsieve.bench.in_lab import rows_from_hosts
 from gradsieve.bench.sized_tasks import TASKS, SizedTask
+from gradsieve.bench.syncs import steps_late
 from gradsieve.bench.tasks import BETTER, Metric, Recipe
 from gradsieve.errors import ConfigError, GradsieveError
 from gradsieve.types import check_density
 
 COLUMNS = [
+    "hosts",
     "sync",
+    "late",
     "seconds",
     "steps",
     "times_dense",
@@ -177,6 +180,7 @@ def _row(runs: Sequence[Run], dense: dict[int, float | None]) -> dict[str, Any]:
     bytes_sent = statistics.fmean(run.bytes_sent / run.curve.steps[-1] for run in runs)
     return {
         "sync": runs[0].sync,
+        "late": steps_late(runs[0].sync),
         "seconds": _mean([run.seconds for run in runs]),
         "steps": _mean([run.steps for run in runs]),
         "times_dense": _mean(ratios),

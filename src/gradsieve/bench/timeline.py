@@ -53,15 +53,18 @@ class Step:
 def events_of(training: Sequence[Span], pipeline: Iterable[Span]) -> list[Event]:
     """One rank's step: the laps of its training loop, the lap "sync" among them, and the pipeline's spans.
 
-    What of that lap the pipeline does not account for is the check of the gradients, which comes last.
+    What of that lap the pipeline does not account for is the check of the gradients, which comes last. Nor is
+    forward what it waits for before it begins.
     """
     events = [
         Event(EXCHANGING if span.name in _ON_THE_EXCHANGING_THREAD else TRAINING, *span) for span in pipeline
     ]
+    own = [event.stop for event in events if event.thread == TRAINING]
     for lap in training:
-        if lap.name == "sync":
-            inside = [e.stop for e in events if e.thread == TRAINING and lap.start <= e.stop <= lap.stop]
-            events.append(Event(TRAINING, "check", -1, max([lap.start, *inside]), lap.stop))
+        if lap.name in ("sync", "forward"):
+            name = "check" if lap.name == "sync" else lap.name
+            inside = [stop for stop in own if lap.start <= stop <= lap.stop]
+            events.append(Event(TRAINING, name, -1, max([lap.start, *inside]), lap.stop))
         else:
             events.append(Event(TRAINING, *lap))
     return sorted(events, key=lambda event: event.start)

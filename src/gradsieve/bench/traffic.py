@@ -2,7 +2,9 @@
 
     for every scheme and P:
         every step:  acc += skewed gradient -> scheme.exchange, counted by one Meter a rank -> acc -= spent
-        row       =  the worst step since it settled, beside the published formula
+        row       =  the worst step since it settled, beside the published formula; and the mean of a period
+
+The vector is cut into the tensors of a real model, for schemes that look at layers (DEFT).
 
 The program of a rank commits its own outcome, so that one rank's outcome is alive at a time and memory is
 the residuals, P n floats. A scheme without state has nothing to settle: one step tells all.
@@ -10,26 +12,39 @@ the residuals, P n floats. A scheme without state has nothing to settle: one ste
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradsieve.bench.machine import check_fits, one_thread
+from gradsieve.bench.models import Transformer
+from gradsieve.bench.sized_tasks import TASKS
+from gradsieve.bench.task_data import CONTEXT
 from gradsieve.comm import lockstep
 from gradsieve.comm.meter import Meter
+from gradsieve.feedback.units import lay_units
 from gradsieve.schemes import make
 from gradsieve.schemes.spec import parse
 from gradsieve.types import Ctx, Program
 
+MODELS = {
+    "mlp": TASKS["mlp"],
+    "transformer": replace(TASKS["transformer"], model=partial(Transformer, layers=8, context=CONTEXT)),
+}
+"""Those of `bench time-to-accuracy`, the transformer as deep as that of `bench step`."""
 WORD = 4
 """Bytes."""
-MOST_STEPS, FEWEST_STEPS = 40, 32
+PERIOD = 32
+"""Steps in which Ok-Topk evaluates each threshold exactly once."""
+MOST_STEPS, FEWEST_STEPS = 40, PERIOD
 _CPU = torch.device("cpu")
 _WORK = 1.1e10
 """Elements accumulated by all ranks in all steps of one case, while that leaves enough steps."""
@@ -43,6 +58,7 @@ COLUMNS = [
     "formula_words",
     "of_formula",
     "times_k",
+    "mean_times_k",
     "rounds",
     "formula_rounds",
     "exact_words",
@@ -89,6 +105,8 @@ class Case:
     world: int
     n: int
     density: float
+    sizes: tuple[int, ...] = ()
+    """Of the tensors in the vector; none: it is one."""
 
     @property
     def stateless(self) -> bool:
@@ -106,6 +124,15 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.scheme}, {self.world} ranks"
+
+
+def layers(model: str, params: int) -> tuple[int, ...]:
+    """Sizes of the tensors of a model of about `params` parameters, in the order of the pipeline's units:
+    backward's."""
+    task = MODELS[model]
+    named = task.model(task.width(params)).named_parameters()
+    (unit,) = lay_units(named, cap_bytes=sys.maxsize, small=0)
+    return tuple(unit.sizes)
 
 
 class Gradients:
@@ -143,7 +170,7 @@ class Fleet:
         self.scheme = parse(case.scheme, case.density)
         n, world = case.n, case.world
         self.gradients = Gradients(n, scale=0.1 / self.scheme.k(n) ** 0.5)
-        self.states = [self.scheme.begin(n, world) for _ in range(world)]
+        self.states = [self.scheme.lay(case.sizes or (n,), world) for _ in range(world)]
         # A lossless scheme keeps nothing back, so that the ranks can write their gradients to one place.
         rows = 1 if self.scheme.lossless else world
         self.residuals = torch.zeros(rows, n, dtype=torch.float32, device=_CPU)
@@ -216,6 +243,7 @@ def measure(case: Case, after_step: Callable[[int], None] = lambda taken: None) 
         "density": sum(step.density for step in seen) / len(seen),
         "of_formula": worst.words / worst.formula_words if worst.formula_words else 1.0,
         "times_k": worst.words / unit,
+        "mean_times_k": fmean(step.words for step in steps[-PERIOD:]) / unit,
         "exact_words": max(exact) if exact else None,
         "settled_after": settled,
         "steps": len(steps),

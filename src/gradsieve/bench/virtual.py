@@ -127,10 +127,14 @@ def train(run: Run, after_step: Callable[[], None] = lambda: None) -> Course:
         for member in members:
             member.backward()
         last = step == steps
-        exchange(members, everything=last and members[0].pipeline.exchanges_gradients)
-        watch.note(step)
+        if run.treatment.late:
+            exchange(members, everything=last and members[0].pipeline.exchanges_gradients)
+            watch.note(step)
         for member in members:
             member.step()
+        if not run.treatment.late:
+            exchange(members)
+            watch.note(step)
         if step in judged:
             watch.judge(step)
         after_step()

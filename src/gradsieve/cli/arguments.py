@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import TypeAlias
@@ -40,9 +40,25 @@ def add_command(
 def add_lab(parser: argparse.ArgumentParser) -> None:
     """The hosts and links of a bench on a lab network."""
     add = parser.add_argument
-    add("--hosts", type=size, default="4", metavar="N", help="hosts in the lab (default: 4)")
+    add(
+        "--hosts",
+        type=lambda text: sorted({size(part) for part in text.split(",")}),
+        default="4",
+        metavar="LIST",
+        help="numbers of hosts in the lab, a table each (default: 4)",
+    )
     add("--rate", metavar="R", help="of each link, e.g. 1gbit (default: unshaped)")
     add("--delay", metavar="D", help="one way, e.g. 5ms (default: none)")
+
+
+def check_hosts(hosts: Sequence[int], *files: Path | None) -> None:
+    """Before minutes of measuring: no lab has so many, or a picture or record is of one number of hosts."""
+    from gradsieve.lab.lab import MOST_HOSTS
+
+    if max(hosts) > MOST_HOSTS:
+        raise ConfigError(f"hosts is {max(hosts)}; a lab has 1 to {MOST_HOSTS}")
+    if len(hosts) > 1 and any(files):
+        raise ConfigError("a picture, trace or record is of one number of hosts: give one to --hosts")
 
 
 def add_syncs(parser: argparse.ArgumentParser, default: str) -> None:
@@ -53,7 +69,8 @@ def add_syncs(parser: argparse.ArgumentParser, default: str) -> None:
         "--syncs",
         default=default,
         metavar="LIST",
-        help=f"from {', '.join(SYNCS)}; settings of a scheme follow a colon, with + between them "
+        help=f"from {', '.join(SYNCS)}; settings of a scheme follow a colon, with + between them; a "
+        "treatment follows an @: spardl:teams=2, exdyna@paper, exdyna@steps:late=false "
         "(default: %(default)s)",
     )
 

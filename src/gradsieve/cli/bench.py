@@ -22,9 +22,9 @@ from gradsieve.cli.progress import progress
 _TRAFFIC = """\
 How many words each scheme moves as the number of ranks grows.
 
-Runs real steps of P virtual ranks in this one process, on skewed gradients, and counts the 4-byte words of
-the busiest rank in one step, beside the published formula. No network is involved: these are bytes, not
-seconds. `gradsieve bench step` measures seconds.
+Runs real steps of P virtual ranks in this one process, on skewed gradients cut into the tensors of a real
+model, and counts the 4-byte words of the busiest rank in one step, beside the published formula. No network
+is involved: these are bytes, not seconds. `gradsieve bench step` measures seconds.
 
 columns:
   words                sent or received, whichever is more, of one collective after the other; of the busiest
@@ -32,6 +32,7 @@ columns:
   formula_words        the published cost at the count and the imbalance seen in that step
   of_formula           words over formula_words
   times_k              words over k (P-1)/P, k being the elements to send
+  mean_times_k         the same of the mean of the last 32 steps, a period of Ok-Topk with its exact step
   exact_words          the most in a step that evaluates thresholds anew, left out of words (Ok-Topk)
   rounds               messages one after the other, by the best known algorithm for each collective
   formula_rounds       the published latency
@@ -42,8 +43,9 @@ columns:
 """
 
 _TRAFFIC_EXAMPLE = """\
-example:
+examples:
   gradsieve bench traffic --schemes topk,exdyna --world 2,16,128 --params 1e6 --plot traffic.png
+  gradsieve bench traffic --schemes deft,exdyna,exdyna-paper --world 16,256 --model transformer
 """
 
 
@@ -63,6 +65,8 @@ def add_parser(subparsers: Commands) -> None:
 
 
 def _add_traffic(commands: Commands) -> None:
+    from gradsieve.bench.traffic import MODELS
+
     summary = "words moved as the number of ranks grows, on virtual ranks"
     add = add_command(commands, "traffic", run_traffic, summary, _TRAFFIC, _TRAFFIC_EXAMPLE).add_argument
     add(
@@ -79,7 +83,9 @@ def _add_traffic(commands: Commands) -> None:
         metavar="LIST",
         help="numbers of ranks (default: %(default)s)",
     )
-    add("--params", type=size, default="1e6", metavar="N", help="length of the gradient (default: 1e6)")
+    add("--model", choices=MODELS, default="transformer", help="whose tensors the gradient is cut into "
+        "(default: transformer)")  # fmt: skip
+    add("--params", type=size, default="1e6", metavar="N", help="about its size (default: 1e6)")
     add("--density", type=float, default=0.01, metavar="D", help="share that is sent (default: 0.01)")
     add("--json", type=Path, metavar="FILE", help="write the rows and how they came about there")
     add("--plot", type=Path, metavar="FILE.png", help="draw words against ranks there")
@@ -93,8 +99,11 @@ def run_traffic(args: argparse.Namespace) -> int:
     drawable(args.plot)
     results.writable(args.json)
     results.writable(args.plot)
+    sizes = traffic.layers(args.model, args.params)
     cases = [
-        traffic.Case(name, world, args.params, args.density) for world in args.world for name in args.schemes
+        traffic.Case(name, world, sum(sizes), args.density, sizes)
+        for world in args.world
+        for name in args.schemes
     ]
     with progress(sum(case.steps * case.work for case in cases)) as advance:
         rows = traffic.measure_all(cases, advance)
@@ -103,10 +112,12 @@ def run_traffic(args: argparse.Namespace) -> int:
         config = {
             "schemes": args.schemes,
             "world": args.world,
-            "params": args.params,
+            "model": args.model,
+            "params": sum(sizes),
+            "layers": len(sizes),
             "density": args.density,
         }
         results.write(args.json, config, rows)
     if args.plot is not None:
-        traffic.plot(rows, args.params, args.density, args.plot)
+        traffic.plot(rows, sum(sizes), args.density, args.plot)
     return 0

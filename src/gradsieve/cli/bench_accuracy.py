@@ -57,8 +57,8 @@ def add_parser(commands: Commands) -> None:
         "--syncs",
         type=_syncs,
         metavar="LIST",
-        help="schemes, fp16, powersgd, powersgd:rank=N (default: dense,exdyna, with --bits dense,stripes; "
-        "all: every scheme)",
+        help="schemes, fp16, powersgd, powersgd:rank=N; exdyna@paper has a treatment of its own (default: "
+        "dense,exdyna, with --bits dense,stripes; all: every scheme)",
     )
     add(
         "--treatments",
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     if any(not bits > 0 for bits in args.bits):
         raise ConfigError("--bits are budgets above 0")
     syncs = args.syncs or ["dense", "stripes" if args.bits else "exdyna"]
-    for treatment in args.treatments:
+    for treatment in [*args.treatments, *(own for _, at, own in (s.partition("@") for s in syncs) if at)]:
         presets.parse(treatment, parse("exdyna"))
     drawable(args.plot)
     if args.json is not None and args.json.resolve().parent == args.folder.resolve():
@@ -141,7 +141,8 @@ def _syncs(text: str) -> list[str]:
     found: list[str] = []
     for each in text.split(","):
         if not rivals.is_rival(each):
-            found += schemes(each)
+            name, at, treatment = each.partition("@")
+            found += [name + at + treatment for name in schemes(name)]
             continue
         try:
             rivals.parse(each)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from gradsieve.cli.arguments import Commands, add_command, add_lab, size
+from gradsieve.cli.arguments import Commands, add_command, add_lab, check_hosts, size
 
 _DESCRIPTION = """\
 What our engine adds to the collectives of a step: the same ones bare, in turn, in one run on a lab network.
@@ -30,8 +30,13 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(commands, "exchange", run, summary, _DESCRIPTION, _EXAMPLE)
     add_lab(parser)
     add = parser.add_argument
-    add("--scheme", default="exdyna", metavar="NAME", help="settings follow a colon (default: exdyna)")
-    add("--params", type=size, default="25e6", metavar="N", help="length of the gradient (default: 25e6)")
+    add(
+        "--scheme",
+        default="exdyna",
+        metavar="NAME",
+        help="settings follow a colon, a treatment an @: exdyna:values=bf16@gradients (default: exdyna)",
+    )
+    add("--params", type=size, default="25e6", metavar="N", help="size of the MLP (default: 25e6)")
     add("--density", type=float, default=0.001, metavar="D", help="share that is sent (default: 0.001)")
     add("--rounds", type=size, default="15", metavar="N", help="turns (default: 15)")
     add("--json", type=Path, metavar="FILE", help="write the result there")
@@ -39,17 +44,21 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from gradsieve.bench import exchange, results
-    from gradsieve.schemes.spec import parse
+    from gradsieve.bench.syncs import treated
     from gradsieve.types import check_density
 
     check_density(args.density)
-    parse(args.scheme, args.density)  # refused here rather than by every host
+    treated(args.scheme, args.density)  # refused here rather than by every host
+    check_hosts(args.hosts)
     results.writable(args.json)
     plan = exchange.Plan(
-        args.hosts, args.rate, args.delay, args.scheme, args.params, args.density, args.rounds
+        args.hosts[0], args.rate, args.delay, args.scheme, args.params, args.density, args.rounds
     )
-    rows = exchange.measure(plan)
-    print(results.table(rows, exchange.COLUMNS))
+    every = []
+    for hosts in args.hosts:
+        rows = exchange.measure(replace(plan, hosts=hosts))
+        every += rows
+        print(results.table(rows, exchange.COLUMNS))
     if args.json is not None:
-        results.write(args.json, asdict(plan), rows)
+        results.write(args.json, asdict(plan) | results.hosts_of(args.hosts), every)
     return 0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from gradsieve.cli.arguments import Commands, add_command, add_lab, add_syncs, drawable, size
+from gradsieve.cli.arguments import Commands, add_command, add_lab, add_syncs, check_hosts, drawable, size
 from gradsieve.errors import ConfigError
 
 _DESCRIPTION = """\
@@ -16,7 +16,10 @@ How long a training step takes with each way of exchanging gradients.
 Trains a real model on a lab network (see `gradsieve lab run --help`), all ways in turn in one run, beside
 dense and beside no exchange at all, the limit. Needs root.
 
+Hosts in a lab share this machine's cores: compare syncs in one table, not tables with each other.
+
 columns:
+  late         steps after which a gradient knows what other ranks moved; 0 is in the same step
   step_ms      of a whole training step, the median of the rounds
   vs_noop      over that of the limit in the same round; 1 is best
   vs_dense     dense's over it in the same round: how many times as fast
@@ -25,11 +28,12 @@ columns:
   bits         the same for one parameter
   of_link      the same over what the link carries during a step of noop; of shaped links
   density      elements in the update over all; of what does not go dense by itself
-  hidden       share of the time in collectives that passed while forward or backward computed
+  hidden       share of the time in collectives that passed while forward or backward computed; of steps
 """
 _EXAMPLES = """\
 examples:
   gradsieve bench step --rate 1gbit --syncs exdyna,topk --json step.json
+  gradsieve bench step --hosts 2,4,8 --rate 1gbit --syncs exdyna,exdyna@steps:late=false,exdyna@paper
   gradsieve bench step --rate 100mbit --syncs exdyna --trace trace.json --timeline timeline.png
 """
 
@@ -78,9 +82,10 @@ def run(args: argparse.Namespace) -> int:
     check_density(args.density)
     syncs = syncs_of(args.syncs, always=step.ALWAYS)
     plan = step.Plan(
-        args.hosts, args.rate, args.delay, args.workload, args.params, args.density, syncs, args.rounds,
+        args.hosts[0], args.rate, args.delay, args.workload, args.params, args.density, syncs, args.rounds,
         None if args.record is None else str(args.record.resolve()),
     )  # fmt: skip
+    check_hosts(args.hosts, args.trace, args.timeline, args.record)
     if (args.trace or args.timeline or args.record) and not step.ours(plan):
         raise ConfigError(
             "only syncs of ours have a timeline or a record: add one to --syncs, such as exdyna"
@@ -88,12 +93,15 @@ def run(args: argparse.Namespace) -> int:
     drawable(args.timeline)
     for path in (args.json, args.trace, args.timeline):
         results.writable(path)
-    rows, steps = step.measure(plan)
-    print(results.table(rows, step.COLUMNS))
-    if (doubt := step.unclear(rows)) is not None:
-        print(doubt)
+    every = []
+    for hosts in args.hosts:
+        rows, steps = step.measure(replace(plan, hosts=hosts))
+        every += rows
+        print(results.table(rows, step.COLUMNS))
+        if (doubt := step.unclear(rows)) is not None:
+            print(doubt)
     if args.json is not None:
-        results.write(args.json, asdict(plan), rows)
+        results.write(args.json, asdict(plan) | results.hosts_of(args.hosts), every)
     if args.trace is not None:
         args.trace.write_text(json.dumps(chrome_trace(steps)))
     if args.timeline is not None:

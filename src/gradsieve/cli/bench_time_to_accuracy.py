@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
-from gradsieve.cli.arguments import Commands, add_command, add_lab, add_record, add_syncs, drawable, size
+from gradsieve.cli.arguments import (
+    Commands,
+    add_command,
+    add_lab,
+    add_record,
+    add_syncs,
+    check_hosts,
+    drawable,
+    size,
+)
 
 _DESCRIPTION = """\
 Seconds of training until a model is as good as dense at the end of its budget.
@@ -20,6 +30,7 @@ tasks:
   transformer   bytes of source text, AdamW; by the loss on unseen text, the lower the better
 
 columns, means over seeds:
+  late          steps after which a gradient knows what other ranks moved; 0 is in the same step
   seconds       of training, to the target; - if a seed never got there
   steps         the same in steps
   times_dense   dense's seconds over these
@@ -34,6 +45,7 @@ _EXAMPLES = """\
 examples:
   gradsieve bench time-to-accuracy --rate 1gbit --plot accuracy.png
   gradsieve bench time-to-accuracy --rate 100mbit --syncs fp16,auto,stripes:values=int4 --seeds 3
+  gradsieve bench time-to-accuracy --hosts 2,4 --syncs exdyna,exdyna@steps:late=false,exdyna-paper@paper
   gradsieve bench time-to-accuracy --rate 100mbit --task transformer --params 1e6 --json loss.json
 """
 
@@ -66,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
     syncs = syncs_of(args.syncs, always=["dense"])
     plan = Plan(
-        args.hosts,
+        args.hosts[0],
         args.rate,
         args.delay,
         args.task,
@@ -77,14 +89,18 @@ def run(args: argparse.Namespace) -> int:
         args.seeds,
         None if args.record is None else str(args.record.resolve()),
     )
+    check_hosts(args.hosts, args.plot, args.record)
     drawable(args.plot)
     results.writable(args.json)
     results.writable(args.plot)
-    runs = measure(plan)
-    rows = summary(runs)
-    print(results.table(rows, COLUMNS))
+    every = []
+    for hosts in args.hosts:
+        runs = measure(replace(plan, hosts=hosts))
+        rows = [{"hosts": hosts, **row} for row in summary(runs)]
+        every += rows
+        print(results.table(rows, COLUMNS))
     if args.json is not None:
-        results.write(args.json, plan.facts(), rows)
+        results.write(args.json, plan.facts() | results.hosts_of(args.hosts), every)
     if args.plot is not None:
         plot(plan, runs, args.plot)
     return 0

@@ -27,6 +27,10 @@ class Treatment:
     preview: float | None = None
     """Part of what waits on this rank that its own model already has (steps). None: as much as it tells of
     what waits on all ranks, which is measured all the time (`feedback/coherence.py`)."""
+    late: bool = True
+    """Whether the exchange of a step hides behind the next forward and backward, which then know nothing of
+    it; else it is over before that forward (steps). Behind DistributedDataParallel: a loop of one's own calls
+    `reduce()` before the optimizer's step, which is late, or after it."""
     momentum: Literal["optimizer", "local", "masked"] = "optimizer"
     """Where SGD's momentum is applied (gradients): after the exchange by the optimizer; by each rank before
     its residual, where it is moved for the user; the same, but forgotten where an element was sent (DGC)."""
@@ -62,6 +66,8 @@ class Treatment:
             raise ConfigError("by_rate is for residuals: an estimate has no learning rate in it")
         if self.exchange == "gradients" and self.preview is not None:
             raise ConfigError("preview is for exchange='steps': with gradients all ranks share one model")
+        if self.exchange == "gradients" and not self.late:
+            raise ConfigError("late=False is for exchange='steps': gradients are never late")
 
     def density_at(self, step: int, density: float) -> float:
         """Of the exchange in that step."""

@@ -6,7 +6,9 @@ change. A unit is submitted when all of its gradients have arrived and all units
 a bucket is done when all units with a part in it are.
 
 One exchange belongs to each backward that DDP synchronises: these are as many on every rank, also where a
-rank skips steps of its optimizer. Nothing is written to parameters between a forward and its backward.
+rank skips steps of its optimizer. Nothing is written to parameters between a forward and its backward. With
+`late=False` the exchange ends before that forward begins, and not at the end of the step before: a rank that
+skips its step would be waited for there, perhaps for ever.
 """
 
 # No `from __future__ import annotations` here: DDP checks that the hook's annotations are types, not strings.
@@ -110,6 +112,9 @@ class DdpSync(GradientSync):
                 self._refuse_join()
                 self.start_exchange()
                 self._begun = True
+                if not self.treatment.late:
+                    self.take_over(self.parameters.keys())
+                    self.models.raise_versions()
 
     def after_forward(self, module: torch.nn.Module) -> None:
         if self._looks and self.models is not None:
