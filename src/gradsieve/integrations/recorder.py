@@ -36,7 +36,7 @@ from gradsieve.types import Outcome, Sparse, Vector, to_host
 _log = logging.getLogger("gradsieve")
 
 EVERY = 50
-"""Steps between two looks at all that waits. A look takes about as long as half of an exchange by itself."""
+"""Steps between two looks at all that waits."""
 _PIECE = 1 << 17
 """Elements that are looked at at once: they stay in the processor's cache from one sum to the next."""
 
