@@ -68,7 +68,10 @@ def _draw(axes: Any, step: Step) -> None:
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(-_BAND * (len(step.ranks) - 1) - 1.5 * _LANE, 0.8 * _LANE)
     axes.set_xlim(0, 1e3 * (step.stop - step.start))
-    share = f", {behind / exchange:.0%} of the exchange behind forward and backward" if exchange else ""
+    # Where gradients are exchanged, DDP waits for them inside of backward, and nobody can tell.
+    waits = any(event.name == "waiting" for events in step.ranks for event in events)
+    is_told = exchange and waits
+    share = f", {behind / exchange:.0%} of the exchange behind forward and backward" if is_told else ""
     axes.set_title(f"{step.sync}{share}", size=10, loc="left")
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)

@@ -12,7 +12,6 @@ the residuals, P n floats. A scheme without state has nothing to settle: one ste
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +29,6 @@ from gradsieve.bench.sized_tasks import TASKS
 from gradsieve.bench.task_data import CONTEXT
 from gradsieve.comm import lockstep
 from gradsieve.comm.meter import Meter
-from gradsieve.feedback.units import lay_units
 from gradsieve.schemes import make
 from gradsieve.schemes.spec import parse
 from gradsieve.types import Ctx, Program
@@ -130,9 +128,9 @@ def layers(model: str, params: int) -> tuple[int, ...]:
     """Sizes of the tensors of a model of about `params` parameters, in the order of the pipeline's units:
     backward's."""
     task = MODELS[model]
-    named = task.model(task.width(params)).named_parameters()
-    (unit,) = lay_units(named, cap_bytes=sys.maxsize, small=0)
-    return tuple(unit.sizes)
+    with torch.device("meta"):  # a size that fits nowhere is refused later, in words
+        parameters = list(task.model(task.width(params)).parameters())
+    return tuple(parameter.numel() for parameter in reversed(parameters))
 
 
 class Gradients:
