@@ -48,6 +48,8 @@ class Case:
     world: int = 4
     batch: int | None = None
     """Examples in a step, over all ranks, if not as many as the task has."""
+    rate: float = 1.0
+    """Times the task's learning rate."""
     mixed: bool = True
     seed: int = 0
     steps: int
@@ -58,6 +60,7 @@ class Case:
         amount = f"d{density}" if self.bits is None else f"b{self.bits!r}"
         parts = [self.task, self.sync, self.treatment, amount, f"P{self.world}"]
         parts += [] if self.batch is None else [f"B{self.batch}"]
+        parts += [] if self.rate == 1.0 else [f"r{self.rate!r}"]
         parts += [] if self.mixed else ["own"]
         return "_".join([*parts, f"n{self.steps}", f"s{self.seed}"]).replace(":", "~") + ".json"
 
@@ -82,14 +85,14 @@ def cases(
     mixed: bool,
     steps: int | None,
     batch: int | None = None,
+    rates: Sequence[float] = (1.0,),
 ) -> list[Case]:
-    """All combinations, with densities or with budgets; dense and torch's own hooks have neither, nor a
-    treatment."""
+    """All combinations, with densities or with budgets; dense and rivals have neither, nor a treatment."""
     found: dict[Case, None] = {}
     amounts: list[tuple[float, float | None]] = [(1.0, bits) for bits in budgets]
     amounts = amounts or [(density, None) for density in densities]
-    for seed, task, world, sync, treatment, (density, bits) in product(
-        range(seeds), of_tasks, worlds, syncs, treatments, amounts
+    for seed, task, world, rate, sync, treatment, (density, bits) in product(
+        range(seeds), of_tasks, worlds, rates, syncs, treatments, amounts
     ):
         recipe = tasks.TASKS[task]
         if (examples := batch or recipe.batch) % world:
@@ -110,6 +113,7 @@ def cases(
                 bits=bits,
                 world=world,
                 batch=batch,
+                rate=rate,
                 mixed=mixed,
                 seed=seed,
                 steps=recipe.steps if steps is None else steps,
@@ -196,7 +200,9 @@ def train(case: Case, after_step: Callable[[], None]) -> virtual.Course:
     if rivals.is_rival(case.sync):
         rival = rivals.parse(case.sync)
         return rivals.train(
-            rivals.RivalRun(case.task, rival, case.seed, case.world, case.steps, case.mixed, case.batch),
+            rivals.RivalRun(
+                case.task, rival, case.seed, case.world, case.steps, case.mixed, case.batch, case.rate
+            ),
             after_step,
         )
     scheme = parse(case.sync, case.density)
@@ -211,6 +217,7 @@ def train(case: Case, after_step: Callable[[], None]) -> virtual.Course:
         case.mixed,
         case.bits,
         case.batch,
+        rate=case.rate,
     )
     with one_thread():
         return virtual.train(run, after_step)
@@ -261,6 +268,7 @@ def rows(found: Found) -> list[dict[str, Any]]:
                 "density": None if key.bits is not None else key.density,
                 "budget": key.bits,
                 "bits": _mean([_bits(course) for _, course in members], 3),
+                "rate": key.rate,
                 "world": key.world,
                 "batch": key.batch or tasks.TASKS[key.task].batch,
                 "shards": "mixed" if key.mixed else "own",
@@ -284,8 +292,8 @@ def rows(found: Found) -> list[dict[str, Any]]:
 
 
 COLUMNS = (
-    "task", "sync", "treatment", "density", "budget", "bits", "world", "batch", "seeds", "final", "spread",
-    "gap", "gap_spread", "fidelity", "age", "waiting", "apart", "bytes",
+    "task", "sync", "treatment", "density", "budget", "bits", "rate", "world", "batch", "seeds", "final",
+    "spread", "gap", "gap_spread", "fidelity", "age", "waiting", "apart", "bytes",
 )  # fmt: skip
 
 
@@ -302,12 +310,14 @@ def _gap(task: str, value: float, dense: float) -> float:
 
 
 def _dense_like(key: Case, found: Found) -> dict[int, float]:
-    """Dense's final value by seed, in the same task with the same number of ranks and steps."""
+    """Dense's final value by seed, at the task's own rate, with the same number of ranks and steps."""
     same = ("task", "world", "batch", "mixed", "steps")
     return {
         case.seed: course["values"][-1]
         for case, course in found
-        if case.sync == "dense" and all(getattr(case, name) == getattr(key, name) for name in same)
+        if case.sync == "dense"
+        and case.rate == 1.0
+        and all(getattr(case, name) == getattr(key, name) for name in same)
     }
 
 

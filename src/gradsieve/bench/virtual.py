@@ -44,6 +44,8 @@ class Run:
     """A budget a parameter and step, the flush included, which stripes spend."""
     batch: int | None = None
     """Examples in a step, over all ranks, if not as many as the task has."""
+    rate: float = 1.0
+    """Times the task's learning rate."""
 
 
 @dataclass(slots=True)
@@ -70,7 +72,7 @@ class Member:
     """One virtual rank."""
 
     def __init__(self, run: Run, rank: int) -> None:
-        self.training = tasks.build(run.task, run.seed, run.steps, run.batch)
+        self.training = tasks.build(run.task, run.seed, run.steps, run.batch, run.rate)
         parameters = dict(self.training.model.named_parameters())
         optimizer = self.training.optimizer
         self.fitted = Fitted(parameters, [optimizer], run.scheme, run.treatment, rank, run.world)
@@ -115,8 +117,10 @@ def train(run: Run, after_step: Callable[[], None] = lambda: None) -> Course:
         for member in members:
             member.backward()
         last = step == steps
-        exchange(members, everything=last and members[0].pipeline.exchanges_gradients)
-        watch.note(step)
+        due = [member.pipeline.begins_exchange() for member in members]
+        if all(due):
+            exchange(members, everything=last and members[0].pipeline.exchanges_gradients)
+            watch.note(step)
         for member in members:
             member.step()
         if step in judged:
