@@ -132,6 +132,7 @@ def learn(run: RivalRun, after_step: Callable[[], None]) -> Course:
                 course.steps.append(step)
                 course.values.append(training.evaluate())
             after_step()
+    course.parameters = training.n
     shapes = [parameter.shape for parameter in training.model.parameters()]
     course.bytes_sent = rival.bytes_sent(shapes, run.world, run.steps)
     return course

@@ -102,8 +102,8 @@ class DeMoPart(Part):
                 total = torch.stack([entries.decode(row) for row in rows]).sum(0) / self.world
                 parameter.mul_(1.0 - rate * weight_decay)  # 5.
                 parameter.sub_(blocks.back(total).sign_().view_as(parameter), alpha=rate)
-        self.training.optimizer._opt_called = True  # type: ignore[attr-defined]  # a schedule asks for it
-        self.training.schedule.step()
+        self.training.optimizer.zero_grad()
+        self.take_step()  # of the schedule: without gradients the optimizer takes none
 
     def finish(self) -> Program[None]:
         yield from ()
