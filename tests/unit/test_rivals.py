@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import asdict
 
 import pytest
 import torch
 from torch import Tensor
 
-from gradsieve.bench import accuracy, rival_runs
+from gradsieve.bench import accuracy, rival_runs, tasks
 from gradsieve.bench.accuracy import Case
-from gradsieve.bench.rival_base import RivalRun, flat
+from gradsieve.bench.rival_base import Part, RivalRun, flat
 from gradsieve.bench.rival_cser import Cser, CserPart
 from gradsieve.bench.rival_entries import Entries
 from gradsieve.bench.rival_runs import RIVALS, Member, parse
 from gradsieve.comm import lockstep
 from gradsieve.errors import ConfigError
+from gradsieve.types import Ctx
 from tiny_task import TASK, tiny
 from unit import transcripts
 from unit.transcripts import SEED
@@ -48,14 +49,8 @@ def trained(text: str) -> Tensor:
 
 def cser_transcript() -> Tensor:
     rival = Cser(every=4, r1=2, r2=4, block=64)
-    part = CserPart(rival, Member(RivalRun(TASK, rival, SEED, 1, 1), rival, 0).training, _ctx())
+    part = CserPart(rival, tasks.build(TASK, SEED), Ctx(0, WORLD, 0))
     return transcripts.cser(WORLD, STEPS, 4, part._picked, r1=2, r2=4)
-
-
-def _ctx() -> Any:
-    from gradsieve.types import Ctx
-
-    return Ctx(0, WORLD, 0)
 
 
 Transcript = Callable[[], Tensor]
@@ -87,28 +82,24 @@ def test_every_rival_has_a_transcript() -> None:
     assert {text.partition(":")[0] for text in TOLD} == set(RIVALS)
 
 
-# -- the law, and who is excepted ---------------------------------------------------------------------------
+# -- the law, and who is excepted -----------------------------------------------------------------------
 
 
 def lost_by(text: str, monkeypatch: pytest.MonkeyPatch) -> float:
-    """How far the model is from its start less the mean of all that the ranks' optimizers moved, over that."""
-    moved: dict[int, Tensor] = {}
-    from gradsieve.bench.rival_base import Part
-
+    """How far the model ends from its start less the mean of what all ranks' optimizers moved, over that."""
+    moved = torch.zeros(WORLD, flat(tasks.build(TASK, SEED).model).numel())
     take_step = Part.take_step
 
     def noting(self: Part) -> None:
         before = flat(self.training.model)
         take_step(self)
-        moved[self.rank] = moved.get(self.rank, 0.0) + before - flat(self.training.model)
+        moved[self.rank] += before - flat(self.training.model)
 
     monkeypatch.setattr(Part, "take_step", noting)
-    start = flat(Member(RivalRun(TASK, parse(text), SEED, WORLD, STEPS), parse(text), 0).training.model)
-    mean = torch.stack(list(moved.values())).mean(0) if moved else None
-    assert mean is None
+    wanted = flat(tasks.build(TASK, SEED).model)
     found = trained(text)
-    mean = torch.stack([moved[rank] for rank in range(WORLD)]).mean(0)
-    return float((start - mean - found).norm() / mean.norm().clamp_min(1e-9))
+    wanted -= moved.mean(0)
+    return float((wanted - found).norm() / moved.mean(0).norm().clamp_min(1e-9))
 
 
 STEPPING = [text for text in TOLD if text != "one-bit"] + ["one-bit:exchange=steps"]
@@ -121,7 +112,7 @@ def test_nothing_is_lost_but_by_declaration(text: str, monkeypatch: pytest.Monke
     assert lost > 0.01 if parse(text).loses else lost < 1e-4
 
 
-# -- bytes ----------------------------------------------------------------------------------------------------
+# -- bytes ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -164,7 +155,7 @@ def test_entries_of_any_width(width: int, k: int) -> None:
     assert int(back.count_nonzero()) == 5 * k
 
 
-# -- as text, and in the bench ----------------------------------------------------------------------------------
+# -- as text, and in the bench --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -194,16 +185,10 @@ def test_a_rival_is_a_sync_of_bench_accuracy_with_a_rate_of_its_own() -> None:
     ]  # fmt: skip
     courses = [accuracy.train(case, lambda: None) for case in todo]
     assert courses[1].values != courses[3].values
-    rows = accuracy.rows([(case, _fields(course)) for case, course in zip(todo, courses, strict=True)])
+    rows = accuracy.rows([(case, asdict(course)) for case, course in zip(todo, courses, strict=True)])
     assert [row["rate"] for row in rows] == [0.5, 0.5, 1.0, 1.0]
     assert rows[2]["gap"] == 0.0
     assert rows[3]["bits"] == pytest.approx(32 * 2 * 0.75 / 4, rel=0.05)
-
-
-def _fields(course: Any) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return asdict(course)
 
 
 def test_our_own_schemes_can_have_periods_in_the_bench() -> None:
