@@ -11,7 +11,7 @@ x - e is the same on all ranks at all times. C1 and C2 pick blocks at random, on
 so that 1/r2 + 1/(r1 H) of the model travels in a step: 1/32 as it stands here, half of it in each.
 
 Differences. The paper's p is SGD's, with Nesterov momentum or none; here it is what the task's optimizer
-moves. At the end the errors of all blocks are reset, so that all ranks have one model.
+moves. At the end the models are averaged, which resets all errors.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class CserPart(Part):
         write(self.training.model, self.model)
 
     def finish(self) -> Program[None]:
-        yield from self._reset(torch.ones_like(self.model, dtype=torch.bool))
+        self.model = yield from mean(self.model, self.world)
         write(self.training.model, self.model)
 
     def _reset(self, picked: Tensor) -> Program[None]:

@@ -74,6 +74,7 @@ class SparseLoCoPart(Part):
         message = self.entries.encode(self.error.view(self.entries.chunks, -1))
         # 4.
         self.error -= self.entries.decode(message).flatten()
+        self.error[self.n :] = 0.0  # in two bits nothing is 0, not even what fills up
         # 5.
         messages = yield AllGather(message)
         # 6.
