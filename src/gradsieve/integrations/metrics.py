@@ -2,7 +2,7 @@
 
 bits        moved by this rank, a parameter and step
 link        seconds of the exchange over those for which nobody needed it: 1 fills them
-staleness   steps for which what is sent now has waited
+staleness   exchanges for which what is sent now has waited
 rho         square of the mean gradient's length over that of a rank's own
 budget      bits that the next step may send; 0 where a density is given
 """
