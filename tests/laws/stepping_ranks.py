@@ -157,7 +157,7 @@ class Fleet:
             rank.model.last.grad[1, 2] = torch.inf
         for optimizer in optimizers:
             untouched = self._others(rank, optimizer)
-            if how == "interrupted":
+            if how == "interrupted" and rank.sync._under_way is not None:
                 self._interrupt(optimizer)
             optimizer.step()
             assert same_bits([*self._others(rank, optimizer).values()], [*untouched.values()]), (

@@ -196,7 +196,9 @@ class GradientSync:
         """Wait for the exchange under way, if there is one, and take over what it gave; then write this
         rank's own model in these parameters, where that is due. False where a sum overflowed."""
         under_way = self._under_way
-        if under_way is None and not (names and self.exchanges_steps):
+        if under_way is None and not (
+            isinstance(self.pipeline, StepPipeline) and self.pipeline.is_due(names)
+        ):
             return True
         start = time.perf_counter()
         if under_way is not None:

@@ -178,6 +178,10 @@ class StepPipeline(Pipeline):
         self.settle([staged.outcome.state for staged in self._staged])
         return True
 
+    def is_due(self, names: Set[str]) -> bool:
+        """Whether `fold` has anything to write in these parameters."""
+        return any(local.is_due(names) for local in self.local)
+
     def fold(self, parameters: Mapping[str, Tensor], names: Set[str] | None = None) -> None:
         """Write this rank's model where that is due: in these parameters, or in all."""
         for index, local in enumerate(self.local):
