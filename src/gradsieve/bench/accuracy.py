@@ -27,6 +27,7 @@ from gradsieve.bench import tasks, virtual
 from gradsieve.bench.machine import one_thread
 from gradsieve.bench.ranks import ended_with_us, lead_a_group
 from gradsieve.bench.results import versions
+from gradsieve.bench.rival_base import RivalRun
 from gradsieve.errors import ConfigError, GradsieveError
 from gradsieve.lab import signals
 from gradsieve.schemes.spec import parse
@@ -200,9 +201,7 @@ def train(case: Case, after_step: Callable[[], None]) -> virtual.Course:
     if rivals.is_rival(case.sync):
         rival = rivals.parse(case.sync)
         return rivals.train(
-            rivals.RivalRun(
-                case.task, rival, case.seed, case.world, case.steps, case.mixed, case.batch, case.rate
-            ),
+            RivalRun(case.task, rival, case.seed, case.world, case.steps, case.mixed, case.batch, case.rate),
             after_step,
         )
     scheme = parse(case.sync, case.density)

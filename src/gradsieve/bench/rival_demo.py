@@ -96,7 +96,7 @@ class DeMoPart(Part):
             momentum -= blocks.back(entries.decode(message)).view_as(momentum)  # 3.
             messages.append(message)
         gathered = yield AllGather(torch.cat(messages))  # 4.
-        parts = gathered.split([entries.size for entries in self.entries], dim=1)
+        parts = torch.split(gathered, [entries.size for entries in self.entries], dim=1)
         with torch.no_grad():
             for (parameter, _, blocks, entries), rows in zip(self._each(), parts, strict=True):
                 total = torch.stack([entries.decode(row) for row in rows]).sum(0) / self.world
