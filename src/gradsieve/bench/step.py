@@ -70,7 +70,8 @@ def of_link(row: dict[str, Any], rows: Rows, rate: str | None) -> float | None:
     if bits_a_second is None:
         return None
     limit = next(each["step_ms"] for each in rows if each["sync"] == "noop")
-    return round(8e3 * row["bytes_sent"] / bits_a_second / limit, 3)
+    share: float = 8e3 * row["bytes_sent"] / bits_a_second / limit
+    return round(share, 3)
 
 
 def measure(plan: Plan) -> tuple[Rows, list[Step]]:
