@@ -54,12 +54,16 @@ class Entries:
 
 
 def _packed(numbers: Tensor, bits: int) -> Tensor:
-    ones = (numbers[:, None] >> torch.arange(bits, device=numbers.device)) & 1
+    ones = (numbers[:, None] >> _up_to(bits, numbers)) & 1
     ones = torch.nn.functional.pad(ones.flatten(), (0, -ones.numel() % 8)).view(-1, 8)
-    return (ones << torch.arange(8, device=numbers.device)).sum(1).to(torch.uint8)
+    return (ones << _up_to(8, numbers)).sum(1).to(torch.uint8)
 
 
 def _unpacked(data: Tensor, bits: int, count: int) -> Tensor:
-    ones = (data[:, None].long() >> torch.arange(8, device=data.device)) & 1
+    ones = (data[:, None].long() >> _up_to(8, data)) & 1
     ones = ones.flatten()[: count * bits].view(count, bits)
-    return (ones << torch.arange(bits, device=data.device)).sum(1)
+    return (ones << _up_to(bits, data)).sum(1)
+
+
+def _up_to(bits: int, like: Tensor) -> Tensor:
+    return torch.arange(bits, dtype=torch.int64, device=like.device)
