@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Literal, TypeAlias
 
 from gradsieve.errors import ConfigError
@@ -61,7 +61,16 @@ def as_published(scheme: Scheme[Any]) -> Scheme[Any]:
     return kind(**changed)
 
 
-def choose(preset: Preset, scheme: Scheme[Any]) -> Treatment:
+def choose(preset: Preset, scheme: Scheme[Any], every: int = 1) -> Treatment:
+    """With `every` above 1 steps are exchanged whatever the scheme: also a dense one."""
+    if every == 1:
+        return _choose(preset, scheme)
+    if isinstance(preset, Treatment) and preset.every not in (1, every):
+        raise ConfigError(f"every={every} given, but the treatment says {preset.every}: drop one")
+    return replace(Treatment() if preset == "default" else _choose(preset, scheme), every=every)
+
+
+def _choose(preset: Preset, scheme: Scheme[Any]) -> Treatment:
     if isinstance(preset, Treatment):
         return preset
     if preset == "paper":

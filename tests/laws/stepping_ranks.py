@@ -77,7 +77,9 @@ class Model(nn.Module):
 
 
 class OneRank:
-    def __init__(self, room: Room, rank: int, scheme: str, density: float, preview: float | None) -> None:
+    def __init__(
+        self, room: Room, rank: int, scheme: str, density: float, preview: float | None, every: int
+    ) -> None:
         self.rank, self.room = rank, room
         self.model = Model(torch.float32)
         self.ddp = DistributedDataParallel(self.model)
@@ -86,7 +88,7 @@ class OneRank:
         self.one = torch.optim.SGD([parameters[name] for name in ONE], lr=RATE)
         self.other = torch.optim.SGD([parameters[name] for name in OTHER], lr=RATE)
         self.settings = {"scheme": scheme, "density": density, "dense_if_faster": False}
-        self.treatment = gradsieve.Treatment(small=6, preview=preview)
+        self.treatment = gradsieve.Treatment(small=6, preview=preview, every=every)
         self.sync = self.attach()
 
     def attach(self) -> DdpSync:
@@ -120,11 +122,13 @@ class OneRank:
 class Fleet:
     """The ranks, and what is owed to the law."""
 
-    def __init__(self, world: int, scheme: str, density: float, preview: float | None) -> None:
+    def __init__(
+        self, world: int, scheme: str, density: float, preview: float | None, every: int = 1
+    ) -> None:
         self.room, self._lock = Room(world), threading.Lock()
         self.world, self.exact = world, world in (1, 2, 4) and preview is not None
         self.ranks: list[OneRank] = self.room.everyone(
-            lambda rank: OneRank(self.room, rank, scheme, density, preview)
+            lambda rank: OneRank(self.room, rank, scheme, density, preview, every)
         )
         self.owed = {name: world * part.double().flatten() for name, part in self.ranks[0].shared().items()}
         self.saved: tuple[list[dict[str, Tensor]], dict[str, Tensor]] | None = None
@@ -153,7 +157,7 @@ class Fleet:
             rank.model.last.grad[1, 2] = torch.inf
         for optimizer in optimizers:
             untouched = self._others(rank, optimizer)
-            if how == "interrupted":
+            if how == "interrupted" and rank.sync._under_way is not None:
                 self._interrupt(optimizer)
             optimizer.step()
             assert same_bits([*self._others(rank, optimizer).values()], [*untouched.values()]), (

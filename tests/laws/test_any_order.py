@@ -63,9 +63,10 @@ class AnyOrder(RuleBasedStateMachine):
         scheme=st.sampled_from(["exdyna", "topk", "spardl", "oktopk", "gtopk", "cltk", "micro", "deft"]),
         density=st.sampled_from([0.1, 0.3, 1.0]),
         preview=st.sampled_from([1.0, 0.5, 0.0, None]),
+        every=st.sampled_from([1, 1, 2, 3]),
     )
-    def begin(self, world: int, scheme: str, density: float, preview: float | None) -> None:
-        self.fleet = Fleet(world, scheme, density, preview)
+    def begin(self, world: int, scheme: str, density: float, preview: float | None, every: int) -> None:
+        self.fleet = Fleet(world, scheme, density, preview, every)
 
     def teardown(self) -> None:
         if "fleet" in vars(self):  # it began

@@ -13,6 +13,7 @@ from torch import nn
 from gradsieve.bench import accuracy, tasks, virtual
 from gradsieve.bench import accuracy_rivals as rivals
 from gradsieve.bench.accuracy import Case
+from gradsieve.bench.rival_base import RivalRun
 from gradsieve.bench.task_data import Data, DataSet
 from multiproc.harness import Ranks
 
@@ -52,7 +53,7 @@ def learn(_rank: int, sync: str) -> tuple[virtual.Course, int, int]:
 
     dist.all_reduce = counted
     try:
-        run = rivals.RivalRun(TASK, rivals.parse(sync), seed=3, world=dist.get_world_size(), steps=STEPS)
+        run = RivalRun(TASK, rivals.parse(sync), seed=3, world=dist.get_world_size(), steps=STEPS)
         course = rivals.learn(run, lambda: calls.append(1))
     finally:
         dist.all_reduce = original

@@ -83,6 +83,7 @@ def test_every_difference_between_cases_is_in_the_name_of_the_file() -> None:
         "bits": 0.5,
         "world": 8,
         "batch": 256,
+        "rate": 0.5,
         "mixed": False,
         "seed": 1,
         "steps": 11,

@@ -55,6 +55,7 @@ def test_ranks_that_differ_in_one_thing_have_different_numbers() -> None:
             Tag(1, 5 + change, 1, 1),
             Tag(1, 5, 1 + change, 1),
             Tag(1, 5, 1, 1 + change),
+            Tag(1, 5, 1, 1, change),
         ):
             assert other.number != base.number
 
@@ -91,6 +92,7 @@ def test_the_idle_are_named() -> None:
         ([Tag(1), Tag(0), Tag(0)], "rank 0 called flush() after step 0 while ranks 1, 2 went on training"),
         ([Tag(2), Tag(1)], "rank 0 load_state_dict(), rank 1 flush()"),
         ([Tag(0, 4), Tag(0, 4), Tag(0, 3)], "rank 2 at step 3, the other ranks at step 4"),
+        ([Tag(0, 4, since=2), Tag(0, 4, since=1)], "since exchange 4: rank 1 1, the other ranks 2"),
         ([Tag(loads=1), Tag(), Tag()], "1 times on rank 0 and 0 times on the other ranks"),
         ([Tag(99), Tag(0)], "called an unknown call"),
     ],

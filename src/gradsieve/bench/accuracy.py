@@ -27,6 +27,7 @@ from gradsieve.bench import tasks, virtual
 from gradsieve.bench.machine import one_thread
 from gradsieve.bench.ranks import ended_with_us, lead_a_group
 from gradsieve.bench.results import versions
+from gradsieve.bench.rival_base import RivalRun
 from gradsieve.errors import ConfigError, GradsieveError
 from gradsieve.lab import signals
 from gradsieve.records import path_of
@@ -49,6 +50,8 @@ class Case:
     world: int = 4
     batch: int | None = None
     """Examples in a step, over all ranks, if not as many as the task has."""
+    rate: float = 1.0
+    """Times the task's learning rate."""
     mixed: bool = True
     seed: int = 0
     steps: int
@@ -59,6 +62,7 @@ class Case:
         amount = f"d{density}" if self.bits is None else f"b{self.bits!r}"
         parts = [self.task, self.sync, self.treatment, amount, f"P{self.world}"]
         parts += [] if self.batch is None else [f"B{self.batch}"]
+        parts += [] if self.rate == 1.0 else [f"r{self.rate!r}"]
         parts += [] if self.mixed else ["own"]
         return "_".join([*parts, f"n{self.steps}", f"s{self.seed}"]).replace(":", "~") + ".json"
 
@@ -92,14 +96,15 @@ def cases(
     mixed: bool,
     steps: int | None,
     batch: int | None = None,
+    rates: Sequence[float] = (1.0,),
 ) -> list[Case]:
-    """All combinations, with densities or with budgets; dense and torch's own hooks have neither, nor a
-    treatment. A sync with one of its own, `exdyna@paper`, has no other."""
+    """All combinations, with densities or with budgets; dense and rivals have neither, nor a treatment. A
+    sync with one of its own, `exdyna@paper`, has no other."""
     found: dict[Case, None] = {}
     amounts: list[tuple[float, float | None]] = [(1.0, bits) for bits in budgets]
     amounts = amounts or [(density, None) for density in densities]
-    for seed, task, world, sync, treatment, (density, bits) in product(
-        range(seeds), of_tasks, worlds, syncs, treatments, amounts
+    for seed, task, world, rate, sync, treatment, (density, bits) in product(
+        range(seeds), of_tasks, worlds, rates, syncs, treatments, amounts
     ):
         sync, at, own = sync.partition("@")
         treatment = own if at else treatment
@@ -122,6 +127,7 @@ def cases(
                 bits=bits,
                 world=world,
                 batch=batch,
+                rate=rate,
                 mixed=mixed,
                 seed=seed,
                 steps=recipe.steps if steps is None else steps,
@@ -223,7 +229,7 @@ def train(case: Case, after_step: Callable[[], None], record: Path | None = None
     if rivals.is_rival(case.sync):
         rival = rivals.parse(case.sync)
         return rivals.train(
-            rivals.RivalRun(case.task, rival, case.seed, case.world, case.steps, case.mixed, case.batch),
+            RivalRun(case.task, rival, case.seed, case.world, case.steps, case.mixed, case.batch, case.rate),
             after_step,
         )
     scheme = parse(case.sync, case.density)
@@ -239,6 +245,7 @@ def train(case: Case, after_step: Callable[[], None], record: Path | None = None
         case.bits,
         case.batch,
         None if record is None else record / case.stem,
+        case.rate,
     )
     with one_thread():
         return virtual.train(run, after_step)
@@ -289,6 +296,7 @@ def rows(found: Found) -> list[dict[str, Any]]:
                 "density": None if key.bits is not None else key.density,
                 "budget": key.bits,
                 "bits": _mean([_bits(course) for _, course in members], 3),
+                "rate": key.rate,
                 "world": key.world,
                 "batch": key.batch or tasks.TASKS[key.task].batch,
                 "shards": "mixed" if key.mixed else "own",
@@ -312,8 +320,8 @@ def rows(found: Found) -> list[dict[str, Any]]:
 
 
 COLUMNS = (
-    "task", "sync", "treatment", "density", "budget", "bits", "world", "batch", "seeds", "final", "spread",
-    "gap", "gap_spread", "fidelity", "age", "waiting", "apart", "bytes",
+    "task", "sync", "treatment", "density", "budget", "bits", "rate", "world", "batch", "seeds", "final",
+    "spread", "gap", "gap_spread", "fidelity", "age", "waiting", "apart", "bytes",
 )  # fmt: skip
 
 
@@ -330,12 +338,14 @@ def _gap(task: str, value: float, dense: float) -> float:
 
 
 def _dense_like(key: Case, found: Found) -> dict[int, float]:
-    """Dense's final value by seed, in the same task with the same number of ranks and steps."""
+    """Dense's final value by seed, at the task's own rate, with the same number of ranks and steps."""
     same = ("task", "world", "batch", "mixed", "steps")
     return {
         case.seed: course["values"][-1]
         for case, course in found
-        if case.sync == "dense" and all(getattr(case, name) == getattr(key, name) for name in same)
+        if case.sync == "dense"
+        and case.rate == 1.0
+        and all(getattr(case, name) == getattr(key, name) for name in same)
     }
 
 

@@ -75,8 +75,8 @@ def lines_of(found: Found) -> Iterator[Line]:
         yield Line(kind, len(groups[kind]), list(good), mean, least, most)
 
 
-def _order(kind: Case) -> tuple[bool, str, str, float, int]:
-    return kind.sync != "dense", kind.sync, kind.treatment, -kind.density, kind.world
+def _order(kind: Case) -> tuple[bool, str, str, float, int, float]:
+    return kind.sync != "dense", kind.sync, kind.treatment, -kind.density, kind.world, kind.rate
 
 
 def _name(line: Line, lines: Sequence[Line]) -> str:
@@ -87,6 +87,8 @@ def _name(line: Line, lines: Sequence[Line]) -> str:
         parts.append(f"density {kind.density:g}")
     if kind.treatment != "default":
         parts.append(kind.treatment)
+    if kind.rate != 1.0:
+        parts.append(f"rate x {kind.rate:g}")
     if len({other.kind.world for other in lines}) > 1:
         parts.append(f"{kind.world} ranks")
     return ", ".join(parts)

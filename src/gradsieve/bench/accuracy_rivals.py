@@ -1,6 +1,7 @@
-"""A task trained with one of torch's own communication hooks, by real processes on the loopback.
+"""A task trained by a rival. Most run on virtual ranks (`rival_runs.py`).
 
-Virtual ranks cannot run those hooks. Model, shards, batches and evaluations are those of `virtual.py`.
+Virtual ranks cannot run torch's own communication hooks: these train in real processes on the loopback.
+Model, shards, batches and evaluations are those of `virtual.py`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsieve.bench import tasks
+from gradsieve.bench import rival_runs, tasks
+from gradsieve.bench.machine import one_thread
 from gradsieve.bench.ranks import leave, run_ranks
+from gradsieve.bench.rival_base import Rival, RivalRun
 from gradsieve.bench.rivals import POWERSGD_FROM, POWERSGD_RANK, RIVALS, bucket_cap_mb, torch_hook
 from gradsieve.bench.virtual import Course, looks, own_batches
 from gradsieve.errors import ConfigError
@@ -29,7 +32,7 @@ _COURSE = "course.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Rival:
+class Hook:
     """One of torch's hooks, with its setting."""
 
     name: str
@@ -50,14 +53,16 @@ class Rival:
 
 
 def is_rival(sync: str) -> bool:
-    return sync.partition(":")[0] in RIVALS
+    return sync.partition(":")[0] in (*RIVALS, *rival_runs.RIVALS)
 
 
-def parse(text: str) -> Rival:
-    """A rival as text: `fp16`, `powersgd`, `powersgd:rank=4`."""
+def parse(text: str) -> Hook | Rival:
+    """A rival as text: `fp16`, `powersgd:rank=4`, `diloco:every=32`."""
     name, colon, settings = text.partition(":")
+    if name in rival_runs.RIVALS:
+        return rival_runs.parse(text)
     fixed = ["name"] if name == "powersgd" else ["name", "rank"]
-    return with_settings(Rival(name), name, settings, fixed) if colon else Rival(name)
+    return with_settings(Hook(name), name, settings, fixed) if colon else Hook(name)
 
 
 def powersgd_bytes(shapes: Shapes, rank: int, world: int) -> float:
@@ -81,21 +86,11 @@ def _elements(shapes: Shapes) -> int:
     return sum(map(math.prod, shapes))
 
 
-@dataclass(frozen=True, slots=True)
-class RivalRun:
-    """What is trained, and how."""
-
-    task: str
-    rival: Rival
-    seed: int
-    world: int
-    steps: int
-    mixed: bool = True
-    batch: int | None = None
-
-
 def train(run: RivalRun, after_step: Callable[[], None]) -> Course:
-    """In `world` processes of its own; `after_step` is called in that of rank 0."""
+    """Hooks in `world` processes of their own; `after_step` is called in that of rank 0."""
+    if isinstance(run.rival, Rival):
+        with one_thread():
+            return rival_runs.train(run, run.rival, after_step)
     with tempfile.TemporaryDirectory(prefix="gradsieve-rival-") as folder:
         run_ranks(_rank, (run, folder, after_step), run.world)
         return Course(**json.loads((Path(folder) / _COURSE).read_text()))
@@ -114,13 +109,15 @@ def _rank(rank: int, run: RivalRun, folder: str, after_step: Callable[[], None])
 def learn(run: RivalRun, after_step: Callable[[], None]) -> Course:
     """One rank's part, in a process group; on rank 0, which is the one that is judged, the course."""
     rank, course = dist.get_rank(), Course(density=1.0)
-    training = tasks.build(run.task, run.seed, run.steps, run.batch)
+    rival = run.rival
+    assert isinstance(rival, Hook)
+    training = tasks.build(run.task, run.seed, run.steps, run.batch, run.rate)
     # Batch norm's running statistics are rank 0's without any broadcast: only its model is judged.
     ddp = DistributedDataParallel(
-        training.model, bucket_cap_mb=bucket_cap_mb(run.rival.name), forward_sync_buffers=False
+        training.model, bucket_cap_mb=bucket_cap_mb(rival.name), forward_sync_buffers=False
     )
-    hook = torch_hook(run.rival.name, run.rival.rank)
-    assert hook is not None  # torch has all rivals
+    hook = torch_hook(rival.name, rival.rank)
+    assert hook is not None  # torch has all of them
     ddp.register_comm_hook(*hook)
     batches = own_batches(training, rank, run.world, run.mixed, run.seed)
     judged = looks(run.steps)
@@ -135,6 +132,7 @@ def learn(run: RivalRun, after_step: Callable[[], None]) -> Course:
                 course.steps.append(step)
                 course.values.append(training.evaluate())
             after_step()
+    course.parameters = training.n
     shapes = [parameter.shape for parameter in training.model.parameters()]
-    course.bytes_sent = run.rival.bytes_sent(shapes, run.world, run.steps)
+    course.bytes_sent = rival.bytes_sent(shapes, run.world, run.steps)
     return course

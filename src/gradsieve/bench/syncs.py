@@ -51,7 +51,7 @@ def treated(sync: str, density: float | None = None) -> tuple[Scheme[Any], Treat
 
 
 def steps_late(sync: str) -> int | None:
-    """After how many steps a gradient knows what other ranks moved; None if it never does."""
+    """After how many steps at most a gradient knows what other ranks moved; None if it never does."""
     if sync == "noop":
         return None
     if sync == "auto":
@@ -59,7 +59,7 @@ def steps_late(sync: str) -> int | None:
     if sync in _NO_SCHEMES:
         return 0
     _, treatment = treated(sync)
-    return int(treatment.exchange == "steps" and treatment.late)
+    return int(treatment.exchange == "steps" and treatment.late) + treatment.every - 1
 
 
 def attached(

@@ -6,8 +6,8 @@
     lstm          bytes of source text, AdamW                   loss on unseen files
     recommender   who likes what: embedding tables, AdamW       loss on unseen pairs
 
-Learning rates and weight decays were tuned for dense training (benchmarks/tune_dense.py) and then frozen: no
-sync gets any of its own.
+Learning rates and weight decays were tuned for dense training (benchmarks/tune_dense.py) and then frozen. A
+sync has a rate of its own only as a multiple that is asked for, the same choice for all.
 """
 
 from __future__ import annotations
@@ -169,13 +169,15 @@ class Recipe:
     rate_at: Callable[[int, int], float] = rate_at
     """Part of `rate` in a step, of so many."""
 
-    def __call__(self, seed: int, steps: int | None = None, batch: int | None = None) -> Training:
-        """`steps` other than the recipe's: the learning rate is made for that many."""
+    def __call__(
+        self, seed: int, steps: int | None = None, batch: int | None = None, rate: float = 1.0
+    ) -> Training:
+        """`steps` other than the recipe's: the learning rate is made for that many. `rate` times its rate."""
         data, total = self.data(), self.steps if steps is None else steps
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = self.model()
-        optimizer = self._optimizer(model)
+        optimizer = self._optimizer(model, rate * self.rate)
         schedule = LambdaLR(optimizer, lambda step: self.rate_at(step, total))
         return Training(
             self.name,
@@ -191,10 +193,10 @@ class Recipe:
             self.metric,
         )
 
-    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+    def _optimizer(self, model: nn.Module, rate: float) -> torch.optim.Optimizer:
         if self.optimizer == "sgd":
-            return torch.optim.SGD(model.parameters(), self.rate, momentum=0.9, weight_decay=self.decay)
-        return torch.optim.AdamW(model.parameters(), self.rate, weight_decay=self.decay)
+            return torch.optim.SGD(model.parameters(), rate, momentum=0.9, weight_decay=self.decay)
+        return torch.optim.AdamW(model.parameters(), rate, weight_decay=self.decay)
 
 
 _EPOCH = 60_000 // 128
@@ -259,12 +261,14 @@ _RECIPES = (
 TASKS = {recipe.name: recipe for recipe in _RECIPES}
 
 
-def build(name: str, seed: int, steps: int | None = None, batch: int | None = None) -> Training:
+def build(
+    name: str, seed: int, steps: int | None = None, batch: int | None = None, rate: float = 1.0
+) -> Training:
     """The task of that name, its model the same for the same seed. The caller's random numbers are left
     alone."""
     if name not in TASKS:
         raise ConfigError(f"there is no task {name!r}; choose from {', '.join(TASKS)}")
-    return TASKS[name](seed, steps, batch)
+    return TASKS[name](seed, steps, batch, rate)
 
 
 def shards(training: Training, world: int, mixed: bool = True) -> list[Tensor]:

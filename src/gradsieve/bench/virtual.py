@@ -50,6 +50,8 @@ class Run:
     """Examples in a step, over all ranks, if not as many as the task has."""
     record: Path | None = None
     """Where every rank's steps are recorded: a path to which its name is added."""
+    rate: float = 1.0
+    """Times the task's learning rate."""
 
 
 @dataclass(slots=True)
@@ -76,7 +78,7 @@ class Member:
     """One virtual rank."""
 
     def __init__(self, run: Run, rank: int) -> None:
-        self.training = tasks.build(run.task, run.seed, run.steps, run.batch)
+        self.training = tasks.build(run.task, run.seed, run.steps, run.batch, run.rate)
         parameters = dict(self.training.model.named_parameters())
         optimizer = self.training.optimizer
         self.fitted = Fitted(parameters, [optimizer], run.scheme, run.treatment, rank, run.world)
@@ -127,12 +129,14 @@ def train(run: Run, after_step: Callable[[], None] = lambda: None) -> Course:
         for member in members:
             member.backward()
         last = step == steps
-        if run.treatment.late:
+        begun = [member.pipeline.begins_exchange() for member in members]
+        due = all(begun)
+        if due and run.treatment.late:
             exchange(members, everything=last and members[0].pipeline.exchanges_gradients)
             watch.note(step)
         for member in members:
             member.step()
-        if not run.treatment.late:
+        if due and not run.treatment.late:
             exchange(members)
             watch.note(step)
         if step in judged:

@@ -23,27 +23,32 @@ _DESCRIPTION = """\
 Whether a model ends as good as it would with dense exchange.
 
 Trains whole tasks for each sync, treatment, density and seed, on virtual ranks that go through the same
-pipeline as real ones. torch's own hooks, fp16 and powersgd, have neither treatment nor density; they train
-the same tasks in as many real processes. Hyper-parameters were tuned for dense and are the same for all.
+pipeline as real ones. Rivals have neither treatment nor density but settings of their own (docs/rivals.md);
+torch's hooks among them, fp16 and powersgd, train in as many real processes. Hyper-parameters were tuned for
+dense and are the same for all, but for the multiples of the learning rate that --rates asks for.
 Every training leaves a file in the folder and is not run again when it is there.
 
 columns:
   final       the metric after the last step: test accuracy, or loss on unseen data; mean over seeds, and
               none where a training diverged
   spread      its standard deviation over seeds
-  gap         how much worse than dense with the same seeds: points of accuracy, or per cent of the loss
+  gap         how much worse than dense with the same seeds, at the task's own rate: points of accuracy, or
+              per cent of the loss
   fidelity    energy that an update captures, over that of the best update with as many elements
   age         steps since an element was last sent, mean over those sent
   waiting     norm of what waits over that of what is sent
   apart       largest difference of an element between two ranks' own models, mean over looks
-  bytes       moved by the busiest rank, a step, the flush at the end included
+  bytes       sent or received by the busiest rank, whichever is more, a step, the flush at the end included
   bits        the same for one parameter
+  rate        times the task's learning rate
 """
 
 _EXAMPLES = """\
 examples:
   gradsieve bench accuracy --tasks mlp --densities 0.01 --seeds 1 --folder runs
   gradsieve bench accuracy --tasks cnn --treatments default,paper,gradients:momentum=masked --folder runs
+  gradsieve bench accuracy --tasks transformer --syncs dense,local-sgd:every=8,diloco:every=32,sparseloco \
+      --rates 0.5,1,2 --folder runs
   gradsieve bench accuracy --tasks lstm --syncs dense,exdyna,powersgd:rank=4 --folder runs --plot lstm.png
 """
 
@@ -57,8 +62,9 @@ def add_parser(commands: Commands) -> None:
         "--syncs",
         type=_syncs,
         metavar="LIST",
-        help="schemes, fp16, powersgd, powersgd:rank=N; exdyna@paper has a treatment of its own (default: "
-        "dense,exdyna, with --bits dense,stripes; all: every scheme)",
+        help="schemes (all: every one), and rivals: fp16, powersgd:rank=N, local-sgd:every=H, "
+        "diloco:every=H, one-shot, cser, sparseloco, demo, sparta, one-bit (default: dense,exdyna, with "
+        "--bits dense,stripes); exdyna@paper has a treatment of its own",
     )
     add(
         "--treatments",
@@ -75,6 +81,13 @@ def add_parser(commands: Commands) -> None:
         default=[],
         metavar="LIST",
         help="budgets in bits a parameter and step, which stripes spend, instead of densities",
+    )
+    add(
+        "--rates",
+        type=lambda text: [float(each) for each in text.split(",")],
+        default="1",
+        metavar="LIST",
+        help="multiples of the task's learning rate, each a training of its own (default: %(default)s)",
     )
     add("--world", type=worlds, default="4", metavar="LIST", help="numbers of ranks (default: 4)")
     add("--seeds", type=size, default="3", metavar="N", help="trainings of each kind (default: 3)")
@@ -99,6 +112,8 @@ def run(args: argparse.Namespace) -> int:
         check_density(density)
     if any(not bits > 0 for bits in args.bits):
         raise ConfigError("--bits are budgets above 0")
+    if any(not rate > 0 for rate in args.rates):
+        raise ConfigError("--rates are multiples above 0")
     syncs = args.syncs or ["dense", "stripes" if args.bits else "exdyna"]
     for treatment in [*args.treatments, *(own for _, at, own in (s.partition("@") for s in syncs) if at)]:
         presets.parse(treatment, parse("exdyna"))
@@ -118,6 +133,7 @@ def run(args: argparse.Namespace) -> int:
         not args.own_shards,
         args.steps,
         args.batch,
+        args.rates,
     )
     accuracy.read(args.folder)  # what cannot be read is said now, and not after hours of training
     missing = accuracy.missing(todo, args.folder, args.record)
@@ -135,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _syncs(text: str) -> list[str]:
-    """Schemes, and torch's own hooks: `dense,exdyna,powersgd:rank=4`."""
+    """Schemes and rivals: `dense,exdyna,powersgd:rank=4,diloco`."""
     from gradsieve.bench import accuracy_rivals as rivals
 
     found: list[str] = []

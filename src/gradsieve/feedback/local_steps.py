@@ -174,6 +174,14 @@ class LocalSteps:
             self._fold_due(due, parameters, preview, names & due.names, whole)
         self._due = [due for due in self._due if due.names]
 
+    def is_due(self, names: Set[str]) -> bool:
+        """Whether `fold` has anything to write in these parameters."""
+        return any(due & names for due in (self._due_whole, *(each.names for each in self._due)))
+
+    def let_fold_all(self) -> None:
+        """Due from now on, in all of the vector."""
+        self._due_whole |= self.unit.names_of_sparse
+
     def _fold_due(
         self,
         due: Due,

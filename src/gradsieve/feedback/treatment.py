@@ -24,6 +24,8 @@ from gradsieve.errors import ConfigError
 @dataclass(frozen=True, kw_only=True)
 class Treatment:
     exchange: Literal["steps", "gradients"] = "steps"
+    every: int = 1
+    """Steps to an exchange (steps): in all of them but the last each rank's optimizer goes on alone."""
     preview: float | None = None
     """Part of what waits on this rank that its own model already has (steps). None: as much as it tells of
     what waits on all ranks, which is measured all the time (`feedback/coherence.py`)."""
@@ -43,15 +45,17 @@ class Treatment:
     clip: float | None = None
     """Norm to which a rank's gradient is clipped before it is accumulated, over sqrt(P) (gradients)."""
     warm_up: int = 0
-    """Steps in which the density falls from 1 to its value, evenly on a logarithmic scale."""
+    """Exchanges in which the density falls from 1 to its value, evenly on a logarithmic scale."""
     refresh: int = 0
-    """Every so many steps all of the vector is sent. 0: never."""
+    """Every so many exchanges all of the vector is sent. 0: never."""
     small: int = 1024
     """Tensors below this many elements, and all vectors, go dense. 0: nothing does."""
 
     def __post_init__(self) -> None:
         if self.preview is not None and not 0.0 <= self.preview <= 1.0:
             raise ConfigError(f"preview is a part, from 0 to 1, not {self.preview!r}")
+        if self.every < 1:
+            raise ConfigError(f"every is a number of steps, from 1 up, not {self.every!r}")
         if min(self.warm_up, self.refresh, self.small) < 0:
             raise ConfigError("warm_up, refresh and small are counts: 0 or more")
         if self.clip is not None and not self.clip > 0:
@@ -64,13 +68,17 @@ class Treatment:
             )
         if self.by_rate and self.memory == "estimate":
             raise ConfigError("by_rate is for residuals: an estimate has no learning rate in it")
+        if self.exchange == "gradients" and self.every > 1:
+            raise ConfigError(
+                "every is for exchange='steps': a gradient is told in the step it was computed for"
+            )
         if self.exchange == "gradients" and self.preview is not None:
             raise ConfigError("preview is for exchange='steps': with gradients all ranks share one model")
         if self.exchange == "gradients" and not self.late:
             raise ConfigError("late=False is for exchange='steps': gradients are never late")
 
     def density_at(self, step: int, density: float) -> float:
-        """Of the exchange in that step."""
+        """Of the exchange after so many."""
         if self.refresh and step % self.refresh == self.refresh - 1:
             return 1.0
         if step < self.warm_up:

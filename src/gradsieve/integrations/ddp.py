@@ -5,10 +5,10 @@ DDP hands over buckets, whose layout it changes after the first iteration; the p
 change. A unit is submitted when all of its gradients have arrived and all units before it were submitted;
 a bucket is done when all units with a part in it are.
 
-One exchange belongs to each backward that DDP synchronises: these are as many on every rank, also where a
-rank skips steps of its optimizer. Nothing is written to parameters between a forward and its backward. With
-`late=False` the exchange ends before that forward begins, and not at the end of the step before: a rank that
-skips its step would be waited for there, perhaps for ever.
+One exchange belongs to each backward that DDP synchronises, or to every `every`-th of them: these are as many
+on every rank, also where a rank skips steps of its optimizer. Nothing is written to parameters between a
+forward and its backward. With `late=False` the exchange ends before that forward begins, and not at the end
+of the step before: a rank that skips its step would be waited for there, perhaps for ever.
 """
 
 # No `from __future__ import annotations` here: DDP checks that the hook's annotations are types, not strings.
@@ -43,6 +43,7 @@ class DdpSync(GradientSync):
         scheme: str | Scheme[Any] | None = None,
         density: float | None = None,
         bits: float | None = None,
+        every: int = 1,
         preset: Preset = "default",
         scaler: torch.amp.GradScaler | None = None,
         dense_if_faster: bool = True,
@@ -63,6 +64,7 @@ class DdpSync(GradientSync):
             scheme=scheme,
             density=density,
             bits=bits,
+            every=every,
             preset=preset,
             scaler=scaler,
             dense_if_faster=dense_if_faster,
@@ -110,7 +112,7 @@ class DdpSync(GradientSync):
             self.models.show_own()
             if not self._begun:
                 self._refuse_join()
-                self.start_exchange()
+                self.start_if_due()
                 self._begun = True
                 if not self.treatment.late:
                     self.take_over(self.parameters.keys())
@@ -184,7 +186,7 @@ class DdpSync(GradientSync):
         of one were called."""
         if not self._begun:
             self._refuse_join()
-            self.start_exchange()
+            self.start_if_due()
             ddp = self._ddp()
             self._trains_in_evaluation_mode = ddp is not None and not ddp.module.training
         self._begun = False
@@ -229,6 +231,7 @@ def attach(
     scheme: str | Scheme[Any] | None = None,
     density: float | None = None,
     bits: float | None = None,
+    every: int = 1,
     preset: Preset = "default",
     scaler: torch.amp.GradScaler | None = None,
     dense_if_faster: bool = True,
@@ -239,6 +242,9 @@ def attach(
     bits each. `bits` fixes how many a parameter and step, for runs that must be the same again. `scheme` is a
     name ("exdyna", "micro", "topk", ...) or an object such as `gradsieve.ExDyna(density=0.01)`; a `density`
     alone is ExDyna's.
+    With `every=30` one step in 30 exchanges and each rank's optimizer takes the others alone, for links on
+    which rounds take long; `bits` still count a step, so that an exchange has 30 times as many. It goes with
+    every scheme, a dense one too.
     `preset` is "default" (every rank steps its own model, and what the steps moved is exchanged), "paper"
     (as published: the paper's rules, as in `gradsieve.ExDynaPaper`, over the whole model at once; gradients
     are exchanged, and never densely) or a `gradsieve.Treatment`. Where gradients are exchanged, hand a
@@ -261,6 +267,7 @@ def attach(
         scheme=scheme,
         density=density,
         bits=bits,
+        every=every,
         preset=preset,
         scaler=scaler,
         dense_if_faster=dense_if_faster,

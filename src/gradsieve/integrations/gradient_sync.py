@@ -32,7 +32,7 @@ from gradsieve.feedback.units import flat_view
 from gradsieve.integrations import replicas, saving, sayings
 from gradsieve.integrations.advice import Advisor, signs
 from gradsieve.integrations.metrics import metrics
-from gradsieve.integrations.optimizers import Optimizers, as_list
+from gradsieve.integrations.optimizers import Optimizers, as_list, refuse_sharded
 from gradsieve.integrations.stopwatch import Stopwatch
 from gradsieve.integrations.two_models import TwoModels
 from gradsieve.presets import Preset, choose, choose_scheme
@@ -69,6 +69,7 @@ class GradientSync:
         scheme: str | Scheme[Any] | None = None,
         density: float | None = None,
         bits: float | None = None,
+        every: int = 1,
         preset: Preset = "default",
         scaler: torch.amp.GradScaler | None = None,
         dense_if_faster: bool = True,
@@ -78,15 +79,15 @@ class GradientSync:
         """`optimizer` is the one that steps the parameters, or a list of those that do."""
         if not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialised: call init_process_group() first")
-        every = dict(parameters)
-        self.parameters = {name: p for name, p in every.items() if p.requires_grad}
-        self._frozen = {name: p for name, p in every.items() if not p.requires_grad}
+        named = dict(parameters)
+        self.parameters = {name: p for name, p in named.items() if p.requires_grad}
+        self._frozen = {name: p for name, p in named.items() if not p.requires_grad}
         self.scheme = choose_scheme(scheme, density, bits, preset)
         self.fixed = None if bits is None else Fixed(bits)
         self._spends = scheme is None and density is None
-        self.treatment = choose(preset, self.scheme)
+        self.treatment = choose(preset, self.scheme, every)
         self._given = as_list(optimizer)
-        _refuse_sharded(self._given, self.treatment.exchange)
+        refuse_sharded(self._given, self.treatment.exchange)
         self._scaler = scaler
         self._under_way: UnderWay | None = None
         self._compared = 0  # the step after which replicas were last compared
@@ -135,7 +136,7 @@ class GradientSync:
         links: Links = self.engine.run(program, "the links", self.device)
         if spends:
             n = sum(parameter.numel() for parameter in self.parameters.values())
-            self.pipeline.budget = Adaptive.over(links, n, self.engine.world)
+            self.pipeline.budget = Adaptive.over(links, n, self.engine.world, self.treatment.every)
         else:
             self.pipeline.fall_back(links)
 
@@ -164,11 +165,16 @@ class GradientSync:
         if self.scheme.silent:
             return True
         self.begin_step()
-        self.start_exchange()
+        self.start_if_due()
         self.take_over(self.parameters.keys())
         if self.models is not None:
             self.models.raise_versions()
         return self.pipeline.last_step_good
+
+    def start_if_due(self) -> None:
+        """A step of all ranks begins."""
+        if self.pipeline.begins_exchange():
+            self.start_exchange()
 
     def start_exchange(self, call: str = CALLS[0]) -> None:
         """Of all units; what it is given is read. For `flush()`, all that waits."""
@@ -190,7 +196,9 @@ class GradientSync:
         """Wait for the exchange under way, if there is one, and take over what it gave; then write this
         rank's own model in these parameters, where that is due. False where a sum overflowed."""
         under_way = self._under_way
-        if under_way is None and not (names and self.exchanges_steps):
+        if under_way is None and not (
+            isinstance(self.pipeline, StepPipeline) and self.pipeline.is_due(names)
+        ):
             return True
         start = time.perf_counter()
         if under_way is not None:
@@ -389,11 +397,3 @@ class GradientSync:
     def metrics(self) -> dict[str, Any]:
         """The last step in figures: see `integrations/metrics.py`."""
         return metrics(self)
-
-
-def _refuse_sharded(optimizers: list[Any], exchange: str) -> None:
-    if exchange == "steps" and any(type(one).__name__ == "ZeroRedundancyOptimizer" for one in optimizers):
-        raise ConfigError(
-            "a ZeroRedundancyOptimizer steps each parameter on one rank, by that rank's gradient alone: "
-            "use preset=gradsieve.Treatment(exchange='gradients')"
-        )

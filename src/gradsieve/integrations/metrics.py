@@ -1,8 +1,8 @@
 """What `metrics()` tells of the last step, among other things:
 
-bits        moved by this rank, a parameter
+bits        moved by this rank, a parameter and step
 link        seconds of the exchange over those for which nobody needed it: 1 fills them
-staleness   steps for which what is sent now has waited
+staleness   exchanges for which what is sent now has waited
 rho         square of the mean gradient's length over that of a rank's own
 budget      bits that the next step may send; 0 where a density is given
 """
@@ -22,12 +22,13 @@ if TYPE_CHECKING:
 def metrics(sync: GradientSync) -> dict[str, Any]:
     pipeline, stats = sync.pipeline, sync.pipeline.stats
     elements = sum(unit.n for unit in pipeline.units)
+    elements_of_all = sum(parameter.numel() for parameter in sync.parameters.values())
     norms = [waiting.norm() for waiting in pipeline.waiting()]
     reports = [sync.scheme.report(state) for state in pipeline.states]
     return {
         "step": pipeline.step,
         "skipped": pipeline.skipped,
-        "bits": 8 * stats.meter.moved / sum(p.numel() for p in sync.parameters.values()),
+        "bits": 8 * stats.meter.moved / (elements_of_all * sync.treatment.every),
         "link": pipeline.seconds() / sync.watch.room if sync.watch.room else 0.0,
         "density": stats.sent / elements if elements else 0.0,
         "bytes_sent": int(stats.meter.sent),

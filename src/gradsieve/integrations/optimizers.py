@@ -129,6 +129,14 @@ def as_list(optimizers: Any) -> list[Any]:
     return every
 
 
+def refuse_sharded(optimizers: Sequence[Any], exchange: str) -> None:
+    if exchange == "steps" and any(type(one).__name__ == "ZeroRedundancyOptimizer" for one in optimizers):
+        raise ConfigError(
+            "a ZeroRedundancyOptimizer steps each parameter on one rank, by that rank's gradient alone: "
+            "use preset=gradsieve.Treatment(exchange='gradients')"
+        )
+
+
 def uncovered(parameters: Mapping[str, Tensor], optimizers: Sequence[Any]) -> list[str]:
     """Parameters that none of these has."""
     covered = {each for one in optimizers for group in one.param_groups for each in group["params"]}

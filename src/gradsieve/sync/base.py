@@ -111,7 +111,9 @@ class Pipeline(ABC):
         )
         self.states = [scheme.lay(unit.sizes, world) for unit in self.units]
         self.step = 0
-        """Steps committed."""
+        """Exchanges committed."""
+        self.since = 0
+        """Steps of all ranks since the one with the last exchange: see `begins_exchange`."""
         self.skipped = 0
         """Steps skipped because a gradient was not finite."""
         self.last_step_good = True
@@ -127,6 +129,11 @@ class Pipeline(ABC):
         self.stats = Stats(Meter(rank, world))
         self._ways = [Way(scheme) for _ in self.units]
         self.observer: Observer | None = None
+
+    def begins_exchange(self) -> bool:
+        """One more step of all ranks begins: whether it is the one of its period that exchanges, the last."""
+        self.since = (self.since + 1) % self.treatment.every
+        return self.since == 0
 
     @abstractmethod
     def program(
@@ -184,7 +191,7 @@ class Pipeline(ABC):
         scheme = self.scheme.whole() if way.dense else self.scheme_of_this_step()
         ctx = Ctx(self.rank, self.world, self.step)
         exchange = scheme.exchange(acc, state, ctx) if self.units[index].n else _nothing(rider, state)
-        tag = Tag(call, self.step, index, self.loads)
+        tag = Tag(call, self.step, index, self.loads, self.since)
         seconds = rider.new_tensor(self._seconds_to_tell(index, way))
         whole = torch.cat([rider, words(tag, self.rank, self.idle, rider), seconds])
         outcome, ride = yield from _measured(carry(exchange, whole), stats, index)

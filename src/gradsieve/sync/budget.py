@@ -117,10 +117,12 @@ class Adaptive:
     epochs: int = 0
     """Since the last look."""
     seen: tuple[Times, ...] = ()
+    every: int = 1
+    """Steps to an exchange, which has the bits of all of them."""
 
     @classmethod
-    def over(cls, links: Links, n: int, world: int) -> Adaptive:
-        return cls(cost("exact", world), links.word * n / 32)
+    def over(cls, links: Links, n: int, world: int, every: int = 1) -> Adaptive:
+        return cls(cost("exact", world) / every, links.word * n / 32 * every, every=every)
 
     def at(self, bits: float) -> Adaptive:
         """As a checkpoint left it, on links and processors that may be others: with a look first."""
@@ -140,8 +142,9 @@ class Adaptive:
         """A line where a look has ended, and where it has settled after that; otherwise nothing."""
         if self.looking or self.seen or self.epochs not in (0, _SETTLED):
             return ""
-        values, share = spend(self.bits, world)
-        turns = "" if share == 1.0 else f", so that nothing waits for more than about {1 / share:.0f} steps"
+        values, share = spend(self.every * self.bits, world)
+        longest = self.every / share
+        turns = f", so that nothing waits for more than about {longest:.0f} steps" if longest > 1 else ""
         return (
             f"sends {self.bits:.3g} bits a parameter and step: {share:.1%} of all, as {values}{turns}; with "
             f"next to nothing sent, {1e3 * self.alone.waited:.1f} ms of {1e3 * self.alone.step:.1f} are "

@@ -36,7 +36,7 @@ class Fitted:
         self.moved: MovedMomentum | None = None
         self._length = StepLength()
         self.pipeline: GradientPipeline | StepPipeline
-        if treatment.exchange == "steps" and not scheme.lossless:
+        if treatment.exchange == "steps" and (treatment.every > 1 or not scheme.lossless):
             self.pipeline = StepPipeline(parameters.items(), scheme, rank, world, bucket_cap_mb, treatment)
             return
         momentum = None

@@ -6,7 +6,8 @@
     fold         own model = shared model - preview * e, where something was sent and by windows
     step         the optimizer, with this rank's own gradient
 
-A gradient meets the others' news one step late, and its own rank's at once. A rank whose gradient is not
+With `every` above 1 all but the last of so many steps are the optimizer's alone. A gradient meets the others'
+news one step after they were sent, and its own rank's at once. A rank whose gradient is not
 finite takes no step and has nothing new to tell; the others go on.
 """
 
@@ -94,7 +95,8 @@ class StepPipeline(Pipeline):
     def _within_budget(self) -> Scheme[Any]:
         if self.budget is None:
             return self.scheme
-        values, density = spend(max(self.budget.bits - self._beside, LEAST / 2), self.world)
+        bits = self.treatment.every * self.budget.bits - self._beside
+        values, density = spend(max(bits, LEAST / 2), self.world)
         return replace(self.scheme, values=values, density=density)  # type: ignore[call-arg]  # stripes
 
     def offer(self, index: int) -> tuple[Vector, Tensor]:
@@ -171,9 +173,15 @@ class StepPipeline(Pipeline):
             window = None if soon else self.step % WINDOWS
             with stats.timeline.stage("apply", index):
                 local.settle(update, spent, dense, parameters, self.world, window, self.preview, names)
+                if self.treatment.every > 1:  # windows would come round only every WINDOWS periods
+                    local.let_fold_all()
         with stats.timeline.stage("commit"):
             self.settle([staged.outcome.state for staged in self._staged])
         return True
+
+    def is_due(self, names: Set[str]) -> bool:
+        """Whether `fold` has anything to write in these parameters."""
+        return any(local.is_due(names) for local in self.local)
 
     def fold(self, parameters: Mapping[str, Tensor], names: Set[str] | None = None) -> None:
         """Write this rank's model where that is due: in these parameters, or in all."""
@@ -212,13 +220,14 @@ class StepPipeline(Pipeline):
             "all": self.coherence.all,
             "gradients_alike": self.agreement.alike,
             "gradients_all": self.agreement.all,
+            "since": float(self.since),
             "budget": 0.0 if self.budget is None else self.budget.bits,
         }
 
     def set_figures(self, figures: Mapping[str, float]) -> None:
         self.coherence = Coherence(figures["alike"], figures["all"])
         self.agreement = Coherence(figures["gradients_alike"], figures["gradients_all"])
-        self.preview = figures["preview"]
+        self.preview, self.since = figures["preview"], int(figures["since"])
         if self.budget is not None:
             self.budget = self.budget.at(figures["budget"])
 

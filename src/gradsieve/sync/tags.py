@@ -4,6 +4,7 @@
     step     exchanges settled so far
     unit     which of the step's
     loads    how often another model was loaded into the parameters
+    since    steps since the one with the last exchange
 
 Two words ride along in every exchange: a number from 0 to 15 made of these, and its square. If all P ranks
 have the same h, the sums are P h and P h^2; if they do not, no rank sees both of these for its own h (the
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ class Tag:
     step: int = 0
     unit: int = 0
     loads: int = 0
+    since: int = 0
 
     @property
     def called(self) -> str:
@@ -48,7 +50,7 @@ class Tag:
     @property
     def number(self) -> int:
         """Odd factors: ranks that differ in one part by less than 16 differ here."""
-        return (self.call + 5 * self.step + 7 * self.unit + 11 * self.loads) % 16
+        return (self.call + 5 * self.step + 7 * self.unit + 11 * self.loads + 13 * self.since) % 16
 
 
 def words(tag: Tag, rank: int, idle: int, like: Tensor) -> Tensor:
@@ -61,7 +63,7 @@ def agree(tag: Tag, sums: Sequence[float], rank: int, world: int, device: torch.
     """Go on if all ranks do the same; otherwise find out who does what, and raise it on all of them."""
     if sums[0] == world * tag.number and sums[1] == world * tag.number**2:
         return
-    mine = torch.tensor([tag.call, tag.step, tag.unit, tag.loads], dtype=torch.int64, device=device)
+    mine = torch.tensor(astuple(tag), dtype=torch.int64, device=device)
     rows = (yield AllGather(mine)).tolist()
     raise MismatchError(f"rank {rank}: {explain([Tag(*row) for row in rows])}")
 
@@ -83,6 +85,13 @@ def explain(tags: Sequence[Tag]) -> str:
         return (
             f"a model was loaded into the parameters {_times(tags, odd)} on {list_ranks(odd)} and {usual} "
             "times on the other ranks: call the model's load_state_dict() on every rank, or on none"
+        )
+    if len({tag.step for tag in tags}) == 1 and len({tag.since for tag in tags}) > 1:
+        usual, odd = sides([tag.since for tag in tags])
+        where = ", ".join(f"rank {rank} {tags[rank].since}" for rank in odd[:8])
+        return (
+            f"ranks took unlike numbers of steps since exchange {tags[0].step}: {where}, the other ranks "
+            f"{usual}. Some had more batches than the others: give all ranks as many (drop_last=True)"
         )
     usual, odd = sides([tag.step for tag in tags])
     where = ", ".join(f"rank {rank} at step {tags[rank].step}" for rank in odd[:8])

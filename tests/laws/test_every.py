@@ -1,0 +1,157 @@
+"""`every=H`: the laws of steps hold in every step of a period, not only where something is exchanged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradsieve.errors import MismatchError
+from gradsieve.feedback.treatment import Treatment
+from gradsieve.schemes.stripes import Stripes
+from gradsieve.sync import StepPipeline
+from gradsieve.sync.budget import Fixed
+from gradsieve.sync.fitted import Fitted
+from laws.cases import registered
+from laws.checks import same_bits
+from laws.treated import (
+    SMALL,
+    Case,
+    Stepping,
+    cases,
+    check_one_model,
+    check_shared,
+    check_steps_conserved,
+    shared_of,
+)
+
+few = settings(max_examples=settings.default.max_examples // 3)
+SCHEMES = [name for name in registered() if name in ("dense", "topk", "exdyna", "spardl", "stripes")]
+
+
+class Periods(Stepping):
+    def advance(self, step: int, idle: Any = ()) -> bool:
+        """Whether it exchanged."""
+        for rank in range(self.world):
+            if rank not in idle:
+                self.move(rank, self.case.numbers(step, rank))
+        due = {pipeline.begins_exchange() for pipeline in self.pipelines}
+        assert len(due) == 1, "ranks are at different places of their periods"
+        if True in due:
+            self.exchange()
+        return True in due
+
+
+def treated(every: int, preview: float | None = 1.0) -> Treatment:
+    return Treatment(small=SMALL, preview=preview, every=every)
+
+
+def check_period(case: Case, scheme: str, every: int, preview: float | None, flush_after: int) -> None:
+    ranks, exact = Periods(case, scheme, treated(every, preview)), case.exact and preview is not None
+    for step in range(2 * every + 1):
+        before = [part.clone() for part in shared_of(ranks.pipelines[0])]
+        exchanged = ranks.advance(step)
+        assert exchanged == (step % every == every - 1)
+        if not exchanged:
+            assert same_bits(shared_of(ranks.pipelines[0]), before), (
+                "the shared model moved without an exchange"
+            )
+        check_shared(ranks)
+        check_steps_conserved(ranks, exact)
+        if step == flush_after:
+            ranks.exchange(everything=True)
+            check_steps_conserved(ranks, exact)
+            check_one_model(ranks)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@few
+@given(
+    case=cases(worlds=[1, 2, 3, 4]),
+    every=st.integers(1, 4),
+    preview=st.sampled_from([1.0, 0.5, None]),
+    flush_after=st.integers(0, 8),
+)
+def test_nothing_is_lost_in_any_step_of_a_period(
+    scheme: str, case: Case, every: int, preview: float | None, flush_after: int
+) -> None:
+    check_period(case, scheme, every, preview, flush_after)
+
+
+def test_what_is_written_in_the_middle_of_a_period_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twin: a period whose steps between two exchanges are forgotten."""
+
+    def forget(self: StepPipeline) -> bool:
+        self.since = (self.since + 1) % self.treatment.every
+        if self.since:
+            for local in self.local:
+                local.adopt(self.own, set(self.own))
+        return self.since == 0
+
+    monkeypatch.setattr(StepPipeline, "begins_exchange", forget)
+    with pytest.raises(AssertionError, match="steps lost"):
+        check_period(Case(world=2), "topk", 3, 1.0, 8)
+
+
+def test_a_dense_exchange_every_so_many_steps_is_the_mean_of_the_models() -> None:
+    case = Case(world=4)
+    ranks = Periods(case, "dense", treated(3))
+    alone = [{name: p.clone() for name, p in own.items()} for own in ranks.flat]
+    for step in range(3):
+        for rank, own in enumerate(alone):
+            for name, parameter in own.items():
+                parameter -= case.numbers(step, rank)[name]
+        ranks.advance(step)
+    for name, found in ranks.flat[2].items():
+        assert torch.equal(found, sum(own[name] for own in alone) / 4)
+
+
+def test_after_an_exchange_all_of_the_model_is_folded_not_a_window_of_it() -> None:
+    ranks = Periods(Case(world=2, n=301), "topk", treated(2, 0.5))
+    for step in range(2):
+        ranks.advance(step)
+    for pipeline, own in zip(ranks.pipelines, ranks.flat, strict=True):
+        local = pipeline.local[0]
+        waiting = local.waiting(own).between(0, local.unit.n)
+        found = torch.cat([own[slot.name] for slot in local.unit.sparse])
+        assert torch.equal(found, local.shared - 0.5 * waiting)
+
+
+def test_ranks_at_different_places_of_their_periods_are_told() -> None:
+    ranks = Periods(Case(world=3), "topk", treated(4))
+    ranks.advance(0)
+    ranks.pipelines[2].since += 1
+    with pytest.raises(MismatchError, match="since exchange 0: rank 2 2, the other ranks 1"):
+        ranks.exchange(everything=True)
+
+
+def test_the_place_in_the_period_is_in_a_checkpoint() -> None:
+    ranks = Periods(Case(world=2), "topk", treated(4))
+    for step in range(3):
+        ranks.advance(step)
+    figures = ranks.pipelines[0].figures()
+    other = Periods(Case(world=2), "topk", treated(4)).pipelines[0]
+    other.set_figures(figures)
+    assert other.begins_exchange()
+
+
+def test_a_budget_counts_steps_so_that_a_period_has_that_of_all_its_steps() -> None:
+    case = Case(world=4, n=4001)
+    once = Stepping(case, Stripes(), Treatment(small=SMALL)).pipelines[0]
+    rarely = Periods(case, Stripes(), treated(4)).pipelines[0]
+    once.budget = rarely.budget = Fixed(1.0)
+    share, longer = once.scheme_of_this_step().density, rarely.scheme_of_this_step().density
+    assert longer > 2 * share or rarely.scheme_of_this_step().values != "sign"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("every", "kind"), [(1, False), (2, True)])
+def test_a_lossless_scheme_exchanges_steps_only_where_there_are_periods(every: int, kind: bool) -> None:
+    model = {name: torch.nn.Parameter(part) for name, part in Case().model().items()}
+    optimizer = torch.optim.SGD(model.values(), lr=0.1)
+    from gradsieve.schemes import make
+
+    fitted = Fitted(model, [optimizer], make("dense"), Treatment(every=every), 0, 2)
+    assert isinstance(fitted.pipeline, StepPipeline) is kind
