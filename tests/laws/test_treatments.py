@@ -286,8 +286,8 @@ def _norm(parts: dict[str, Tensor]) -> float:
 
 
 def test_treatments_of_both_kinds_are_in_the_tables() -> None:
-    """Every field of a treatment is tried. When an exchange ends (`late`) is no matter of a pipeline's:
-    tests/multiproc/test_late.py."""
+    """Every field of a treatment is tried. When an exchange begins (`every`) and ends (`late`) is not a
+    pipeline's matter alone: test_every.py, tests/multiproc/test_late.py."""
     tried = [*STEPS.values(), *GRADIENTS.values()]
-    for field in Treatment.__dataclass_fields__.keys() - {"late"}:
+    for field in Treatment.__dataclass_fields__.keys() - {"every", "late"}:
         assert len({getattr(treatment, field) for treatment in tried}) > 1, field
