@@ -83,7 +83,7 @@ class Recorder:
             step=pipeline.step,
             at=time.perf_counter() - self._start,
             density=stats.sent / self._elements if self._elements else 1.0,
-            bits=8 * stats.meter.moved / self._parameters,
+            bits=8 * stats.meter.moved / self._parameters / pipeline.treatment.every,
         )
         outcomes = pipeline.outcomes
         if any(outcome.update.count < outcome.update.numel for outcome in outcomes):  # else none selected
