@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
 from gradsieve.sync import StepPipeline
 from multiproc.harness import Ranks
-from multiproc.models import Mlp, batch
-from multiproc.training import RATE, Plan, Run, differing, snapshot
+from multiproc.resumable import Resumable
+from multiproc.training import RATE, Plan, Run, differing
 
 EVERY, SAVED_AFTER, STEPS = 4, 10, 20
 
 
-class Learning:
+class Learning(Resumable):
     def __init__(self, rank: int, settings: dict[str, Any]) -> None:
-        self.rank, self.model = rank, Mlp()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=0.01)
-        self.sync = gradsieve.attach(self.ddp, self.optimizer, every=EVERY, dense_if_faster=False, **settings)
+        super().__init__(rank, partial(torch.optim.AdamW, lr=0.01), every=EVERY, **settings)
         assert isinstance(self.sync.pipeline, StepPipeline)
-
-    def train(self, begin: int, end: int) -> dict[str, Tensor]:
-        for step in range(begin, end):
-            inputs, labels = batch(step, self.rank)
-            self.optimizer.zero_grad()
-            nn.functional.cross_entropy(self.ddp(inputs), labels).backward()
-            self.optimizer.step()
-        return snapshot(self)
 
 
 def uninterrupted(rank: int, settings: dict[str, Any]) -> tuple[dict[str, Tensor], int]:
@@ -45,16 +34,12 @@ def uninterrupted(rank: int, settings: dict[str, Any]) -> tuple[dict[str, Tensor
 def first_part(rank: int, settings: dict[str, Any], folder: Path) -> None:
     learning = Learning(rank, settings)
     learning.train(0, SAVED_AFTER)
-    parts = {"model": learning.model, "optimizer": learning.optimizer, "sync": learning.sync}
-    torch.save({name: part.state_dict() for name, part in parts.items()}, folder / f"{rank}.pt")
+    learning.save(folder / f"{rank}.pt")
 
 
 def second_part(rank: int, settings: dict[str, Any], folder: Path, forget: bool = False) -> dict[str, Tensor]:
     learning = Learning(rank, settings)
-    stored = torch.load(folder / f"{rank}.pt", weights_only=True)
-    learning.model.load_state_dict(stored["model"])
-    learning.optimizer.load_state_dict(stored["optimizer"])
-    learning.sync.load_state_dict(stored["sync"])
+    learning.load(folder / f"{rank}.pt", with_sync=True)
     if forget:
         learning.sync.pipeline.since = 0
     return learning.train(SAVED_AFTER, STEPS)

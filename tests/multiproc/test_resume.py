@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
-import gradsieve
 from gradsieve import Malformed
 from multiproc.harness import Ranks
-from multiproc.models import Mlp, batch
+from multiproc.resumable import Resumable
 from multiproc.training import Plan, Run, differing, registered, snapshot, typical, without_rank
 
 every_scheme = pytest.mark.parametrize("scheme", registered())
@@ -24,36 +23,13 @@ every_lossy_scheme = pytest.mark.parametrize("scheme", typical(lossless=False))
 HALF = 20
 
 
-class Learning:
-    """A model that learns, with momentum, in several units."""
+class Learning(Resumable):
+    """With momentum, in several units."""
 
     def __init__(self, rank: int, scheme: str) -> None:
-        self.rank, self.model = rank, Mlp()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
-        self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=0.01)
-        self.sync = gradsieve.attach(
-            self.ddp, self.optimizer, scheme=scheme, density=0.02, dense_if_faster=False
-        )
+        sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+        super().__init__(rank, sgd, scheme=scheme, density=0.02)
         assert len(self.sync.pipeline.units) > 1
-
-    def train(self, begin: int, end: int) -> dict[str, Tensor]:
-        for step in range(begin, end):
-            inputs, labels = batch(step, self.rank)
-            self.optimizer.zero_grad()
-            nn.functional.cross_entropy(self.ddp(inputs), labels).backward()
-            self.optimizer.step()
-        return snapshot(self)
-
-    def save(self, path: Path) -> None:
-        parts = {"model": self.model, "optimizer": self.optimizer, "sync": self.sync}
-        torch.save({name: part.state_dict() for name, part in parts.items()}, path)
-
-    def load(self, path: Path, with_sync: bool) -> None:
-        stored = torch.load(path, weights_only=True)
-        self.model.load_state_dict(stored["model"])
-        self.optimizer.load_state_dict(stored["optimizer"])
-        if with_sync:
-            self.sync.load_state_dict(stored["sync"])
 
 
 def uninterrupted(rank: int, scheme: str) -> dict[str, Tensor]:

@@ -22,13 +22,12 @@ if TYPE_CHECKING:
 def metrics(sync: GradientSync) -> dict[str, Any]:
     pipeline, stats = sync.pipeline, sync.pipeline.stats
     elements = sum(unit.n for unit in pipeline.units)
-    elements_of_all = sum(parameter.numel() for parameter in sync.parameters.values())
     norms = [waiting.norm() for waiting in pipeline.waiting()]
     reports = [sync.scheme.report(state) for state in pipeline.states]
     return {
         "step": pipeline.step,
         "skipped": pipeline.skipped,
-        "bits": 8 * stats.meter.moved / (elements_of_all * sync.treatment.every),
+        "bits": pipeline.bits(),
         "link": pipeline.seconds() / sync.watch.room if sync.watch.room else 0.0,
         "density": stats.sent / elements if elements else 0.0,
         "bytes_sent": int(stats.meter.sent),

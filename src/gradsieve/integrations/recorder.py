@@ -51,7 +51,6 @@ class Recorder:
             raise ConfigError("this sync is recorded already: close() the recorder first")
         self.pipeline, self.every, self.path = pipeline, every, path_of(stem, pipeline.rank)
         self._elements = sum(unit.n for unit in pipeline.units)
-        self._parameters = sum(slot.numel for unit in pipeline.units for slot in unit.slots)
         self._line: Line | None = None
         self._start = time.perf_counter()
         try:
@@ -71,7 +70,7 @@ class Recorder:
             density=1.0 if pipeline.scheme.lossless else pipeline.scheme.density,
             rank=pipeline.rank,
             world=pipeline.world,
-            parameters=self._parameters,
+            parameters=pipeline.parameters,
             every=self.every,
         )
 
@@ -83,7 +82,7 @@ class Recorder:
             step=pipeline.step,
             at=time.perf_counter() - self._start,
             density=stats.sent / self._elements if self._elements else 1.0,
-            bits=8 * stats.meter.moved / self._parameters / pipeline.treatment.every,
+            bits=pipeline.bits(),
         )
         outcomes = pipeline.outcomes
         if any(outcome.update.count < outcome.update.numel for outcome in outcomes):  # else none selected

@@ -105,6 +105,7 @@ class Pipeline(ABC):
         if not named:
             raise ConfigError("there is no parameter that requires a gradient")
         self.scheme, self.rank, self.world, self.treatment = scheme, rank, world, treatment
+        self.parameters = sum(tensor.numel() for _, tensor in named)
         small = 0 if scheme.lossless or scheme.in_turn else treatment.small
         self.units = lay_units(
             named, sys.maxsize if scheme.whole_model else int(bucket_cap_mb * 2**20), small
@@ -129,6 +130,10 @@ class Pipeline(ABC):
         self.stats = Stats(Meter(rank, world))
         self._ways = [Way(scheme) for _ in self.units]
         self.observer: Observer | None = None
+
+    def bits(self) -> float:
+        """Moved by this rank in the last exchange, a parameter and step."""
+        return 8 * self.stats.meter.moved / (self.parameters * self.treatment.every)
 
     def begins_exchange(self) -> bool:
         """One more step of all ranks begins: whether it is the one of its period that exchanges, the last."""
