@@ -1,6 +1,6 @@
 """One rank of `gradsieve bench step`: all syncs take turns on the same model, in the same processes.
 
-A turn is a few consecutive training steps between two barriers. Turns go round-robin, so that a noisy
+A turn is a few consecutive training steps between two barriers. Turns go round, there and back, so that a noisy
 machine is noisy for all syncs alike; ratios are formed within a round. Two models stand ready because
 torch's PowerSGD hook needs one large bucket on gloo (it mismatches collectives with more); the others use
 DDP's default buckets.
@@ -232,7 +232,8 @@ def measure(config: dict[str, Any]) -> list[dict[str, Any]]:
         )
     start = time.perf_counter()
     for turn in range(config["rounds"]):
-        for contestant in contestants:
+        # There and back: whoever follows dense would always pay for what dense left in caches and links.
+        for contestant in contestants if turn % 2 == 0 else reversed(contestants):
             contestant.run(batch, turn_steps[contestant.label], measured=True)
         left = (time.perf_counter() - start) / (turn + 1) * (config["rounds"] - turn - 1)
         tell(f"round {turn + 1} of {config['rounds']}, about {left:.0f} s left")
