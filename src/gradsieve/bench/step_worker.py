@@ -1,7 +1,7 @@
 """One rank of `gradsieve bench step`: all syncs take turns on the same model, in the same processes.
 
-A turn is a few consecutive training steps between two barriers. Turns go round, there and back, so that a noisy
-machine is noisy for all syncs alike; ratios are formed within a round. Two models stand ready because
+A turn is a few consecutive training steps between two barriers. Turns go round, there and back, so that a
+noisy machine is noisy for all syncs alike; ratios are formed within a round. Two models stand ready because
 torch's PowerSGD hook needs one large bucket on gloo (it mismatches collectives with more); the others use
 DDP's default buckets.
 
