@@ -97,7 +97,8 @@ def rows(paths: Sequence[Path]) -> list[Row]:
         try:
             hosts = result["config"].get("hosts")
             for row in result["rows"]:
-                found.append(Row(str(row.get("scheme", row.get("sync"))), int(row.get("world", hosts)), row))
+                world = row.get("world", row.get("hosts", hosts))
+                found.append(Row(str(row.get("scheme", row.get("sync"))), int(world), row))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(f"{path} is no result of a bench over ranks: {error!r}") from error
     return found

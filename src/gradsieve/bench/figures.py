@@ -102,7 +102,7 @@ _ALL = [
     Figure("exdyna-convergence", _EXDYNA, _LOSS, "dense,topk,exdyna-paper,exdyna"),
     Figure("exdyna-density", _EXDYNA, _DENSITY, "topk,hard-threshold,exdyna-paper,exdyna"),
     Figure("exdyna-imbalance", _EXDYNA, _F, "micro-paper,exdyna-paper,exdyna:balance=false,exdyna"),
-    Figure("exdyna-breakdown", _EXDYNA, _BREAKDOWN, "topk,micro-paper,exdyna-paper,exdyna"),
+    Figure("exdyna-breakdown", _EXDYNA, _BREAKDOWN, "topk,micro-paper@paper,exdyna-paper@paper,exdyna"),
     Figure("exdyna-scaling", _EXDYNA, _WORDS, "topk,micro-paper,exdyna-paper,exdyna"),
     Figure("micro-convergence", _MICRO, _LOSS, "dense,topk,micro-paper,micro"),
     Figure("micro-density", _MICRO, _DENSITY, "topk,hard-threshold,micro-paper,micro"),
@@ -112,10 +112,10 @@ _ALL = [
     Figure("deft-density", _DEFT, _DENSITY, "topk-union,deft-paper,deft"),
     Figure("deft-residual", _DEFT, _WAITING, "topk,cltk,deft-paper,deft"),
     Figure("deft-selection", _DEFT, _SELECTION, "topk,deft-paper,deft,micro-paper"),
-    Figure("deft-breakdown", _DEFT, _BREAKDOWN, "topk,cltk,deft-paper,deft"),
+    Figure("deft-breakdown", _DEFT, _BREAKDOWN, "topk,cltk,deft-paper@paper,deft"),
     Figure("oktopk-xi", _OKTOPK, _XI, "topk,oktopk-paper,oktopk"),
     Figure("oktopk-selection", _OKTOPK, _DENSITY, "gaussiank,oktopk-paper,oktopk"),
-    Figure("oktopk-scaling", _OKTOPK, _SCALING, "dense,topk,oktopk-paper,oktopk"),
+    Figure("oktopk-scaling", _OKTOPK, _SCALING, "dense,topk,oktopk-paper@paper,oktopk"),
     Figure("oktopk-convergence", _OKTOPK, _SECONDS, "dense,topk,oktopk-paper@paper,oktopk"),
     Figure("spardl-teams", _SPARDL, _TEAMS, "spardl,spardl:teams=2,spardl:teams=4"),
     Figure(
@@ -125,7 +125,7 @@ _ALL = [
         "spardl-paper,spardl-paper:residuals=end,spardl-paper:residuals=local",
     ),
     Figure("spardl-contraction", _SPARDL, _CONTRACTION, "topk,oktopk-paper,spardl-paper,spardl"),
-    Figure("spardl-breakdown", _SPARDL, _BREAKDOWN, "topk,oktopk-paper,spardl-paper,spardl"),
+    Figure("spardl-breakdown", _SPARDL, _BREAKDOWN, "topk,oktopk-paper@paper,spardl-paper@paper,spardl"),
     Figure("spardl-convergence", _SPARDL, _SECONDS, "dense,oktopk-paper@paper,spardl-paper@paper,spardl"),
 ]
 FIGURES = {figure.name: figure for figure in _ALL}
