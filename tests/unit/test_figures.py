@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from gradsieve.bench.figure_data import Training, labels, records
-from gradsieve.bench.figure_draw import running_mean
+from gradsieve.bench.figure_data import Row, Training, labels, records
+from gradsieve.bench.figure_draw import gap_against_bits, running_mean
 from gradsieve.bench.figures import FIGURES, Figure
 from gradsieve.cli.main import _parser, main
 from gradsieve.errors import ConfigError
@@ -40,6 +40,7 @@ def files(tmp_path: Path) -> dict[str, list[Path]]:
     """By the kind of reader."""
     rows = [
         {"scheme": scheme, "sync": scheme, "world": world, "words": 10.0, "select_ms": 2.0, "step_ms": 5.0}
+        | {"gap": 1.0, "bits": 0.5, "budget": None}
         for scheme in ("topk", "dense", "spardl", "spardl:teams=2")
         for world in (2, 4)
     ]
@@ -78,12 +79,15 @@ def test_the_list_has_all_five_papers_and_commands_that_parse(capsys: pytest.Cap
     assert main(["figure", "--list"]) == 0
     told = capsys.readouterr().out
     assert len(FIGURES) >= 14
-    assert {name.partition("-")[0] for name in FIGURES} == {"exdyna", "micro", "deft", "oktopk", "spardl"}
+    assert {name.partition("-")[0] for name in FIGURES} == {
+        *("exdyna", "micro", "deft", "oktopk", "spardl"),
+        "study",
+    }
     for figure in FIGURES.values():
         assert (
             f"{figure.name}\n  {figure.paper}, figure on: {figure.kind.shows}\n  {figure.command}\n" in told
         )
-        words = shlex.split(figure.command.partition(" (then")[0])
+        words = shlex.split(figure.command)
         _parser().parse_args(words[1:])  # exits where a command does not exist
 
 
@@ -123,3 +127,22 @@ def test_labels_name_what_differs() -> None:
 def test_a_running_mean_begins_with_what_there_is() -> None:
     assert running_mean([2.0, 4.0, 6.0, 8.0], 2) == [2.0, 3.0, 5.0, 7.0]
     assert running_mean([2.0, 4.0], 0) == [2.0, 4.0]
+
+
+def test_of_several_rates_the_best_is_drawn() -> None:
+    from matplotlib.figure import Figure as Canvas
+
+    def row(sync: str, bits: float, gap: float | None) -> Row:
+        return Row(sync, 4, {"bits": bits, "gap": gap})
+
+    axes = Canvas().add_subplot()
+    gap_against_bits(
+        axes,
+        [
+            *(row("diloco:every=9", 0.75, 3.0), row("diloco:every=9", 0.75, 1.0)),
+            row("diloco:every=9", 0.75, None),
+            row("diloco:every=36", 0.25, 2.0),
+        ],
+    )
+    (line,) = [each for each in axes.lines if len(each.get_xdata()) == 2 and each.get_marker() == "o"]
+    assert list(zip(line.get_xdata(), line.get_ydata(), strict=True)) == [(0.25, 2.0), (0.75, 1.0)]

@@ -150,6 +150,38 @@ def against_teams(axes: Any, rows: Sequence[Row]) -> None:
     axes.set_ylabel("milliseconds a training step")
 
 
+def gap_against_bits(axes: Any, rows: Sequence[Row]) -> None:
+    """One line a sync, a point each of its settings at the best of its rates, with the spread over seeds."""
+    best: dict[str, dict[tuple[str, float | None, float | None], Row]] = {}
+    for row in rows:
+        name, figures = row.sync.partition(":")[0], row.figures
+        if figures.get("gap") is None or not figures.get("bits") or name == "dense":
+            continue
+        own = best.setdefault(name, {})
+        setting = (row.sync, figures.get("density"), figures.get("budget"))
+        if setting not in own or figures["gap"] < own[setting].figures["gap"]:
+            own[setting] = row
+    if not best:
+        raise ConfigError("none of the files has gap and bits: see gradsieve figure --list for the command")
+    for number, (name, own) in enumerate(best.items()):
+        points = sorted((row.figures for row in own.values()), key=lambda figures: figures["bits"])
+        axes.errorbar(
+            [point["bits"] for point in points],
+            [point["gap"] for point in points],
+            [point.get("gap_spread") or 0.0 for point in points],
+            label=name,
+            marker=_MARKERS[number % 5],
+            capsize=3,
+            **_look(name, number),
+        )
+    axes.axhline(0.0, color="black", linewidth=2.5, label="dense")
+    axes.set_xscale("log")
+    axes.set_yscale("symlog", linthresh=5.0)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlabel("bits a parameter and step, sent or received by the busiest rank")
+    axes.set_ylabel("worse than dense by: per cent of the loss, or points")
+
+
 def _by_sync(rows: Sequence[Row], column: str) -> dict[str, list[Row]]:
     found: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row.world):

@@ -1,4 +1,4 @@
-"""`gradsieve figure`: the figures of the five papers, drawn from runs of one's own.
+"""`gradsieve figure`: the figures of the five papers, and of the study, drawn from runs of one's own.
 
 A figure is named by its paper and by what it shows; papers number theirs differently from version to version,
 so that no number is claimed. `figure_data.py` reads the files, `figure_draw.py` has a function for each kind.
@@ -94,9 +94,15 @@ _WORDS = Kind(
     data.rows,
     partial(draw.against_ranks, column="words", label="4-byte words moved by the busiest rank in a step"),
 )
+_GAPS = Kind(
+    "Loss against bits",
+    "accuracy --tasks transformer --batch 64 --rates 0.5,1,2 --folder runs --json equal.json --syncs {}",
+    data.rows,
+    draw.gap_against_bits,
+)
 
 _EXDYNA, _MICRO, _DEFT = "ExDyna (CCGrid 2024)", "MiCRO (HiPC 2023)", "DEFT (ICPP 2023)"
-_OKTOPK, _SPARDL = "Ok-Topk (PPoPP 2022)", "SparDL"
+_OKTOPK, _SPARDL, _STUDY = "Ok-Topk (PPoPP 2022)", "SparDL", "the equal-bytes study"
 
 _ALL = [
     Figure("exdyna-convergence", _EXDYNA, _LOSS, "dense,topk,exdyna-paper,exdyna"),
@@ -127,6 +133,7 @@ _ALL = [
     Figure("spardl-contraction", _SPARDL, _CONTRACTION, "topk,oktopk-paper,spardl-paper,spardl"),
     Figure("spardl-breakdown", _SPARDL, _BREAKDOWN, "topk,oktopk-paper@paper,spardl-paper@paper,spardl"),
     Figure("spardl-convergence", _SPARDL, _SECONDS, "dense,oktopk-paper@paper,spardl-paper@paper,spardl"),
+    Figure("study-equal-bytes", _STUDY, _GAPS, "dense,local-sgd:every=64,diloco:every=9+values=int4,cser"),
 ]
 FIGURES = {figure.name: figure for figure in _ALL}
 
