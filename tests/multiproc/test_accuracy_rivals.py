@@ -30,7 +30,8 @@ def few_numbers() -> DataSet:
 
 
 def add_task() -> None:
-    """In whichever process."""
+    """In whichever process. Judged often, short as it is."""
+    virtual.JUDGED_EVERY = 1
     tasks.TASKS[TASK] = replace(
         tasks.TASKS["mlp"],
         name=TASK,
@@ -62,11 +63,13 @@ def learn(_rank: int, sync: str) -> tuple[virtual.Course, int, int]:
 
 @pytest.fixture(scope="module")
 def dense() -> virtual.Course:
+    often = virtual.JUDGED_EVERY
     add_task()
     try:
         return accuracy.train(Case(task=TASK, sync="dense", world=2, seed=3, steps=STEPS), lambda: None)
     finally:
         del tasks.TASKS[TASK]
+        virtual.JUDGED_EVERY = often
 
 
 def test_fp16_on_real_ranks_is_dense_on_virtual_ones_but_for_rounding(

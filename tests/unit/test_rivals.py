@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsieve.bench import accuracy, rival_runs, tasks
+from gradsieve.bench import accuracy, rival_runs, tasks, virtual
 from gradsieve.bench.accuracy import Case
 from gradsieve.bench.rival_base import Part, RivalRun, flat
 from gradsieve.bench.rival_cser import Cser, CserPart
@@ -176,7 +176,8 @@ def test_settings_that_mean_nothing_are_refused(text: str) -> None:
         parse(text)
 
 
-def test_a_rival_is_a_sync_of_bench_accuracy_with_a_rate_of_its_own() -> None:
+def test_a_rival_is_a_sync_of_bench_accuracy_with_a_rate_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(virtual, "JUDGED_EVERY", 1)
     todo = accuracy.cases(
         [TASK], ["dense", "diloco:every=4"], ["default"], [0.1], [], [4], 1, True, 8, rates=[0.5, 1.0]
     )

@@ -26,9 +26,11 @@ from gradsieve.sync.fitted import Fitted
 from gradsieve.types import Sparse
 
 EVALUATIONS = 20
-"""Of a training, from the first step to the last."""
+"""Of a training, from the first step to the last, at most."""
 LOOK_EVERY = 50
 """Steps between two looks at fidelity and at what waits: they need all ranks' vectors at once."""
+JUDGED_EVERY = 50
+"""Steps between two evaluations, at least: one takes as long as tens of steps."""
 RECORD_EVERY = 10
 """Steps between two lines of a record that have norms: nobody times these trainings."""
 
@@ -116,7 +118,8 @@ def own_batches(training: tasks.Training, rank: int, world: int, mixed: bool, se
 
 def looks(steps: int) -> set[int]:
     """The steps after which the model is judged, evenly spread, the last one among them."""
-    return {math.ceil(i * steps / EVALUATIONS) for i in range(1, EVALUATIONS + 1)}
+    count = min(EVALUATIONS, max(1, steps // JUDGED_EVERY))
+    return {math.ceil(i * steps / count) for i in range(1, count + 1)}
 
 
 def train(run: Run, after_step: Callable[[], None] = lambda: None) -> Course:
