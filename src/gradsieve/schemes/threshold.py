@@ -25,6 +25,10 @@ FAR = 0.7
 """Error of ln(count) beyond which the whole correction is applied."""
 SURPRISE = 0.25
 """Errors teach the drift as much as one of this size at most; beyond, it is a jump and not a trend."""
+CALM, CERTAIN = 0.4, 0.5
+"""Part of both that is applied to small errors, and the error from which on it is all of them. Small ones are
+chance, which differs from batch to batch: to answer it in full would double it, and rows would overflow in
+every third step of a training."""
 SATURATED = 3.0
 """Mean of ln(|x| / threshold) from which on a lower threshold has nothing left to find."""
 SHARE_MEMORY = 0.5
@@ -84,8 +88,10 @@ def settle_threshold(states: Sequence[AnyPartitioned], k: int, control: bool = T
         return [replace(state, share=_share(state, demand, k)) for state in states]
     spread = min(tail / demand, 1.0)
     error = _error(torch.stack([state.curve for state in states]).sum(0).tolist(), k)
-    gain = 1.0 if abs(error) > FAR else PROPORTIONAL
-    drift = drift * tracked / (tracked + 1) + INTEGRAL * min(max(error, -SURPRISE), SURPRISE) * spread
+    trust = max(CALM, min(abs(error) / CERTAIN, 1.0))
+    gain = 1.0 if abs(error) > FAR else trust * PROPORTIONAL
+    lesson = trust * INTEGRAL * min(max(error, -SURPRISE), SURPRISE)
+    drift = drift * tracked / (tracked + 1) + lesson * spread
     move = gain * error * spread + drift
     if error < 0 and tail / demand > SATURATED:
         move, drift = 0.0, 0.0
