@@ -168,6 +168,10 @@ class Pipeline(ABC):
             for name, part in parts.items()
         }
 
+    def kept(self) -> dict[str, Tensor]:
+        """The same with what nobody else can save: all that a checkpoint holds of vectors."""
+        return self.memories()
+
     @abstractmethod
     def remembering(self) -> Sequence[Memory]: ...
 

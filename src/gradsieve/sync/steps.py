@@ -248,5 +248,8 @@ class StepPipeline(Pipeline):
         dense = (local.waiting_dense(self.own) for local in self.local)
         return math.hypot(*(float(part.norm()) for part in (*dense, *self.waiting())))
 
+    def kept(self) -> dict[str, Tensor]:
+        return self.memories() | {f"own/{name}": own for name, own in self.own.items()}
+
     def remembering(self) -> Sequence[Memory]:
         return self.local
