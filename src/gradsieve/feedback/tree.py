@@ -1,7 +1,7 @@
 """Nested state, such as an optimizer's, as a text and tensors: no pickle.
 
-The text is JSON in which a tensor is {"tensor": its number}, a tuple {"tuple": [...]}, and a dictionary, whose
-keys are strings and numbers, {"dict": [[key, value], ...]}. Floats come back to the last bit.
+The text is JSON in which a tensor is {"tensor": its number}, a tuple {"tuple": [...]}, and a dictionary,
+whose keys are strings and numbers, {"dict": [[key, value], ...]}. Floats come back to the last bit.
 """
 
 from __future__ import annotations

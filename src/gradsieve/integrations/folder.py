@@ -4,8 +4,8 @@
     rank00003-of-00004-<hash>.safetensors   what rank 3 had (`wire/tensor_file.py`)
 
 A rank's file is written under another name, forced to disk and renamed; as its name has its hash, it takes no
-older one's place. Rank 0 then writes the manifest in the same way. Until that is renamed the checkpoint before
-is whole, whatever breaks; afterwards the new one is, and the old one's files are removed.
+older one's place. Rank 0 then writes the manifest in the same way. Until that is renamed the checkpoint
+before is whole, whatever breaks; afterwards the new one is, and the old one's files are removed.
 
 A manifest names no paths: a file's name follows from rank, number of ranks and hash. Symbolic links and what
 is not a plain file are not opened. It is JSON, but is read by one expression, as it is written here and not
@@ -14,6 +14,7 @@ otherwise.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradsieve.comm.ops import AllGather
-from gradsieve.errors import Malformed
+from gradsieve.errors import Malformed, MismatchError
 from gradsieve.integrations import saving
 from gradsieve.sync.parts import stand_in
 from gradsieve.types import Program
@@ -95,16 +96,20 @@ def save(sync: GradientSync, folder: Path, optimizers: bool) -> None:
         mine = _write_shard(sync, folder, optimizers)
     except Exception as error:  # whatever it is, the other ranks wait to be told
         problem = error
-    hashes = sync.engine.run(_told(sync, mine, problem), "the vote on a checkpoint", sync.device)
-    manifest = Manifest(
-        world, sync.pipeline.step, type(sync.scheme).__name__, layout_of(sync), optimizers, hashes
-    )
-    if rank == 0:
-        try:
-            _commit(folder, manifest)
-        except Exception as error:
-            problem = error
-    sync.engine.run(_told(sync, mine, problem), "the vote on a manifest", sync.device)
+    try:
+        hashes = sync.engine.run(_told(sync, mine, problem), "the vote on a checkpoint", sync.device)
+        manifest = Manifest(
+            world, sync.pipeline.step, type(sync.scheme).__name__, layout_of(sync), optimizers, hashes
+        )
+        if rank == 0:
+            try:
+                _commit(folder, manifest)
+            except Exception as error:
+                problem = error
+        sync.engine.run(_told(sync, mine, problem), "the vote on a manifest", sync.device)
+    except (Malformed, MismatchError):
+        _withdraw(folder, rank, world, mine.hex())
+        raise
 
 
 def _write_shard(sync: GradientSync, folder: Path, optimizers: bool) -> bytes:
@@ -133,6 +138,17 @@ def _write(folder: Path, part: str, pieces: Iterable[memoryview], rank: int = -1
         path.unlink(missing_ok=True)
     _force(folder)
     return found.digest()
+
+
+def _withdraw(folder: Path, rank: int, world: int, sha256: str) -> None:
+    """Remove a file that was refused, so that it does not fill the disk; unless the manifest that is there
+    names it: the same was saved before."""
+    with contextlib.suppress(Malformed):
+        manifest = read_manifest(folder)
+        if manifest.world == world and manifest.hash_of(rank) == sha256:
+            return
+    with contextlib.suppress(OSError):
+        (folder / _file(rank, world, sha256)).unlink()
 
 
 def _force(folder: Path) -> None:
@@ -175,7 +191,8 @@ def _commit(folder: Path, manifest: Manifest) -> None:
     _write(folder, "manifest.part", [memoryview(text.encode())])
     for name in there - named:
         if _OURS.fullmatch(name):
-            (folder / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                (folder / name).unlink()
 
 
 def _file(rank: int, world: int, sha256: str) -> str:

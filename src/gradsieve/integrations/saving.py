@@ -129,8 +129,8 @@ def part_of(sync: GradientSync, stored: Mapping[str, Tensor], rank: int, world: 
     if world != pipeline.world and prefix + "format" not in stored:
         raise Malformed(
             f"{world} ranks saved this checkpoint and {pipeline.world} load it: rank {sync.engine.rank} then "
-            f"needs what {list_ranks(parts_for(sync, world))} had, and is not given that of rank {rank}. Give "
-            "it all of them, or use save() and load()"
+            f"needs what {list_ranks(parts_for(sync, world))} had, and is not given that of rank {rank}. "
+            "Give it all of them, or use save() and load()"
         )
     for key, expected in (("format", checkpoint.FORMAT), ("world", world)):
         found = int(checkpoint.take(stored, prefix + key, (), torch.int64))
@@ -151,6 +151,8 @@ def part_of(sync: GradientSync, stored: Mapping[str, Tensor], rank: int, world: 
         checkpoint.fields_from_tensors(sync.scheme.lay(unit.sizes, world), stored, f"{prefix}unit/{index}/")
         for index, unit in enumerate(pipeline.units)
     ]
+    if any(getattr(state, "n", unit.n) != unit.n for state, unit in zip(states, pipeline.units, strict=True)):
+        raise Malformed("a scheme's state in the checkpoint is for another number of elements")
     return Part(step, figures, _memories(sync, stored, prefix), states)
 
 
@@ -195,8 +197,8 @@ def come_to_rest(sync: GradientSync, call: str | None = None) -> None:
     """No exchange is under way; and where all ranks are needed, all of them make this call."""
     if sync.is_closed:
         raise ConfigError(
-            f"rank {sync.engine.rank}, step {sync.pipeline.step}: the sync is closed, and has nothing to save "
-            "or to load into"
+            f"rank {sync.engine.rank}, step {sync.pipeline.step}: the sync is closed, and has nothing to "
+            "save or to load into"
         )
     sync.take_over()
     if call is not None and not sync.scheme.silent:
