@@ -1,7 +1,7 @@
 """`gradsieve bench resize`: whether a training that changes its number of ranks ends as one that does not.
 
-Virtual ranks stop at even distances and others, of the next number, go on with what they had, through the same
-merging as a checkpoint of another number of ranks (`sync/parts.py`). Examples in a step are as many throughout.
+Virtual ranks stop at even distances and others, of the next number, go on with what they had, merged as a
+checkpoint of another number of ranks is (`sync/parts.py`). Examples in a step are as many throughout.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from gradsieve import presets
-from gradsieve.bench import tasks
 from gradsieve.bench.machine import one_thread
 from gradsieve.bench.virtual import Member, Run, exchange, own_batches
 from gradsieve.comm import lockstep
@@ -79,7 +78,8 @@ def measure_all(
 
 
 def train(run: Run, way: Sequence[int], after_step: Callable[[], None]) -> tuple[float, float]:
-    """The metric at the end, after a flush; and the largest difference that a change of size made to what waits."""
+    """The metric at the end, after a flush; and the largest difference that a change of size made to what
+    waits."""
     members = [Member(run, rank) for rank in range(run.world)]
     steps, worst, stretch = members[0].training.steps, 0.0, 0
     for step in range(steps):
