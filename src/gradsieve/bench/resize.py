@@ -20,7 +20,7 @@ from gradsieve.bench.virtual import Member, Run, exchange, own_batches
 from gradsieve.comm import lockstep
 from gradsieve.errors import ConfigError
 from gradsieve.schemes.spec import parse
-from gradsieve.sync.parts import capture, resized, restore, stand_in
+from gradsieve.sync.parts import Merger, capture, restore, stand_in
 
 COLUMNS = ["task", "sync", "ranks", "final", "spread", "seeds", "kept"]
 _DATA_APART = 100
@@ -103,9 +103,13 @@ def train(run: Run, way: Sequence[int], after_step: Callable[[], None]) -> tuple
 
 def taken_over(members: Sequence[Member], run: Run, stretch: int) -> list[Member]:
     """As many new members as the run has ranks, who go on where these stopped."""
-    old, parts = len(members), {rank: capture(member.pipeline) for rank, member in enumerate(members)}
+    old, parts = len(members), [capture(member.pipeline) for member in members]
     new = [Member(run, rank) for rank in range(run.world)]
-    merged = lockstep.run([resized(member.pipeline, parts, old) for member in new])
+    mergers = [Merger(member.pipeline, old) for member in new]
+    for merger in mergers:
+        for rank, part in enumerate(parts):
+            merger.add(rank, part)
+    merged = lockstep.run([merger.merged() for merger in mergers])
     for rank, (member, part) in enumerate(zip(new, merged, strict=True)):
         source = members[stand_in(rank, old)].training
         member.training.model.load_state_dict(source.model.state_dict())  # batch norm's statistics

@@ -20,7 +20,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ import torch
 from gradsieve.comm.ops import AllGather
 from gradsieve.errors import Malformed, MismatchError
 from gradsieve.integrations import saving
-from gradsieve.sync.parts import stand_in
+from gradsieve.sync.parts import Part, stand_in
 from gradsieve.types import Program
 from gradsieve.wire import tensor_file
 from gradsieve.wire.tensor_file import TensorFile
@@ -222,16 +222,19 @@ def offer_of(sync: GradientSync, folder: Path, optimizers: bool) -> saving.Offer
         )
     if optimizers and not manifest.optimizers:
         raise Malformed("the checkpoint has no optimizers: load(folder, optimizers=False), if that is meant")
-    source = stand_in(sync.engine.rank, manifest.world)
-    parts, states = {}, None
-    for rank in saving.parts_for(sync, manifest.world):
+    source, states = stand_in(sync.engine.rank, manifest.world), []
+
+    def read(rank: int) -> Part:
         stored = read_shard(folder, manifest, rank)
-        parts[rank] = saving.part_of(sync, stored, rank, manifest.world)
-        if parts[rank].step != manifest.step:
-            raise Malformed(f"{manifest.file_of(rank)} is of step {parts[rank].step}, not {manifest.step}")
+        part = saving.part_of(sync, stored, rank, manifest.world)
+        if part.step != manifest.step:
+            raise Malformed(f"{manifest.file_of(rank)} is of step {part.step}, not {manifest.step}")
         if optimizers and rank == source:
-            states = saving.optimizers_of(sync, stored, rank, stored.bytes)
-    return saving.Offer(manifest.world, parts, states)
+            states.extend(saving.optimizers_of(sync, stored, rank, stored.bytes))
+        return part
+
+    offer = saving.gathered(sync, manifest.world, read)
+    return replace(offer, optimizers=states) if optimizers else offer
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -10,7 +10,6 @@ import logging
 import math
 import re
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +24,14 @@ from gradsieve.feedback.tree import put_together, taken_apart
 from gradsieve.feedback.units import flat_view, shaped_like
 from gradsieve.integrations.agreement import against_the_majority, as_bytes, as_text
 from gradsieve.sync.parts import (
+    Merger,
     Part,
     filled_in,
     left_out,
     needed_by,
     nothing_waits,
-    resized,
     restore,
+    stand_in,
 )
 from gradsieve.sync.tags import list_ranks
 from gradsieve.types import Program, replicated_fields
@@ -49,11 +49,16 @@ _BARE = "nothing_waits"
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a rank read, checked: the parts of old ranks that it needs."""
+    """What a rank read, checked."""
 
     world: int
     """Of the run that saved."""
-    parts: Mapping[int, Part]
+    part: Part
+    """This rank's own, or the one that stands in for it."""
+    fingerprint: int
+    """Of what has to be the same on all ranks."""
+    merger: Merger | None = None
+    """Where as many ranks as now did not save."""
     optimizers: list[Any] | None = None
     """Their states, if they are to be loaded."""
 
@@ -109,7 +114,26 @@ def offer_of(sync: GradientSync, stored: Mapping[str, Tensor]) -> Offer:
         said = " and ".join(map(str, sorted(worlds))) or "no"
         raise Malformed(f"this is not a checkpoint of one sync: it is of {said} ranks")
     world = checked_world(worlds.pop())
-    return Offer(world, {rank: part_of(sync, stored, rank, world) for rank in parts_for(sync, world)})
+    return gathered(sync, world, lambda rank: part_of(sync, stored, rank, world))
+
+
+def gathered(sync: GradientSync, world: int, read: Callable[[int], Part]) -> Offer:
+    """What this rank needs of a run of `world` ranks; parts are read one after the other."""
+    rank, own = sync.engine.rank, None
+    merger = None if world == sync.engine.world else Merger(sync.pipeline, world)
+    seen: set[tuple[int, int]] = set()
+    for each in parts_for(sync, world):
+        part = read(each)
+        seen.add((part.step, _fingerprint(part)))
+        if len(seen) > 1:
+            raise Malformed(f"the part of rank {each} is of another run or step than those before it")
+        if merger is not None:
+            merger.add(each, part)
+        if each == stand_in(rank, world):
+            own = part
+    assert own is not None
+    ((_, fingerprint),) = seen
+    return Offer(world, own, fingerprint, merger)
 
 
 def checked_world(world: int) -> int:
@@ -209,21 +233,24 @@ def load(sync: GradientSync, call: str, read: Callable[[], Offer]) -> None:
     """What `read` offers, on all ranks or on none."""
     come_to_rest(sync, call)
     offer, problem = None, None
-    with _optimizers_undone_on_error(sync):
+    undo: list[tuple[Any, Any]] = []
+    try:
         try:
             offer = read()
             for one, state in zip(sync.fitted.optimizers, offer.optimizers or (), strict=False):
+                undo.append((one, one.state_dict()))
                 one.load_state_dict(state)
         except Exception as error:  # whatever it is, the other ranks wait to be told
             problem = error
         sync.engine.run(_vote(sync, offer, problem), "the vote on a checkpoint", sync.device)
         assert offer is not None
-        if offer.world == sync.engine.world:
-            part = offer.parts[sync.engine.rank]
-        else:
-            part = sync.engine.run(
-                resized(sync.pipeline, offer.parts, offer.world), "what waits on all ranks", sync.device
-            )
+        part = offer.part
+        if offer.merger is not None:
+            part = sync.engine.run(offer.merger.merged(), "what waits on all ranks", sync.device)
+    except BaseException:
+        for one, state in undo:
+            one.load_state_dict(state)
+        raise
     sync.engine.submit_call(lambda: restore(sync.pipeline, part), sync.device).result()
     sync.compared = part.step
     if sync.models is not None:
@@ -232,26 +259,11 @@ def load(sync: GradientSync, call: str, read: Callable[[], Offer]) -> None:
         _say_resized(sync, offer)
 
 
-@contextmanager
-def _optimizers_undone_on_error(sync: GradientSync):  # type: ignore[no-untyped-def]
-    before = [one.state_dict() for one in sync.fitted.optimizers]
-    try:
-        yield
-    except BaseException:
-        for one, state in zip(sync.fitted.optimizers, before, strict=True):
-            one.load_state_dict(state)
-        raise
-
-
 def _vote(sync: GradientSync, offer: Offer | None, problem: Exception | None) -> Program[None]:
     rank, device = sync.engine.rank, sync.device
     mine = [0, 0, 0, 0]
     if offer is not None and problem is None:
-        try:
-            step, fingerprint = _common(offer)
-            mine = [1, step, fingerprint, offer.world]
-        except Malformed as error:
-            problem = error
+        mine = [1, offer.part.step, offer.fingerprint, offer.world]
     rows = (yield AllGather(torch.tensor(mine, dtype=torch.int64, device=device))).tolist()
     refused = [number for number, row in enumerate(rows) if row[0] != 1]
     if refused:
@@ -286,17 +298,6 @@ def refuse(sync: GradientSync, outcome: str, refused: list[int], problem: Except
 
 def _reason(problem: Exception) -> str:
     return str(problem) if isinstance(problem, Malformed) else f"{type(problem).__name__}: {problem}"
-
-
-def _common(offer: Offer) -> tuple[int, int]:
-    """Step and fingerprint of what has to be the same on all ranks, if a rank's own parts agree."""
-    seen = {(part.step, _fingerprint(part)) for part in offer.parts.values()}
-    if len(seen) > 1:
-        raise Malformed(
-            f"parts of {list_ranks(sorted(offer.parts))} are of different runs or steps: what they shared "
-            "differs"
-        )
-    return seen.pop()
 
 
 def _fingerprint(part: Part) -> int:

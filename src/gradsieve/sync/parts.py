@@ -16,9 +16,9 @@ a scheme takes over (`Scheme.begin`). How alike gradients are is counted over.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +28,6 @@ from gradsieve.feedback.coherence import Coherence
 from gradsieve.sync.base import Pipeline
 from gradsieve.sync.steps import StepPipeline
 from gradsieve.types import Program
-
-Memories: TypeAlias = Sequence[Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,54 +105,58 @@ def needed_by(rank: int, world: int, old: int) -> list[int]:
     return [rank] if world == old else sorted({*given_by(rank, world, old), stand_in(rank, old)})
 
 
-def resized(pipeline: Pipeline, parts: Mapping[int, Part], old: int) -> Program[Part]:
-    """What this rank goes on with, of parts of `old` ranks: at least those that it needs."""
-    rank, world = pipeline.rank, pipeline.world
-    like = parts[stand_in(rank, old)]
-    given = [parts[each].memories for each in given_by(rank, world, old)]
-    figures = dict(like.figures)
-    if isinstance(pipeline, StepPipeline):
-        figures |= _figures_among(pipeline, like.figures, old)
-        memories = yield from _two_models(pipeline, like.memories, given, old, figures["preview"])
-    else:
-        memories = yield from _means(pipeline, like.memories, given, old)
-    states = [
-        pipeline.scheme.lay(unit.sizes, world, state)
-        for unit, state in zip(pipeline.units, like.states, strict=True)
-    ]
-    return Part(like.step, figures, memories, states)
+class Merger:
+    """What one rank goes on with of the parts of `old` ranks, which it is given one after the other: it keeps
+    one of them and the sums."""
 
+    def __init__(self, pipeline: Pipeline, old: int) -> None:
+        self.pipeline, self.old = pipeline, old
+        self.like: Part | None = None
+        self._totals = {
+            key: torch.zeros_like(view)
+            for key, view in pipeline.kept().items()
+            if not key.startswith(("shared/", "total/", "own/"))
+        }
+        """Of steps, what waits, under the names of the marks."""
 
-def _two_models(
-    pipeline: StepPipeline, like: Mapping[str, Tensor], given: Memories, old: int, preview: float
-) -> Program[dict[str, Tensor]]:
-    out: dict[str, Tensor] = {}
-    for name, own in pipeline.own.items():
-        shared = like[f"shared/{name}"].to(own.device)
-        total = torch.zeros_like(shared)
-        for each in given:
-            waits = each[f"mark/{name}"] - each[f"own/{name}"]
-            total += torch.where(waits.isfinite(), waits, 0.0).to(own.device)
-        total = yield AllReduce(total)
-        waits = total / old
-        x = (shared - preview * waits).to(own.dtype)
-        out |= {f"shared/{name}": shared, f"own/{name}": x, f"mark/{name}": x.to(shared.dtype) + waits}
-    return out
+    def add(self, rank: int, part: Part) -> None:
+        if rank == stand_in(self.pipeline.rank, self.old):
+            self.like = part
+        if rank not in given_by(self.pipeline.rank, self.pipeline.world, self.old):
+            return
+        for key, total in self._totals.items():
+            kind, _, name = key.partition("/")
+            given = part.memories[key]
+            if kind == "mark":
+                given = given - part.memories[f"own/{name}"]
+                given = torch.where(given.isfinite(), given, 0.0)
+            total += given.to(total.device)
 
-
-def _means(
-    pipeline: Pipeline, like: Mapping[str, Tensor], given: Memories, old: int
-) -> Program[dict[str, Tensor]]:
-    out = {}
-    for key, view in pipeline.kept().items():
-        if key.startswith("total/"):  # the sum of all ranks' estimates, each of which becomes their mean
-            out[key] = like[key] * (pipeline.world / old)
-            continue
-        total = torch.zeros_like(view)
-        for each in given:
-            total += each[key].to(view.device)
-        out[key] = (yield AllReduce(total)) / old
-    return out
+    def merged(self) -> Program[Part]:
+        """With what the other ranks were given."""
+        assert self.like is not None
+        pipeline, like = self.pipeline, self.like
+        figures = dict(like.figures)
+        if isinstance(pipeline, StepPipeline):
+            figures |= _figures_among(pipeline, like.figures, self.old)
+        memories: dict[str, Tensor] = {}
+        for key, view in pipeline.kept().items():  # in the same order on all ranks
+            kind, _, name = key.partition("/")
+            if kind in ("shared", "own"):
+                memories[key] = like.memories[key].to(view.device)
+            elif kind == "total":  # of all ranks' estimates, each of which becomes their mean
+                memories[key] = like.memories[key] * (pipeline.world / self.old)
+            else:
+                memories[key] = (yield AllReduce(self._totals[key])) / self.old
+        for name, own in pipeline.own.items() if isinstance(pipeline, StepPipeline) else ():
+            shared, waits = memories[f"shared/{name}"], memories[f"mark/{name}"]
+            x = (shared - figures["preview"] * waits).to(own.dtype)
+            memories |= {f"own/{name}": x, f"mark/{name}": x.to(shared.dtype) + waits}
+        states = [
+            pipeline.scheme.lay(unit.sizes, pipeline.world, state)
+            for unit, state in zip(pipeline.units, like.states, strict=True)
+        ]
+        return Part(like.step, figures, memories, states)
 
 
 def _figures_among(pipeline: StepPipeline, figures: Mapping[str, float], old: int) -> dict[str, float]:
