@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gradsieve
+from gradsieve import kernels
 from gradsieve.sync import StepPipeline
 from laws.stepping_ranks import take_seat, virtual
 from laws.virtual_engine import Room
@@ -25,6 +26,7 @@ def no_network() -> Iterator[None]:
     """Syncs ask for a process group; nothing travels on it."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    kernels.active()  # loaded here, and not while ranks wait for each other
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     with virtual():
         yield
