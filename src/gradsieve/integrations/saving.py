@@ -98,6 +98,7 @@ def _tensors(sync: GradientSync, without: frozenset[str]) -> dict[str, Tensor]:
         kind, _, name = key.partition("/")
         if kind not in without:
             out[key] = shaped_like(part, sync.parameters[name])
+    out |= {f"noted/{index}": vector for index, vector in enumerate(pipeline.noted())}
     for index, state in enumerate(pipeline.states):
         out.update(checkpoint.fields_to_tensors(state, f"unit/{index}/"))
     return {f"rank{sync.engine.rank}/{key}": value for key, value in out.items()}
@@ -177,7 +178,11 @@ def part_of(sync: GradientSync, stored: Mapping[str, Tensor], rank: int, world: 
     ]
     if any(getattr(state, "n", unit.n) != unit.n for state, unit in zip(states, pipeline.units, strict=True)):
         raise Malformed("a scheme's state in the checkpoint is for another number of elements")
-    return Part(step, figures, _memories(sync, stored, prefix), states)
+    noted = [
+        checkpoint.take(stored, f"{prefix}noted/{index}", tuple(like.shape), like.dtype)
+        for index, like in enumerate(pipeline.noted())
+    ]
+    return Part(step, figures, _memories(sync, stored, prefix), states, noted)
 
 
 def _memories(sync: GradientSync, stored: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

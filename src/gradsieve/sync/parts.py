@@ -16,7 +16,7 @@ a scheme takes over (`Scheme.begin`). How alike gradients are is counted over.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,11 +39,13 @@ class Part:
     memories: Mapping[str, Tensor]
     """By kind/parameter, flat, as `Pipeline.kept`."""
     states: list[Any]
+    noted: Sequence[Tensor] = ()
+    """As `Pipeline.noted`; where ranks are others, nothing."""
 
 
 def capture(pipeline: Pipeline) -> Part:
     memories = {key: part.clone() for key, part in pipeline.kept().items()}
-    return Part(pipeline.step, pipeline.figures(), memories, list(pipeline.states))
+    return Part(pipeline.step, pipeline.figures(), memories, list(pipeline.states), pipeline.noted())
 
 
 def restore(pipeline: Pipeline, part: Part) -> None:
@@ -52,6 +54,7 @@ def restore(pipeline: Pipeline, part: Part) -> None:
     for key, view in pipeline.kept().items():
         view.copy_(part.memories[key])
     if isinstance(pipeline, StepPipeline):
+        pipeline.set_noted(part.noted)
         pipeline.renew()
 
 
