@@ -44,6 +44,7 @@ def first_half(rank: int, scheme: str, folder: Path) -> None:
     learning.train(0, HALF)
     if rank == 0:
         torch.save(learning.model.state_dict(), folder / "model.pt")
+    torch.save(learning.optimizer.state_dict(), folder / f"{rank}.pt")
     learning.sync.save(folder / "sync")
 
 
@@ -52,6 +53,8 @@ def second_half(rank: int, scheme: str, folder: Path, with_sync: bool = True) ->
     learning.model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
     if with_sync:
         learning.sync.load(folder / "sync")
+    else:
+        learning.optimizer.load_state_dict(torch.load(folder / f"{rank}.pt", weights_only=True))
     return learning.train(HALF, 2 * HALF)
 
 

@@ -259,7 +259,7 @@ def load(sync: GradientSync, call: str, read: Callable[[], Offer]) -> None:
     sync.engine.submit_call(lambda: restore(sync.pipeline, part), sync.device).result()
     sync.compared = part.step
     if sync.models is not None:
-        sync.models.raise_versions()
+        sync.models.renew()
     if offer.world != sync.engine.world and sync.engine.rank == 0:
         _say_resized(sync, offer)
 
