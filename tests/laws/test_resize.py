@@ -19,14 +19,14 @@ GRADIENTS = Treatment(exchange="gradients", small=6)
 
 
 def go_the_way(way: list[int], optimizer: Any = sgd, **settings: Any) -> list[dict[str, Any]]:
-    """Three steps with each number of ranks; what was there before and after each change."""
+    """Two steps with each number of ranks; what was there before and after each change."""
     seen, states, before = [], None, None
     for place, world in enumerate(way):
         with Crew(world, optimizer, **settings) as crew:
             if states is not None:
                 crew.load(states)
                 seen.append({"before": before, "after": _look(crew)})
-            crew.train(3 * place, 3 * place + 3)
+            crew.train(2 * place, 2 * place + 2)
             crew.everyone(lambda hand: hand.sync.verify())
             states, before = crew.states(), _look(crew)
     return seen
