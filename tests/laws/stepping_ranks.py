@@ -46,6 +46,11 @@ def interruptible_wait(*futures: Any, **settings: Any) -> Any:
     return wait(*futures, **settings)
 
 
+def take_seat(room: Room, rank: int) -> None:
+    """The sync that is made next in this thread is that rank's."""
+    _here.engine = VirtualEngine(room, rank)
+
+
 def _engine_here(_: Any) -> VirtualEngine:
     return _here.engine
 
@@ -92,7 +97,7 @@ class OneRank:
         self.sync = self.attach()
 
     def attach(self) -> DdpSync:
-        _here.engine = VirtualEngine(self.room, self.rank)
+        take_seat(self.room, self.rank)
         return gradsieve.attach(self.ddp, self.both, preset=self.treatment, **self.settings)
 
     @property

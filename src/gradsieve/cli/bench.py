@@ -12,6 +12,7 @@ from gradsieve.cli import (
     bench_lost,
     bench_memory,
     bench_overhead,
+    bench_resize,
     bench_schemes,
     bench_step,
     bench_time_to_accuracy,
@@ -62,6 +63,7 @@ def add_parser(subparsers: Commands) -> None:
     bench_memory.add_parser(commands)
     bench_lost.add_parser(commands)
     bench_accuracy.add_parser(commands)
+    bench_resize.add_parser(commands)
 
 
 def _add_traffic(commands: Commands) -> None:

@@ -43,6 +43,15 @@ class Coherence:
         """a; 1 before anything was seen."""
         return min(max(self.alike / self.all, 1.0 / world), 1.0) if self.all > 0.0 else 1.0
 
+    def among(self, old: int, new: int) -> Coherence:
+        """As it would have been seen with another number of ranks, each with as much noise of its own. One
+        rank alone cannot tell."""
+        if old == 1 or not self.all > 0.0:
+            return Coherence()
+        alike = (self.share(old) * old - 1.0) / (old - 1)
+        every = self.all * new / old
+        return Coherence((alike + (1.0 - alike) / new) * every, every)
+
     def after(self, seen: NDArray[np.float64], world: int) -> Coherence:
         """With what `squares` gave of this step, one row a unit. Squares that overflow tell nothing."""
         alike, every = seen.sum(0).tolist()

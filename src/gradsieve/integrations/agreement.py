@@ -33,9 +33,9 @@ def agree_on(things: Mapping[str, str], rank: int, device: torch.device) -> Prog
         hashes = rows[:, column].tolist()
         if len(set(hashes)) == 1:
             continue
-        texts = yield AllGather(_as_bytes(text, device))
+        texts = yield AllGather(as_bytes(text, device))
         raise MismatchError(
-            f"rank {rank}: ranks differ in {name}: {_told_apart([_as_text(row) for row in texts])}. Give all "
+            f"rank {rank}: ranks differ in {name}: {_told_apart([as_text(row) for row in texts])}. Give all "
             "ranks the same"
         )
 
@@ -82,11 +82,12 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def _as_bytes(text: str, device: torch.device) -> Tensor:
+def as_bytes(text: str, device: torch.device) -> Tensor:
+    """As many of them on every rank, so that they can be gathered."""
     coded = text.encode()[:_TEXT].ljust(_TEXT, b"\0")
     return torch.tensor(list(coded), dtype=torch.uint8, device=device)
 
 
-def _as_text(row: Tensor) -> str:
+def as_text(row: Tensor) -> str:
     """A peer's bytes: only what can be printed."""
     return "".join(c for c in bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") if c.isprintable())

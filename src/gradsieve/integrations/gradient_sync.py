@@ -18,6 +18,8 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,10 +31,11 @@ from gradsieve.comm.c10d import Engine
 from gradsieve.comm.links import Links, measure_links
 from gradsieve.errors import ConfigError, GradsieveError
 from gradsieve.feedback.units import flat_view
+from gradsieve.integrations import folder as files
 from gradsieve.integrations import replicas, saving, sayings
 from gradsieve.integrations.advice import Advisor, signs
 from gradsieve.integrations.metrics import metrics
-from gradsieve.integrations.optimizers import Optimizers, as_list, refuse_sharded
+from gradsieve.integrations.optimizers import Optimizers, as_list, refuse_sharded, refuse_unfrozen
 from gradsieve.integrations.stopwatch import Stopwatch
 from gradsieve.integrations.two_models import TwoModels
 from gradsieve.presets import Preset, choose, choose_scheme
@@ -90,9 +93,9 @@ class GradientSync:
         refuse_sharded(self._given, self.treatment.exchange)
         self._scaler = scaler
         self._under_way: UnderWay | None = None
-        self._compared = 0  # the step after which replicas were last compared
+        self.compared = 0  # the step after which replicas were last compared
         self._moved = True  # whether a step was taken since the last exchange began
-        self._is_closed = False
+        self.is_closed = False
         self.watch = Stopwatch()
         kernels.active()  # numba is loaded here and not in the first step
         self.engine = Engine(group)
@@ -179,7 +182,7 @@ class GradientSync:
     def start_exchange(self, call: str = CALLS[0]) -> None:
         """Of all units; what it is given is read. For `flush()`, all that waits."""
         self.take_over()
-        self._refuse_unfrozen()
+        refuse_unfrozen(self._frozen, self._where)
         if self.exchanges_steps:
             self.pipeline.idle = 0 if self._moved else self.pipeline.idle + 1
             self._moved = False
@@ -268,22 +271,13 @@ class GradientSync:
             self._compare()
 
     def _compare(self) -> None:
-        if self.pipeline.step - self._compared >= VERIFY_EVERY and self._may_compare():
-            self._compared = self.pipeline.step
+        if self.pipeline.step - self.compared >= VERIFY_EVERY and self._may_compare():
+            self.compared = self.pipeline.step
             replicas.compare(self)
             self._advisor.look(self.signs(), self.pipeline.step)
 
     def _may_compare(self) -> bool:
         return True
-
-    def _refuse_unfrozen(self) -> None:
-        unfrozen = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
-        if unfrozen:
-            raise ConfigError(
-                f"{self._where}: {', '.join(unfrozen[:4])} required no gradient when the sync was made, so "
-                "that nobody would exchange it: flush() and close() the sync, wrap the model in "
-                "DistributedDataParallel anew and attach again"
-            )
 
     # -- replicas and state ---------------------------------------------------------------------------
 
@@ -294,7 +288,8 @@ class GradientSync:
             self.take_over()
             replicas.compare(self)  # at once: an exchange would need the state that may differ
 
-    def _meet(self, call: str) -> None:
+    def meet(self, call: str) -> None:
+        """Raise on all ranks unless all make this call."""
         self.engine.run(self.pipeline.meet(CALLS.index(call)), call.removesuffix("()"), self.device)
 
     @contextmanager
@@ -311,17 +306,23 @@ class GradientSync:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Memories and scheme state of this rank, tensors only, keys unique to the rank."""
-        self.take_over()
+        saving.come_to_rest(self)
         return saving.state_of(self)
 
     def load_state_dict(self, stored: Mapping[str, Tensor]) -> None:
-        """Take over what `state_dict` of the same rank gave, on all ranks or, if it does not fit on one of
-        them, on none. Call it on all of them."""
-        self.take_over()
-        if not self.scheme.silent:
-            self._meet("load_state_dict()")
-        saving.load(self, stored)
-        self._compared = self.pipeline.step
+        """Take over what `state_dict` gave, on all ranks or, if it does not fit on one of them, on none. Call
+        it on all of them. Saved by another number of ranks, old rank r's is needed on rank r mod P."""
+        saving.load(self, "load_state_dict()", lambda: saving.offer_of(self, stored))
+
+    def save(self, folder: str | PathLike[str], optimizers: bool = True) -> None:
+        """Write a checkpoint, with the optimizers' states, to a folder that all ranks see, in the place of
+        the one there. Call it on all ranks. Until it is whole the one before is: docs/checkpoints.md."""
+        files.save(self, Path(folder), optimizers)
+
+    def load(self, folder: str | PathLike[str], optimizers: bool = True) -> None:
+        """Take over what `save` wrote, also with another number of ranks; on all ranks or on none. Call it on
+        all of them, after the model's own load_state_dict()."""
+        saving.load(self, "load()", lambda: files.offer_of(self, Path(folder), optimizers))
 
     def flush(self) -> None:
         """Send everything that waits, in one dense exchange, at the end of a training. Call it on all ranks.
@@ -332,7 +333,7 @@ class GradientSync:
         if self.scheme.silent:
             return
         self.take_over()
-        self._meet("flush()")
+        self.meet("flush()")
         if isinstance(self.pipeline, GradientPipeline):
             means = self.engine.run(self.pipeline.drain(), "flush", self.device)
             for name, parameter in self.parameters.items():
@@ -370,7 +371,7 @@ class GradientSync:
         The model is then the shared one, and what was not flushed is not in it. A sync that is not closed
         ends with Python.
         """
-        if self._is_closed:
+        if self.is_closed:
             return
         self.leave()
         under_way = self._under_way
@@ -384,7 +385,7 @@ class GradientSync:
     def abandon(self) -> None:
         """Close where nobody wants the model any more, nor what waits for it."""
         self.leave()
-        self._is_closed = True
+        self.is_closed = True
         self.fitted.give_back()
         self.engine.close()
         if self.pipeline.observer is not None:

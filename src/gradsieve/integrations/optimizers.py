@@ -141,3 +141,13 @@ def uncovered(parameters: Mapping[str, Tensor], optimizers: Sequence[Any]) -> li
     """Parameters that none of these has."""
     covered = {each for one in optimizers for group in one.param_groups for each in group["params"]}
     return [name for name, parameter in parameters.items() if parameter not in covered]
+
+
+def refuse_unfrozen(frozen: Mapping[str, Tensor], where: str) -> None:
+    unfrozen = [name for name, parameter in frozen.items() if parameter.requires_grad]
+    if unfrozen:
+        raise ConfigError(
+            f"{where}: {', '.join(unfrozen[:4])} required no gradient when the sync was made, so "
+            "that nobody would exchange it: flush() and close() the sync, wrap the model in "
+            "DistributedDataParallel anew and attach again"
+        )

@@ -1,8 +1,15 @@
-"""A sync's state, out and in: every rank its own, all ranks or none."""
+"""A sync's state, out and in: every rank its own, all ranks or none.
+
+Nothing is changed on any rank before all of them have said that they can: what they read was checked, is of
+one step and one run, and holds every old rank's part.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import math
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,37 +17,75 @@ import torch
 from torch import Tensor
 
 from gradsieve.comm.ops import AllGather
-from gradsieve.errors import Malformed, MismatchError
+from gradsieve.errors import ConfigError, Malformed, MismatchError
 from gradsieve.feedback import checkpoint
 from gradsieve.feedback.digest import digest
-from gradsieve.feedback.units import shaped_like
-from gradsieve.integrations.agreement import against_the_majority
-from gradsieve.sync import StepPipeline
+from gradsieve.feedback.tree import put_together, taken_apart
+from gradsieve.feedback.units import flat_view, shaped_like
+from gradsieve.integrations.agreement import against_the_majority, as_bytes, as_text
+from gradsieve.sync.parts import (
+    Merger,
+    Part,
+    filled_in,
+    left_out,
+    needed_by,
+    nothing_waits,
+    restore,
+    stand_in,
+)
 from gradsieve.sync.tags import list_ranks
-from gradsieve.types import Program
+from gradsieve.types import Program, replicated_fields
 
 if TYPE_CHECKING:
     from gradsieve.integrations.gradient_sync import GradientSync
 
+_log = logging.getLogger("gradsieve")
+
+MOST_RANKS = 1 << 20
+TEXT_SHARE, TEXT_ALWAYS = 64, 1 << 14
+"""An optimizer's settings may be one part in so many of a file, or this long: JSON grows when it is read."""
+_BARE = "nothing_waits"
+
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """A checkpoint of one rank, checked."""
+class Offer:
+    """What a rank read, checked."""
 
-    step: int
-    figures: dict[str, float]
-    memories: dict[str, Tensor]
-    states: list[Any]
+    world: int
+    """Of the run that saved."""
+    part: Part
+    """This rank's own, or the one that stands in for it."""
+    fingerprint: int
+    """Of what has to be the same on all ranks."""
+    merger: Merger | None = None
+    """Where as many ranks as now did not save."""
+    optimizers: list[Any] | None = None
+    """Their states, if they are to be loaded."""
 
-    def fingerprint(self) -> int:
-        """Of what has to be the same on all ranks."""
-        shared = [part for key, part in self.memories.items() if key.startswith("shared/")]
-        figures = torch.tensor(list(self.figures.values()), dtype=torch.float64, device="cpu")
-        return int(digest([figures, *shared]))
+
+# -- out ------------------------------------------------------------------------------------------------
 
 
 def state_of(sync: GradientSync) -> dict[str, Tensor]:
-    pipeline, prefix = sync.pipeline, f"rank{sync.engine.rank}/"
+    """Always under the same keys: distributed checkpointing asks a fresh sync which to read."""
+    return {key: part.clone() for key, part in _tensors(sync, frozenset()).items()}
+
+
+def shard_of(sync: GradientSync, optimizers: bool) -> dict[str, Tensor]:
+    """As it lies in memory, without what follows from the rest; with the optimizers' states."""
+    bare, prefix = nothing_waits(sync.pipeline), f"rank{sync.engine.rank}/"
+    out = _tensors(sync, left_out(sync.pipeline) if bare else frozenset())
+    if bare:
+        out[prefix + _BARE] = checkpoint.number_to_tensor(1)
+    for number, one in enumerate(sync.fitted.optimizers if optimizers else ()):
+        text, tensors = taken_apart(one.state_dict())
+        out[f"{prefix}optimizer/{number}/text"] = checkpoint.text_to_tensor(text)
+        out |= {f"{prefix}optimizer/{number}/{place}": each for place, each in enumerate(tensors)}
+    return out
+
+
+def _tensors(sync: GradientSync, without: frozenset[str]) -> dict[str, Tensor]:
+    pipeline = sync.pipeline
     out = {
         "format": checkpoint.number_to_tensor(checkpoint.FORMAT),
         "world": checkpoint.number_to_tensor(pipeline.world),
@@ -49,47 +94,185 @@ def state_of(sync: GradientSync) -> dict[str, Tensor]:
     }
     for name, figure in pipeline.figures().items():
         out[f"figure/{name}"] = checkpoint.number_to_tensor(figure)
-    for key, part in _memories(sync).items():
-        out[key] = shaped_like(part, _parameter(sync, key)).clone()
+    for key, part in pipeline.kept().items():
+        kind, _, name = key.partition("/")
+        if kind not in without:
+            out[key] = shaped_like(part, sync.parameters[name])
+    out |= {f"noted/{index}": vector for index, vector in enumerate(pipeline.noted())}
     for index, state in enumerate(pipeline.states):
         out.update(checkpoint.fields_to_tensors(state, f"unit/{index}/"))
-    return {prefix + key: value for key, value in out.items()}
+    return {f"rank{sync.engine.rank}/{key}": value for key, value in out.items()}
 
 
-def load(sync: GradientSync, stored: Mapping[str, Tensor]) -> None:
-    """All of it is checked, on all ranks, before any is used on one."""
-    problem: Malformed | None = None
-    loaded: Loaded | None = None
-    try:
-        loaded = _checked(sync, stored)
-    except Malformed as error:
-        problem = error
-    if sync.engine.world > 1 and not sync.scheme.silent:
-        sync.engine.run(_alike(sync, loaded, problem), "the comparison of checkpoints", sync.device)
-    if loaded is None:
-        assert problem is not None
-        raise problem
-    pipeline = sync.pipeline
-    pipeline.step, pipeline.states = loaded.step, loaded.states
-    pipeline.set_figures(loaded.figures)
-    for key, part in _memories(sync).items():
-        shaped_like(part, _parameter(sync, key)).copy_(loaded.memories[key])
-    if isinstance(pipeline, StepPipeline):
-        pipeline.renew()
+# -- in -------------------------------------------------------------------------------------------------
 
 
-def _alike(sync: GradientSync, loaded: Loaded | None, problem: Malformed | None) -> Program[None]:
-    rank, device = sync.engine.rank, sync.device
-    mine = [1, loaded.step, loaded.fingerprint()] if loaded is not None else [0, 0, 0]
-    rows = (yield AllGather(torch.tensor(mine, dtype=torch.int64, device=device))).tolist()
-    if problem is not None:
-        raise problem
-    bad = [number for number, row in enumerate(rows) if not row[0]]
-    if bad:
-        raise MismatchError(
-            f"rank {rank}: {list_ranks(bad)} could not load a checkpoint (the reason is in the error there), "
-            "so nothing was loaded on any rank"
+def offer_of(sync: GradientSync, stored: Mapping[str, Tensor]) -> Offer:
+    """Of what `state_dict` gave, on this rank or on as many as this one needs."""
+    keys = [key for key in stored if re.fullmatch(r"rank\d{1,7}/world", key)]
+    worlds = {int(checkpoint.take(stored, key, (), torch.int64)) for key in keys}
+    if len(worlds) != 1:
+        said = " and ".join(map(str, sorted(worlds))) or "no"
+        raise Malformed(f"this is not a checkpoint of one sync: it is of {said} ranks")
+    world = checked_world(worlds.pop())
+    return gathered(sync, world, lambda rank: part_of(sync, stored, rank, world))
+
+
+def gathered(sync: GradientSync, world: int, read: Callable[[int], Part]) -> Offer:
+    """What this rank needs of a run of `world` ranks; parts are read one after the other."""
+    rank, own = sync.engine.rank, None
+    merger = None if world == sync.engine.world else Merger(sync.pipeline, world)
+    seen: set[tuple[int, int]] = set()
+    for each in parts_for(sync, world):
+        part = read(each)
+        seen.add((part.step, _fingerprint(part)))
+        if len(seen) > 1:
+            raise Malformed(f"the part of rank {each} is of another run or step than those before it")
+        if merger is not None:
+            merger.add(each, part)
+        if each == stand_in(rank, world):
+            own = part
+    assert own is not None
+    ((_, fingerprint),) = seen
+    return Offer(world, own, fingerprint, merger)
+
+
+def checked_world(world: int) -> int:
+    if not 1 <= world <= MOST_RANKS:
+        raise Malformed(f"the checkpoint says that {world} ranks saved it")
+    return world
+
+
+def parts_for(sync: GradientSync, world: int) -> list[int]:
+    """Which old ranks' parts this one has to read."""
+    return needed_by(sync.engine.rank, sync.engine.world, world)
+
+
+def part_of(sync: GradientSync, stored: Mapping[str, Tensor], rank: int, world: int) -> Part:
+    """What old rank `rank` had, checked."""
+    pipeline, prefix = sync.pipeline, f"rank{rank}/"
+    if world != pipeline.world and prefix + "format" not in stored:
+        raise Malformed(
+            f"{world} ranks saved this checkpoint and {pipeline.world} load it: rank {sync.engine.rank} then "
+            f"needs what {list_ranks(parts_for(sync, world))} had, and is not given that of rank {rank}. "
+            "Give it all of them, or use save() and load()"
         )
+    for key, expected in (("format", checkpoint.FORMAT), ("world", world)):
+        found = int(checkpoint.take(stored, prefix + key, (), torch.int64))
+        if found != expected:
+            raise Malformed(f"the checkpoint's {key} is {found}, not {expected}")
+    scheme = type(sync.scheme).__name__
+    saved_by = checkpoint.tensor_to_text(checkpoint.take(stored, prefix + "scheme", None, torch.uint8))
+    if saved_by != scheme:
+        raise Malformed(f"the checkpoint is of scheme {saved_by}, this run's is {scheme}")
+    step = int(checkpoint.take(stored, prefix + "step", (), torch.int64))
+    figures = {
+        name: float(checkpoint.take(stored, f"{prefix}figure/{name}", (), torch.float64))
+        for name in pipeline.figures()
+    }
+    if step < 0 or not all(map(math.isfinite, figures.values())):
+        raise Malformed(f"step {step} and figures {figures} in the checkpoint cannot be")
+    states = [
+        checkpoint.fields_from_tensors(sync.scheme.lay(unit.sizes, world), stored, f"{prefix}unit/{index}/")
+        for index, unit in enumerate(pipeline.units)
+    ]
+    if any(getattr(state, "n", unit.n) != unit.n for state, unit in zip(states, pipeline.units, strict=True)):
+        raise Malformed("a scheme's state in the checkpoint is for another number of elements")
+    noted = [
+        checkpoint.take(stored, f"{prefix}noted/{index}", tuple(like.shape), like.dtype)
+        for index, like in enumerate(pipeline.noted())
+    ]
+    return Part(step, figures, _memories(sync, stored, prefix), states, noted)
+
+
+def _memories(sync: GradientSync, stored: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    bare = prefix + _BARE in stored
+    without = left_out(sync.pipeline) if bare else frozenset()
+    out = {}
+    for key, view in sync.pipeline.kept().items():
+        kind, _, name = key.partition("/")
+        if kind not in without:
+            parameter = sync.parameters[name]
+            found = checkpoint.take(stored, prefix + key, tuple(parameter.shape), view.dtype)
+            out[key] = _flat(found, parameter)
+    return filled_in(sync.pipeline, out) if bare else out
+
+
+def _flat(found: Tensor, parameter: Tensor) -> Tensor:
+    """In the order in which the parameter's elements lie in memory."""
+    if parameter.is_contiguous():
+        return found.reshape(-1)
+    return flat_view(torch.empty_like(parameter, dtype=found.dtype, device=found.device).copy_(found))
+
+
+def optimizers_of(sync: GradientSync, stored: Mapping[str, Tensor], rank: int, size: int) -> list[Any]:
+    """The states of old rank `rank`'s optimizers, in a file of `size` bytes."""
+    out, optimizers = [], sync.fitted.optimizers
+    prefix = f"rank{rank}/optimizer/"
+    if any(key.startswith(f"{prefix}{len(optimizers)}/") for key in stored):
+        raise Malformed(f"the checkpoint has more than the {len(optimizers)} optimizers of this run")
+    for number in range(len(optimizers)):
+        here = f"{prefix}{number}/"
+        text = checkpoint.take(stored, here + "text", None, torch.uint8)
+        if text.dim() != 1 or text.numel() > max(TEXT_ALWAYS, size // TEXT_SHARE):
+            raise Malformed(f"{here + 'text'!r} in the checkpoint, of shape {tuple(text.shape)}, is too long")
+        count = sum(key.startswith(here) for key in stored) - 1
+        tensors = [stored[f"{here}{place}"].clone() for place in range(count) if f"{here}{place}" in stored]
+        out.append(put_together(checkpoint.tensor_to_text(text), tensors))
+    return out
+
+
+def come_to_rest(sync: GradientSync, call: str | None = None) -> None:
+    """No exchange is under way; and where all ranks are needed, all of them make this call."""
+    if sync.is_closed:
+        raise ConfigError(
+            f"rank {sync.engine.rank}, step {sync.pipeline.step}: the sync is closed, and has nothing to "
+            "save or to load into"
+        )
+    sync.take_over()
+    if call is not None and not sync.scheme.silent:
+        sync.meet(call)
+
+
+def load(sync: GradientSync, call: str, read: Callable[[], Offer]) -> None:
+    """What `read` offers, on all ranks or on none."""
+    come_to_rest(sync, call)
+    offer, problem = None, None
+    undo: list[tuple[Any, Any]] = []
+    try:
+        try:
+            offer = read()
+            for one, state in zip(sync.fitted.optimizers, offer.optimizers or (), strict=False):
+                undo.append((one, one.state_dict()))
+                one.load_state_dict(state)
+        except Exception as error:  # whatever it is, the other ranks wait to be told
+            problem = error
+        sync.engine.run(_vote(sync, offer, problem), "the vote on a checkpoint", sync.device)
+        assert offer is not None
+        part = offer.part
+        if offer.merger is not None:
+            part = sync.engine.run(offer.merger.merged(), "what waits on all ranks", sync.device)
+    except BaseException:
+        for one, state in undo:
+            one.load_state_dict(state)
+        raise
+    sync.engine.submit_call(lambda: restore(sync.pipeline, part), sync.device).result()
+    sync.compared = part.step
+    if sync.models is not None:
+        sync.models.renew()
+    if offer.world != sync.engine.world and sync.engine.rank == 0:
+        _say_resized(sync, offer)
+
+
+def _vote(sync: GradientSync, offer: Offer | None, problem: Exception | None) -> Program[None]:
+    rank, device = sync.engine.rank, sync.device
+    mine = [0, 0, 0, 0]
+    if offer is not None and problem is None:
+        mine = [1, offer.part.step, offer.fingerprint, offer.world]
+    rows = (yield AllGather(torch.tensor(mine, dtype=torch.int64, device=device))).tolist()
+    refused = [number for number, row in enumerate(rows) if row[0] != 1]
+    if refused:
+        yield from refuse(sync, "nothing was loaded on any rank", refused, problem)
     steps = [row[1] for row in rows]
     if len(set(steps)) > 1:
         each = ", ".join(f"rank {number} step {step}" for number, step in list(enumerate(steps))[:8])
@@ -97,50 +280,55 @@ def _alike(sync: GradientSync, loaded: Loaded | None, problem: Malformed | None)
             f"rank {rank}: ranks loaded checkpoints of different steps ({each}); nothing was loaded. Give "
             "all ranks the checkpoint of one step"
         )
-    prints = [row[2] for row in rows]
-    if len(set(prints)) > 1:
-        raise MismatchError(
-            f"rank {rank}: the checkpoints of step {steps[0]} hold different shared models; "
-            f"{against_the_majority(prints)}; nothing was loaded. Give all ranks the checkpoint of one run"
-        )
-
-
-def _checked(sync: GradientSync, stored: Mapping[str, Tensor]) -> Loaded:
-    pipeline, prefix = sync.pipeline, f"rank{sync.engine.rank}/"
-    scheme = checkpoint.text_to_tensor(type(sync.scheme).__name__)
-    for key, expected in (("format", checkpoint.FORMAT), ("world", pipeline.world)):
-        found = int(checkpoint.take(stored, prefix + key, (), torch.int64))
-        if found != expected:
-            raise Malformed(f"the checkpoint's {key} is {found}, this run's is {expected}")
-    saved_by = checkpoint.take(stored, prefix + "scheme", None, torch.uint8)
-    if not torch.equal(saved_by, scheme):
-        raise Malformed(f"the checkpoint is of scheme {checkpoint.tensor_to_text(saved_by)}")
-    return Loaded(
-        int(checkpoint.take(stored, prefix + "step", (), torch.int64)),
-        {
-            name: float(checkpoint.take(stored, f"{prefix}figure/{name}", (), torch.float64))
-            for name in pipeline.figures()
-        },
-        {
-            key: checkpoint.take(stored, prefix + key, tuple(_parameter(sync, key).shape), part.dtype)
-            for key, part in _memories(sync).items()
-        },
-        [
-            checkpoint.fields_from_tensors(
-                sync.scheme.lay(unit.sizes, pipeline.world), stored, f"{prefix}unit/{index}/"
+    for column, what in ((2, "hold different shared models"), (3, "are of different numbers of ranks")):
+        values = [row[column] for row in rows]
+        if len(set(values)) > 1:
+            raise MismatchError(
+                f"rank {rank}: the checkpoints of step {steps[0]} {what}; {against_the_majority(values)}; "
+                "nothing was loaded. Give all ranks the checkpoint of one run"
             )
-            for index, unit in enumerate(pipeline.units)
-        ],
+
+
+def refuse(sync: GradientSync, outcome: str, refused: list[int], problem: Exception | None) -> Program[None]:
+    """Raise on all ranks who could not do it, and why."""
+    texts = yield AllGather(as_bytes("" if problem is None else _reason(problem), sync.device))
+    some = [f"rank {number} refused: {as_text(texts[number])}" for number in refused[:4]]
+    more = "" if len(refused) <= 4 else f"; and {len(refused) - 4} other ranks"
+    begin = f"rank {sync.engine.rank}, step {sync.pipeline.step}: {outcome}"
+    if problem is not None:
+        others = "" if len(refused) == 1 else f" ({list_ranks(refused)} refused)"
+        raise Malformed(f"{begin}{others}: {_reason(problem)}") from problem
+    raise MismatchError(f"{begin}: {'; '.join(some)}{more}")
+
+
+def _reason(problem: Exception) -> str:
+    return str(problem) if isinstance(problem, Malformed) else f"{type(problem).__name__}: {problem}"
+
+
+def _fingerprint(part: Part) -> int:
+    shared = [each for key, each in part.memories.items() if key.startswith(("shared/", "total/"))]
+    figures = torch.tensor(list(part.figures.values()), dtype=torch.float64, device="cpu")
+    fields = []
+    for state in part.states:
+        tensors = checkpoint.fields_to_tensors(state, "")
+        fields += [tensors[name] for name in replicated_fields(state)]
+    return int(digest([figures, *fields, *shared]))
+
+
+def _say_resized(sync: GradientSync, offer: Offer) -> None:
+    old, new = offer.world, sync.engine.world
+    optimizers = (
+        ""
+        if offer.optimizers is None
+        else f"; rank r took the optimizer of old rank r mod {old}"
+        + (", the others' were left" if new < old else "")
     )
-
-
-def _memories(sync: GradientSync) -> dict[str, Tensor]:
-    """Flat views by kind/parameter. A rank's own model is one: no other rank can save it."""
-    out = dict(sync.pipeline.memories())
-    if isinstance(sync.pipeline, StepPipeline):
-        out |= {f"own/{name}": own for name, own in sync.pipeline.own.items()}
-    return out
-
-
-def _parameter(sync: GradientSync, key: str) -> Tensor:
-    return sync.parameters[key.partition("/")[2]]
+    _log.warning(
+        "step %d: a checkpoint of %d ranks was loaded on %d. What waited is kept: its mean over the old "
+        "ranks waits on each of the new ones. Partitions were laid anew, thresholds taken over where the "
+        "scheme has them for the whole model%s. A rank's data and batch are yours to set for the new number",
+        sync.pipeline.step,
+        old,
+        new,
+        optimizers,
+    )

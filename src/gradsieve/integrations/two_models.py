@@ -70,6 +70,17 @@ class TwoModels:
         for name in self._showing_shared:
             self._showing_shared[name] += 1
 
+    def renew(self) -> None:
+        """Both models were loaded. What was written to parameters before went with what they held, also where
+        a distributed checkpoint wrote it there."""
+        torch.autograd.graph.increment_version(self._parameters.values())
+        for name, parameter in self._parameters.items():
+            if name in self._showing_shared:
+                parameter.data = self._shared[name]
+                self._showing_shared[name] = parameter._version
+            else:
+                parameter.data = self._own[name]
+
     def end(self) -> None:
         """The shared model, in the memory that the parameters had before."""
         self.show_shared()

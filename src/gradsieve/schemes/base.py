@@ -91,9 +91,9 @@ class Scheme(ABC, Generic[State]):
         holds for the whole model, such as a threshold, is taken over from it.
         """
 
-    def lay(self, sizes: Sequence[int], world: int) -> State:
+    def lay(self, sizes: Sequence[int], world: int, previous: State | None = None) -> State:
         """`begin` for a unit made of tensors of these sizes; most schemes see one vector."""
-        return self.begin(sum(sizes), world)
+        return self.begin(sum(sizes), world, previous)
 
     @abstractmethod
     def step(self, acc: Tensor, state: State, ctx: Ctx) -> Program[Outcome[State]]:

@@ -52,7 +52,7 @@ class DeftPaper(Scheme[State]):
     def begin(self, n: int, world: int, previous: State | None = None) -> State:
         return self.lay([n], world)
 
-    def lay(self, sizes: Sequence[int], world: int) -> State:
+    def lay(self, sizes: Sequence[int], world: int, previous: State | None = None) -> State:
         # 1.
         return State(edges=lay_layers(sizes, world))
 

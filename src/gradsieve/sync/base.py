@@ -168,6 +168,14 @@ class Pipeline(ABC):
             for name, part in parts.items()
         }
 
+    def kept(self) -> dict[str, Tensor]:
+        """The same with what nobody else can save: all that a checkpoint holds of vectors."""
+        return self.memories()
+
+    def noted(self) -> list[Tensor]:
+        """What was seen for the next exchange to tell, as long a vector for each unit in every step."""
+        return []
+
     @abstractmethod
     def remembering(self) -> Sequence[Memory]: ...
 

@@ -136,12 +136,27 @@ class StepPipeline(Pipeline):
         yield from zip(slots, places_in([slot.numel for slot in slots], self.step), strict=True)
 
     def _probe_gradients(self, index: int) -> Tensor:
+        return with_square(self._noted_in(index))
+
+    def _noted_in(self, index: int) -> Tensor:
         """0 where this rank took no step: it then says nothing about the others' agreement."""
         unit = self.units[index]
         noted = self._noted if self._noted_for == self.step else {}
         none = torch.zeros(0, dtype=unit.dtype, device=unit.device)
         parts = [noted.get(slot.name, none.new_zeros(here.size)) for slot, here in self._looked_at(index)]
-        return with_square(torch.cat([none, *parts]))
+        return torch.cat([none, *parts])
+
+    def noted(self) -> list[Tensor]:
+        return [self._noted_in(index) for index in range(len(self.units))]
+
+    def set_noted(self, vectors: Sequence[Tensor]) -> None:
+        """After the step was set."""
+        self._noted, self._noted_for = {}, self.step
+        for index, vector in enumerate(vectors):
+            slots, places = zip(*self._looked_at(index), strict=True)
+            copied = vector.to(self.units[index].device, copy=True)
+            parts = torch.split(copied, [here.size for here in places])
+            self._noted |= {slot.name: part for slot, part in zip(slots, parts, strict=True)}
 
     def take_over(self, parameters: Mapping[str, Tensor], names: Set[str] = frozenset()) -> bool:
         """Settle what the exchange gave, after the programs of all units. Parameters of these names are
@@ -247,6 +262,9 @@ class StepPipeline(Pipeline):
         """Of all that waits, dense slots included."""
         dense = (local.waiting_dense(self.own) for local in self.local)
         return math.hypot(*(float(part.norm()) for part in (*dense, *self.waiting())))
+
+    def kept(self) -> dict[str, Tensor]:
+        return self.memories() | {f"own/{name}": own for name, own in self.own.items()}
 
     def remembering(self) -> Sequence[Memory]:
         return self.local

@@ -27,7 +27,7 @@ from gradsieve.comm.ops import AllGather
 from gradsieve.errors import MismatchError
 from gradsieve.types import Program
 
-CALLS = ("training", "flush()", "load_state_dict()")
+CALLS = ("training", "flush()", "load_state_dict()", "save()", "load()")
 IDLE = 10
 """Exchanges in a row, without a step of this rank in between, from which on it tells."""
 WORDS = 4

@@ -1,0 +1,436 @@
+"""Checkpoints in a folder: they resume bit for bit, load on all ranks or on none, and break without harm."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from gradsieve import ConfigError, Malformed, MismatchError, Treatment
+from gradsieve.integrations import folder as files
+from gradsieve.integrations import saving
+from laws.crew import ELEMENTS, Crew, Hand, adamw, fake_group, sgd  # noqa: F401  # a fixture
+
+KEPT = Path(__file__).parents[1] / "data" / "checkpoint-1"
+"""Saved by the first version of the format: `Crew(2, sgd, scheme="exdyna", density=0.1).train(0, 3)`."""
+EXDYNA: dict[str, Any] = {"scheme": "exdyna", "density": 0.1}
+
+
+def differing(crew: Crew, before: list[dict[str, Tensor]]) -> list[str]:
+    """Where ranks do not hold the bits that they held."""
+    out = []
+    for hand, held in zip(crew.hands, before, strict=True):
+        now = hand.all()
+        out += [name for name in {*now, *held} if name not in now or name not in held]
+        out += [name for name in now if name in held and not torch.equal(now[name], held[name])]
+    return out
+
+
+def save(crew: Crew, folder: Path, **settings: Any) -> None:
+    crew.everyone(lambda hand: hand.sync.save(folder, **settings))
+
+
+def load(crew: Crew, folder: Path, **settings: Any) -> None:
+    crew.everyone(lambda hand: hand.sync.load(folder, **settings))
+
+
+def snapshots(crew: Crew) -> list[dict[str, Tensor]]:
+    return [hand.all() for hand in crew.hands]
+
+
+# -- resume ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings"),
+    [
+        (adamw, {"bits": 0.8}),
+        (sgd, EXDYNA),
+        (sgd, {"bits": 0.8, "dtype": torch.bfloat16}),
+        (adamw, {"bits": 0.8, "every": 2}),
+        (sgd, {**EXDYNA, "preset": Treatment(exchange="gradients", momentum="local")}),
+    ],
+    ids=["adamw", "exdyna", "bfloat16", "every", "gradients"],
+)
+def test_a_resumed_training_goes_on_bit_for_bit(optimizer: Any, settings: Any, tmp_path: Path) -> None:
+    """In syncs that have made steps of their own, loaded twice."""
+    with Crew(2, optimizer, **settings) as crew, Crew(2, optimizer, **settings) as later:
+        save(crew.train(0, 3), tmp_path)
+        models = [{k: v.clone() for k, v in hand.model.state_dict().items()} for hand in crew.hands]
+        whole = snapshots(crew.train(3, 6))
+        later.train(90, 92)
+        for hand in later.hands:
+            hand.model.load_state_dict(models[hand.rank])
+        load(later, tmp_path)
+        load(later, tmp_path)
+        assert differing(later.train(3, 6), whole) == []
+
+
+def test_without_the_optimizers_it_does_not(tmp_path: Path) -> None:
+    """Twin."""
+    with Crew(2, adamw, bits=0.8) as crew, Crew(2, adamw, bits=0.8) as later:
+        save(crew.train(0, 3), tmp_path, optimizers=False)
+        whole = snapshots(crew.train(3, 6))
+        load(later, tmp_path, optimizers=False)
+        assert any(name.startswith("parameter/") for name in differing(later.train(3, 6), whole))
+        assert "has no optimizers" in str(later.errors(lambda hand: hand.sync.load(tmp_path))[0])
+
+
+def test_another_number_of_ranks_takes_over_what_waits_and_optimizers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Crew(2, adamw, bits=0.8) as crew, Crew(3, adamw, bits=0.8) as more:
+        save(crew.train(0, 3), tmp_path)
+        load(more, tmp_path)
+        torch.testing.assert_close(more.waits(), crew.waits(), rtol=1e-5, atol=1e-6)
+        for hand in more.hands:
+            old = crew.hands[hand.rank % 2].optimizer.state_dict()["state"]
+            new = hand.optimizer.state_dict()["state"]
+            assert all(torch.equal(old[number]["exp_avg"], new[number]["exp_avg"]) for number in old)
+        more.train(3, 5).everyone(lambda hand: hand.sync.verify())
+    said = [record.getMessage() for record in caplog.records if "was loaded on" in record.getMessage()]
+    assert len(said) == 1
+    assert "a checkpoint of 2 ranks was loaded on 3" in said[0]
+    assert "rank r took the optimizer of old rank r mod 2" in said[0]
+
+
+def test_a_distributed_checkpoint_as_one_file_loads_on_another_number_of_ranks(tmp_path: Path) -> None:
+    with Crew(4, bits=0.8) as crew, Crew(3, bits=0.8) as fewer:
+        dcp.save({"sync": crew.train(0, 3).states()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+        dcp_to_torch_save(tmp_path / "dcp", tmp_path / "all.pt")
+        fewer.load(torch.load(tmp_path / "all.pt", weights_only=True)["sync"])
+        torch.testing.assert_close(fewer.waits(), crew.waits(), rtol=1e-5, atol=1e-6)
+
+
+def elements(hand: Hand, optimizers: bool) -> int:
+    """Of vectors, but for the few gradients that the next exchange tells."""
+    parts = saving.shard_of(hand.sync, optimizers)
+    vectors = [p for key, p in parts.items() if p.dtype == torch.float32 and p.dim() and "/noted/" not in key]
+    return sum(part.numel() for part in vectors)
+
+
+@pytest.mark.parametrize(
+    ("preset", "before", "after"),
+    [(Treatment(), 3, 1), (Treatment(exchange="gradients", small=0), 1, 0)],
+    ids=["steps", "gradients"],
+)
+def test_after_a_flush_only_what_a_flushed_run_needs_is_saved(
+    preset: Treatment, before: int, after: int, tmp_path: Path
+) -> None:
+    def vectors(crew: Crew) -> float:
+        return elements(crew.hands[0], optimizers=False) / ELEMENTS
+
+    with Crew(2, **EXDYNA, preset=preset) as crew, Crew(2, **EXDYNA, preset=preset) as later:
+        assert vectors(crew.train(0, 3)) == before
+        crew.everyone(lambda hand: hand.sync.flush())
+        assert vectors(crew) == after
+        save(crew, tmp_path)
+        load(later, tmp_path)
+        flushed = [hand.sync.state_dict() for hand in crew.hands]
+        for hand, state in zip(later.hands, flushed, strict=True):
+            assert all(torch.equal(part, state[key]) for key, part in hand.sync.state_dict().items())
+
+
+def test_what_adam_remembers_is_two_vectors_more() -> None:
+    with Crew(2, adamw, bits=0.8) as crew:
+        assert elements(crew.train(0, 3).hands[1], optimizers=True) == 5 * ELEMENTS
+
+
+def test_a_closed_sync_neither_saves_nor_loads(tmp_path: Path) -> None:
+    with Crew(2, bits=0.8) as crew:
+        save(crew.train(0, 1), tmp_path)
+    for call in (lambda s: s.save(tmp_path), lambda s: s.load(tmp_path), lambda s: s.state_dict()):
+        with pytest.raises(ConfigError, match="rank 0, step 1: the sync is closed"):
+            call(crew.hands[0].sync)
+
+
+# -- refusals -------------------------------------------------------------------------------------------
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "manifest.json").read_text()))
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("rank*.safetensors"))
+
+
+def edit(folder: Path, old: str, new: str) -> None:
+    path = folder / "manifest.json"
+    text = path.read_text()
+    assert re.search(old, text)
+    path.write_text(re.sub(old, new, text, count=1))
+
+
+def tampered(folder: Path) -> None:
+    content = bytearray(shards(folder)[1].read_bytes())
+    content[-5] ^= 4
+    shards(folder)[1].write_bytes(content)
+
+
+def truncated(folder: Path) -> None:
+    os.truncate(shards(folder)[1], 900)
+
+
+def missing(folder: Path) -> None:
+    shards(folder)[1].unlink()
+
+
+def a_link(folder: Path) -> None:
+    path = shards(folder)[1]
+    path.rename(folder / "elsewhere")
+    path.symlink_to(folder / "elsewhere")
+
+
+def a_folder_in_its_place(folder: Path) -> None:
+    shards(folder)[1].unlink()
+    shards_of_old = manifest(folder)["sha256"][64:80]
+    (folder / f"rank00001-of-00002-{shards_of_old}.safetensors").mkdir()
+
+
+def swapped(folder: Path) -> None:
+    """With a manifest and names to match: what is inside says whose it is."""
+    first, second = manifest(folder)["sha256"][:64], manifest(folder)["sha256"][64:]
+    for path, rank, sha in zip(shards(folder), (1, 0), (first, second), strict=True):
+        path.rename(folder / f"rank{rank:05}-of-00002-{sha[:16]}.safetensors")
+    edit(folder, f"{first}{second}", f"{second}{first}")
+
+
+def one_for_all(folder: Path) -> None:
+    """Rank 0's, under the name of rank 1."""
+    first, second = manifest(folder)["sha256"][:64], manifest(folder)["sha256"][64:]
+    shutil.copy(shards(folder)[0], folder / f"rank00001-of-00002-{first[:16]}.safetensors")
+    edit(folder, second, first)
+
+
+def no_manifest(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+def a_linked_manifest(folder: Path) -> None:
+    (folder / "manifest.json").rename(folder / "other.json")
+    (folder / "manifest.json").symlink_to(folder / "other.json")
+
+
+def a_pipe_for_a_manifest(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+    os.mkfifo(folder / "manifest.json")
+
+
+def of_another_version(folder: Path) -> None:
+    edit(folder, '"version": 1', '"version": 2')
+
+
+def of_another_scheme(folder: Path) -> None:
+    edit(folder, "ExDyna", "Dense")
+
+
+def of_another_model(folder: Path) -> None:
+    edit(folder, '"layout": "....', '"layout": "0123')
+
+
+def of_another_step(folder: Path) -> None:
+    edit(folder, r'"step": \d+', '"step": 77')
+
+
+def with_a_path(folder: Path) -> None:
+    edit(folder, '"sha256": "................', '"sha256": "../../../../etc/')
+
+
+def with_a_bomb(folder: Path) -> None:
+    edit(folder, '"world": 2', '"world": 999999999999')
+
+
+def with_too_few_files(folder: Path) -> None:
+    edit(folder, '"world": 2', '"world": 3')
+
+
+def with_one_more_key(folder: Path) -> None:
+    edit(folder, "{\n", '{\n "run": "this",\n')
+
+
+REFUSALS: dict[Callable[[Path], None], str] = {
+    tampered: "rank 1 refused: .*is not what was saved",
+    truncated: "rank 1 refused: .*is not what was saved",
+    missing: "rank 1 refused: .*cannot be read: No such file",
+    a_link: "rank 1 refused: .*cannot be read: Too many levels of symbolic links",
+    a_folder_in_its_place: "rank 1 refused: .*cannot be read: Is a directory",
+    swapped: "has no 'rank0/format'; was it saved by another rank",
+    one_for_all: "rank 1 refused: .*has no 'rank1/format'; was it saved by another rank",
+    no_manifest: "manifest.json cannot be read: No such file",
+    a_linked_manifest: "manifest.json cannot be read: Too many levels",
+    a_pipe_for_a_manifest: "manifest.json is not a file of a checkpoint",
+    of_another_version: "is of version 2; this gradsieve reads version 1",
+    of_another_scheme: "is of scheme Dense, this run's is ExDyna",
+    of_another_model: "of another model",
+    of_another_step: "is of step 3, not 77",
+    with_a_path: "is not a manifest",
+    with_a_bomb: "says that 999999999999 ranks saved it",
+    with_too_few_files: "does not name a file for each of 3 ranks",
+    with_one_more_key: "is not a manifest",
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    with Crew(2, **EXDYNA) as crew:
+        save(crew.train(0, 3), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def another() -> Iterator[Crew]:
+    """Ranks with something to lose."""
+    with Crew(2, **EXDYNA) as crew:
+        yield crew.train(7, 9)
+
+
+@pytest.mark.parametrize("spoil", REFUSALS, ids=lambda spoil: spoil.__name__)
+def test_what_is_not_this_checkpoint_is_refused_on_all_ranks_and_changes_nothing(
+    spoil: Callable[[Path], None], saved: Path, another: Crew, tmp_path: Path
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(saved, folder)
+    spoil(folder)
+    before = snapshots(another)
+    errors = another.errors(lambda hand: hand.sync.load(folder))
+    assert all(isinstance(error, Malformed | MismatchError) for error in errors), errors
+    assert re.search(REFUSALS[spoil], str(errors[0])), errors[0]
+    assert "rank 0, step 2: nothing was loaded on any rank" in str(errors[0])
+    assert differing(another, before) == []
+
+
+def test_the_same_unspoilt_is_loaded(saved: Path) -> None:
+    """Twin."""
+    with Crew(2, **EXDYNA) as crew:
+        load(crew, saved)
+        assert all(hand.sync.pipeline.step == 3 for hand in crew.hands)
+
+
+def test_an_optimizer_of_another_kind_is_refused_and_all_keep_theirs(saved: Path) -> None:
+    """Its groups differ, which torch finds out after it was asked to load it."""
+
+    def in_two_groups(parameters: Any) -> torch.optim.Optimizer:
+        first, *others = parameters
+        return torch.optim.SGD([{"params": [first]}, {"params": others}], lr=0.1, momentum=0.5)
+
+    with Crew(2, in_two_groups, **EXDYNA) as crew:
+        before = snapshots(crew.train(0, 2))
+        first, _ = crew.errors(lambda hand: hand.sync.load(saved))
+        assert "different number of parameter groups" in str(first)
+        assert differing(crew, before) == []
+
+
+# -- what breaks ----------------------------------------------------------------------------------------
+
+
+def test_a_save_that_fails_on_one_rank_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Crew(2, **EXDYNA) as crew, Crew(2, **EXDYNA) as later:
+        save(crew.train(0, 3), tmp_path)
+        before, there = snapshots(crew), sorted(os.listdir(tmp_path))
+        write = files._write
+
+        def failing(folder: Path, part: str, *rest: Any) -> bytes:
+            if part == "rank00001.part":
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return write(folder, part, *rest)
+
+        monkeypatch.setattr(files, "_write", failing)
+        first, second = crew.train(3, 5).errors(lambda hand: hand.sync.save(tmp_path))
+        assert "nothing was saved; the checkpoint before is as it was" in str(first)
+        assert "rank 1 refused: OSError: [Errno 28] No space left on device" in str(first)
+        assert isinstance(second, Malformed)
+        assert sorted(os.listdir(tmp_path)) == there
+        load(later, tmp_path)
+        assert differing(later, before) == []
+
+
+def fill(path: Path) -> None:
+    """All that is left of the disk."""
+    with contextlib.suppress(OSError), path.open("wb", buffering=0) as stream:
+        while True:
+            stream.write(bytes(4096))
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(disk)]
+    if os.geteuid() or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        with Crew(2, adamw, **EXDYNA) as crew, Crew(2, adamw, **EXDYNA) as later:
+            save(crew.train(0, 3), disk)
+            before = snapshots(crew)
+            fill(disk / "film")
+            errors = crew.train(3, 5).errors(lambda hand: hand.sync.save(disk))
+            assert all("No space left on device" in str(error) for error in errors)
+            load(later, disk)
+            assert differing(later, before) == []
+            (disk / "film").unlink()
+            save(crew, disk)
+            load(later, disk)
+            assert later.hands[0].sync.pipeline.step == 5
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_save_removes_what_older_ones_left_and_nothing_else(tmp_path: Path) -> None:
+    """Also of one that broke off."""
+    (tmp_path / "rank00000.part").write_bytes(b"half")
+    (tmp_path / f"rank00005-of-00006-{'0' * 16}.safetensors").write_bytes(b"of a save that broke off")
+    (tmp_path / "model.safetensors").write_bytes(b"somebody else's")
+    with Crew(2, **EXDYNA) as crew:
+        save(crew.train(0, 2), tmp_path)
+        first = shards(tmp_path)
+        save(crew.train(2, 3), tmp_path)
+    assert len(first) == len(shards(tmp_path)) == 2
+    assert not set(first) & set(shards(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir() if path not in shards(tmp_path)) == [
+        "manifest.json",
+        "model.safetensors",
+    ]
+
+
+def test_a_link_in_the_way_of_a_save_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "rank00000.part").symlink_to(tmp_path / "mine")
+    with Crew(2, **EXDYNA) as crew:
+        save(crew, tmp_path / "in")
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+# -- files of this version, for those to come -------------------------------------------------------------
+
+
+def test_files_of_version_1_are_read() -> None:
+    with Crew(2, **EXDYNA) as crew, Crew(4, **EXDYNA) as more:
+        load(crew, KEPT)
+        for hand, path in zip(crew.hands, shards(KEPT), strict=True):
+            content = path.read_bytes()
+            length = int.from_bytes(content[:8], "little")
+            about = json.loads(content[8 : 8 + length])[f"rank{hand.rank}/mark/last"]
+            begin, end = (8 + length + offset for offset in about["data_offsets"])
+            mark = torch.frombuffer(bytearray(content[begin:end]), dtype=torch.float32)
+            assert torch.equal(hand.sync.pipeline.kept()["mark/last"], mark)
+            assert hand.sync.pipeline.step == 3
+            assert hand.optimizer.state_dict()["state"][0]["momentum_buffer"].any()
+        crew.train(3, 5)
+        load(more, KEPT)

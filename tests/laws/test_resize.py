@@ -1,0 +1,124 @@
+"""Another number of ranks goes on with what waited, for every scheme: 4 to 2, 3, 6 and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from gradsieve import Malformed, MismatchError, Treatment
+from gradsieve.feedback.coherence import Coherence
+from gradsieve.schemes import SCHEMES
+from gradsieve.sync import parts
+from laws.checks import same_bits
+from laws.crew import Crew, adamw, fake_group, sgd  # noqa: F401  # a fixture
+
+WAY = [4, 2, 3, 6, 4]
+GRADIENTS = Treatment(exchange="gradients", small=6)
+
+
+def go_the_way(way: list[int], optimizer: Any = sgd, **settings: Any) -> list[dict[str, Any]]:
+    """Two steps with each number of ranks; what was there before and after each change."""
+    seen, states, before = [], None, None
+    for place, world in enumerate(way):
+        with Crew(world, optimizer, **settings) as crew:
+            if states is not None:
+                crew.load(states)
+                seen.append({"before": before, "after": _look(crew)})
+            crew.train(2 * place, 2 * place + 2)
+            crew.everyone(lambda hand: hand.sync.verify())
+            states, before = crew.states(), _look(crew)
+    return seen
+
+
+def _look(crew: Crew) -> dict[str, Any]:
+    kinds = {key.partition("/")[0] for key in crew.hands[0].sync.pipeline.kept()}
+    return {
+        "waits": crew.waits() if kinds else torch.zeros(1),
+        "shared": [hand.memory("shared") for hand in crew.hands] if "shared" in kinds else [],
+        "step": crew.hands[0].sync.pipeline.step,
+    }
+
+
+def check(seen: list[dict[str, Any]]) -> None:
+    for change in seen:
+        before, after = change["before"], change["after"]
+        torch.testing.assert_close(after["waits"], before["waits"], rtol=1e-5, atol=1e-6)
+        assert after["step"] == before["step"]
+        assert all(same_bits([each], before["shared"][:1]) for each in after["shared"])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_waits_is_kept_for_another_number_of_ranks(scheme: str) -> None:
+    seen = go_the_way(WAY, scheme=scheme, density=0.1, preset=Treatment(small=6))
+    check(seen)
+    if not SCHEMES[scheme].lossless:
+        assert all(float(change["before"]["waits"].abs().max()) > 1e-3 for change in seen), "nothing waited"
+
+
+@pytest.mark.parametrize(
+    "treatment",
+    [
+        GRADIENTS,
+        Treatment(exchange="gradients", small=6, momentum="local"),
+        Treatment(exchange="gradients", small=6, by_rate=True),
+        Treatment(small=6, preview=0.5),
+        Treatment(small=6, every=2),
+    ],
+    ids=Treatment.describe,
+)
+def test_whatever_the_treatment(treatment: Treatment) -> None:
+    check(go_the_way([4, 3, 4], scheme="exdyna", density=0.1, preset=treatment))
+
+
+def test_estimates_add_up_to_their_sum() -> None:
+    settings = {"scheme": "topk", "density": 0.1}
+    treatment = Treatment(exchange="gradients", small=6, memory="estimate")
+    with Crew(4, preset=treatment, **settings) as crew, Crew(6, preset=treatment, **settings) as more:
+        more.load(crew.train(0, 4).states())
+        for hand in more.hands:
+            estimates = torch.stack([each.memory("estimate") for each in more.hands]).sum(0)
+            torch.testing.assert_close(hand.memory("total"), estimates, rtol=1e-5, atol=1e-6)
+        more.train(4, 6)
+
+
+def test_a_loss_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twin: old ranks that nobody takes over, or a sum that is not divided by their number."""
+    monkeypatch.setattr(parts, "given_by", lambda rank, world, old: range(rank, min(old, world), world))
+    with pytest.raises(AssertionError):
+        check(go_the_way([4, 2], scheme="exdyna", density=0.1))
+
+
+def test_the_model_that_all_of_it_leads_to_stays_where_it_was() -> None:
+    """Flushed at once, the old ranks and the new ones end at one model."""
+    with Crew(4, adamw, bits=0.8) as crew, Crew(3, adamw, bits=0.8) as fewer:
+        fewer.load(crew.train(0, 5).states())
+        for each in (crew, fewer):
+            each.everyone(lambda hand: hand.sync.flush())
+        torch.testing.assert_close(
+            fewer.hands[0].memory("shared"), crew.hands[0].memory("shared"), rtol=1e-5, atol=1e-6
+        )
+
+
+def test_ranks_without_all_they_need_are_refused_on_all() -> None:
+    with Crew(4, bits=0.8) as crew, Crew(2, bits=0.8) as fewer:
+        states = crew.train(0, 2).states()
+        own = {key: part for key, part in states.items() if not key.startswith("rank3/")}
+        before = fewer.states()
+        first, second = fewer.errors(lambda hand: hand.sync.load_state_dict(own))
+        assert isinstance(first, MismatchError)
+        assert "rank 1 refused: 4 ranks saved this checkpoint and 2 load it" in str(first)
+        assert isinstance(second, Malformed)
+        assert "is not given that of rank 3" in str(second)
+        assert same_bits(list(fewer.states().values()), list(before.values()))
+
+
+def test_how_alike_gradients_are_is_counted_over() -> None:
+    signal, noise = 3.0, 5.0
+    for old, new in ((4, 2), (2, 6), (6, 4)):
+        seen = Coherence(old * (signal + noise / old), old * (signal + noise))
+        expected = (signal + noise / new) / (signal + noise)
+        assert seen.among(old, new).share(new) == pytest.approx(expected)
+    assert Coherence(1.0, 1.0).among(1, 4) == Coherence()
+    assert Coherence().among(4, 2) == Coherence()
