@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from gradsieve.comm.ops import AllGather
-from gradsieve.errors import Malformed, MismatchError
+from gradsieve.errors import Malformed, MismatchError, list_ranks
 from gradsieve.feedback import checkpoint
 from gradsieve.feedback.digest import digest
 from gradsieve.feedback.units import shaped_like
 from gradsieve.integrations.agreement import against_the_majority
 from gradsieve.sync import StepPipeline
-from gradsieve.sync.tags import list_ranks
 from gradsieve.types import Program
 
 if TYPE_CHECKING:
