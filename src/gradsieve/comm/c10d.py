@@ -54,13 +54,13 @@ class Engine:
         self._ops, self._waits, self._what = 0, False, "nothing"
         self._sockets: sockets.Sockets = {}
         self._group: dist.ProcessGroup | None = None
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._watch = self._begin_watch(users)
         # Our own group: DDP's buffer broadcasts on the user's group must not come between our collectives.
         # A part of the world must make its group alone; torch then names it after its ranks, so that a
         # second one would find the first one's addresses: such a group is kept to the end.
         self._is_whole_world = len(ranks) == dist.get_world_size()
         self._make_group(users, ranks)
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threads = torch.get_num_threads()  # OpenMP keeps this per thread
         self._thread = threading.Thread(target=self._work, args=(threads,), name="gradsieve", daemon=True)
         self._thread.start()
@@ -70,12 +70,13 @@ class Engine:
         count = _engines[users] = _engines.get(users, 0) + 1
         prefix = f"gradsieve/{users.group_name}/{count}"
         store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        if _hosts(store):
-            store.set(f"{prefix}/host", str(self.rank))
-        return Watch(store, prefix, self.rank, self.world, self._progress, self._end_connections)
+        self._store_port = _port(store)
+        hosts_store = sockets.listens_on(self._store_port)
+        return Watch(store, prefix, self.rank, self.world, self._progress, self._end_connections, hosts_store)
 
     def _make_group(self, users: dist.ProcessGroup, ranks: list[int]) -> None:
-        before, began = sockets.connected(), time.monotonic()
+        began = time.monotonic()
+        before = sockets.connected(self._store_port)
         try:
             self._group = dist.new_group(
                 ranks,
@@ -86,7 +87,8 @@ class Engine:
         except RuntimeError as error:
             cause = str(error)
         else:
-            opened = {fd: inode for fd, inode in sockets.connected().items() if before.get(fd) != inode}
+            now = sockets.connected(self._store_port)
+            opened = {fd: inode for fd, inode in now.items() if before.get(fd) != inode}
             # Another number: gloo connects otherwise than it is known to, or somebody else did meanwhile.
             self._sockets = opened if len(opened) == self.world - 1 else {}
             self._watch.learn_host()
@@ -128,11 +130,14 @@ class Engine:
         self._jobs.put(None)
         self._thread.join(timeout=1.0)
         self._watch.close()
-        is_over = self._is_whole_world or self._watch.verdict is not None
-        if is_over and not self._thread.is_alive() and dist.is_initialized():
+        if (self._is_whole_world or self._watch.verdict is not None) and not self._thread.is_alive():
+            self._drop_group()
+
+    def _drop_group(self) -> None:
+        if self._group is not None and dist.is_initialized():
             with contextlib.suppress(ValueError):  # the world it belonged to is gone
                 dist.destroy_process_group(self._group)
-            self._group = None  # and its sockets
+        self._group = None  # and its sockets
 
     def _work(self, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -179,8 +184,8 @@ class Engine:
     def _peer_error(self, what: str, verdict: Verdict, cause: str = "") -> PeerError:
         said = f" ({cause})" if cause else ""
         return PeerError(
-            f"rank {self.rank}: {what}: {verdict.words(self.rank)}. Nothing of this step was kept; the group is "
-            f"of no more use: start again from a checkpoint{said}",
+            f"rank {self.rank}: {what}: {verdict.words(self.rank)}. Nothing of this step was kept, and the "
+            f"group is of no more use: start again from a checkpoint{said}",
             verdict.ranks,
         )
 
@@ -188,8 +193,12 @@ class Engine:
         return Progress(self._ops, self._waits, self._what)
 
     def _end_connections(self) -> None:
-        """So that no wait of this rank or for it goes on."""
-        sockets.shut(self._sockets)
+        """So that no wait of this rank or for it goes on. Without its connections, as soon as its own wait is
+        over: then the others fail one after the other, a few ms each."""
+        if self._sockets:
+            sockets.shut(self._sockets)
+        else:
+            self._jobs.put(self._drop_group)
 
     def _perform(self, op: Op) -> Tensor:
         tensor, group = op.tensor.contiguous(), self._group
@@ -269,11 +278,11 @@ def _timeout(group: dist.ProcessGroup) -> timedelta:
     return timeout
 
 
-def _hosts(store: Store) -> bool:
-    """Whether the store of all ranks is in this process: it then dies with it."""
+def _port(store: Store) -> int:
+    """On which the store is served, 0 if it is not."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return isinstance(store, TCPStore) and sockets.listens_on(store.port)
+    return store.port if isinstance(store, TCPStore) else 0
 
 
 @contextlib.contextmanager

@@ -8,6 +8,8 @@ now and then whether somebody asks; nothing of it is in the way of a step. Keys,
     answers     how many have answered
     gave_up/r   rank r failed by itself, and how
     left/r      rank r closed its engine, and after what
+    host        the rank whose process has the store, if there is one
+    leavers     how many have left; when the host has, `asked` says so: its process may end, and the store
     coroners    the first to count here reads all answers, which is the only thing linear in P
     verdict     and tells the others
 
@@ -32,6 +34,7 @@ HURRY_SECONDS = 0.7
 """For answers, after a wait that was as long as its deadline: three looks."""
 PATIENCE_SECONDS = 1.5
 """For answers, after a sudden end: the machine may be busy, and there is time."""
+_END = b"end"
 _LONGEST = 65_536
 _TEXT = 300
 
@@ -96,7 +99,11 @@ class Verdict:
 
     def words(self, rank: int) -> str:
         """For the error of `rank`."""
-        who = f"{list_ranks(self.ranks)}{' (this one)' if rank in self.ranks else ''}" if self.ranks else ""
+        who = (
+            f"{list_ranks(self.ranks)}{' (this one)' if rank in self.ranks else ''}"
+            if self.ranks
+            else "none of these ranks"
+        )
         return _WORDS[self.kind].format(who=who, what=self.what or "nothing")
 
 
@@ -108,8 +115,8 @@ _WORDS = {
     "late": "{who} lives, but has not come to this exchange in time; its last was {what}. It is slow, waits "
     "for something else, or has no more batches: give all ranks as many (drop_last=True)",
     "none": "all ranks live and wait: what is between them is broken, or a rank issued another collective",
-    "store": "the store in which the ranks met does not answer, so that nobody can be asked: who has it died, "
-    "or is stopped ({who})",
+    "store": "the store in which the ranks met does not answer, so that nobody can be asked: who has it "
+    "({who}) died, or is stopped",
     "unknown": "a peer died, stalled beyond the group's time-out or issued another collective",
 }
 
@@ -125,17 +132,22 @@ class Watch:
         world: int,
         progress: Callable[[], Progress],
         fail: Callable[[], None],
+        hosts_store: bool = False,
     ) -> None:
         """`store` is used by the watch alone; `fail` is called, once, when there is a verdict."""
         self._store, self._prefix, self.rank, self.world = store, prefix, rank, world
         self._progress, self._fail = progress, fail
         self.host: tuple[int, ...] = ()
         """The rank whose process has the store, if it is one of them."""
+        self._hosts_store = hosts_store
+        if hosts_store:
+            store.set(self._key("host"), str(rank))
         self._gave_up: str | None = None
         self._seconds: float | None = None
         """For answers, if this rank asks."""
         self._closed = False
-        self._is_lost = False
+        self._without_store: Verdict | None = None
+        """On whatever fails from now on, without asking."""
         self._wake = threading.Event()
         self._reached = threading.Event()
         """The store answers."""
@@ -148,10 +160,9 @@ class Watch:
         """After a failure: who is to blame. Comes back within a second where the store does not answer."""
         self._seconds = seconds
         self._wake.set()
-        if not self._is_lost and not self._judged.wait(seconds + 0.2) and self._reached.is_set():
+        if self._without_store is None and not self._judged.wait(seconds + 0.2) and self._reached.is_set():
             self._judged.wait(PATIENCE_SECONDS)
-        if not self._judged.is_set():
-            self._judge_by(Verdict("store", self.host))
+        self._judge_by(self._without_store or Verdict("store", self.host), tell=False)
         assert self.verdict is not None
         return self.verdict
 
@@ -180,14 +191,30 @@ class Watch:
         try:
             while not self._wake.wait(POLL_SECONDS) and not self._has("asked"):
                 pass
-            if not self._closed:
+            if self._closed:
+                self._leave()
+            elif not self._wake.is_set() and self._get("asked") == _END:
+                what = _printable(self._get(f"left/{self.host[0]}")) if self.host else ""
+                self._without_store = Verdict("left", self.host, what)
+            else:
                 self._hold()
-            elif self.verdict is None:
-                self._store.set(self._key(f"left/{self.rank}"), self._progress().what[:_TEXT])
         except RuntimeError:  # the store is gone, which harms nobody who need not ask
-            self._is_lost = True
+            self._without_store = Verdict("store", self.host)
             if not self._closed and self._seconds is not None:
-                self._judge_by(Verdict("store", self.host))
+                self._judge_by(self._without_store, tell=False)
+
+    def _leave(self) -> None:
+        if self.verdict is not None or self._without_store is not None:
+            return
+        self._store.set(self._key(f"left/{self.rank}"), self._progress().what[:_TEXT])
+        leavers = self._store.add(self._key("leavers"), 1)
+        if not self._hosts_store:
+            return
+        self._store.set(self._key("asked"), _END.decode())
+        deadline = time.monotonic() + 1.5 * POLL_SECONDS  # by then all have looked
+        while leavers < self.world and time.monotonic() < deadline:
+            time.sleep(0.01)
+            leavers = self._store.add(self._key("leavers"), 0)
 
     def _hold(self) -> None:
         seconds = HURRY_SECONDS if self._seconds is None else self._seconds
@@ -231,7 +258,7 @@ class Watch:
             return
         self.verdict = verdict
         self._judged.set()
-        if tell and verdict.kind != "store":
+        if tell:
             self._store.set(self._key("verdict"), verdict.text())
         self._fail()
 

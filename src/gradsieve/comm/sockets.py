@@ -15,28 +15,29 @@ Sockets = dict[int, int]
 """Inodes by file descriptor."""
 
 
-def connected() -> Sockets:
-    """All TCP connections of this process; none where there is no Linux to tell."""
+def connected(except_on: int) -> Sockets:
+    """TCP connections of this process, but for those with this port at one of their ends; none where there is
+    no Linux to tell."""
     found = {}
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 fd = int(name)
                 link = os.readlink(f"/proc/self/fd/{name}")
-                if link.startswith("socket:[") and _is_connection(fd):
+                if link.startswith("socket:[") and _is_connection(fd, except_on):
                     found[fd] = int(link[len("socket:[") : -1])
     return found
 
 
 def listens_on(port: int) -> bool:
     """Whether this process does."""
-    found = False
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError), _opened(int(name)) as one:
                 is_listening = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                found |= bool(is_listening) and one.getsockname()[1:2] == (port,)
-    return found
+                if is_listening and one.getsockname()[1:2] == (port,):
+                    return True
+    return False
 
 
 def shut(sockets: Sockets) -> None:
@@ -48,12 +49,11 @@ def shut(sockets: Sockets) -> None:
                     one.shutdown(socket.SHUT_RDWR)
 
 
-def _is_connection(fd: int) -> bool:
+def _is_connection(fd: int, except_on: int) -> bool:
     with _opened(fd) as one:
         if one.type != socket.SOCK_STREAM or one.family not in (socket.AF_INET, socket.AF_INET6):
             return False
-        one.getpeername()
-        return True
+        return except_on not in (one.getsockname()[1], one.getpeername()[1])
 
 
 def _opened(fd: int) -> socket.socket:
