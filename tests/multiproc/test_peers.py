@@ -57,7 +57,7 @@ def in_a_hook(run: Run, end: Callable[[], None]) -> Any:
 
 def before_an_op(run: Run, end: Callable[[], None]) -> Any:
     """Where the second collective of the step would be issued."""
-    usual, issued = Engine._perform, []
+    usual, issued = Engine.perform, []
 
     def dying(self: Engine, op: Any) -> torch.Tensor:
         if run.sync.pipeline.step == STEP:
@@ -66,7 +66,7 @@ def before_an_op(run: Run, end: Callable[[], None]) -> Any:
                 end()
         return usual(self, op)
 
-    return mock.patch.object(Engine, "_perform", dying)
+    return mock.patch.object(Engine, "perform", dying)
 
 
 def before_the_optimizer(run: Run, end: Callable[[], None]) -> Any:

@@ -165,7 +165,7 @@ class Engine:
         self._ops, self._waits, self._what = self._ops + 1, True, what
         began = time.monotonic()
         try:
-            reply = self._perform(op)
+            reply = self.perform(op)
         except GradsieveError:
             raise
         except RuntimeError as error:
@@ -200,7 +200,7 @@ class Engine:
         else:
             self._jobs.put(self._drop_group)
 
-    def _perform(self, op: Op) -> Tensor:
+    def perform(self, op: Op) -> Tensor:
         tensor, group = op.tensor.contiguous(), self._group
         match op:
             case AllGather():
