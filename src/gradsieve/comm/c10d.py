@@ -176,9 +176,13 @@ class Engine:
         raise self._failure(f"{describe(op)} for {what}", cause, time.monotonic() - began)
 
     def _failure(self, what: str, cause: str, seconds: float) -> PeerError:
-        """`what` failed after so long. Where that is as long as the deadline, there is no time to lose."""
+        """`what` failed after so long. Where that is as long as the deadline, there is no time to lose, and
+        survivors have closed connections to each other; before, only those to the dead are closed."""
         sudden = seconds < self._timeout.total_seconds() - 2.0
-        verdict = self._watch.ask(PATIENCE_SECONDS if sudden else HURRY_SECONDS)
+        if sudden:
+            verdict = self._watch.ask(PATIENCE_SECONDS, sockets.gone(self._sockets))
+        else:
+            verdict = self._watch.ask(HURRY_SECONDS)
         return self._peer_error(f"{what} failed after {seconds:.1f} s", verdict, cause)
 
     def _peer_error(self, what: str, verdict: Verdict, cause: str = "") -> PeerError:

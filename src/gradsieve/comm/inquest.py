@@ -145,6 +145,7 @@ class Watch:
         self._gave_up: str | None = None
         self._seconds: float | None = None
         """For answers, if this rank asks."""
+        self._gone = 0
         self._closed = False
         self._without_store: Verdict | None = None
         """On whatever fails from now on, without asking."""
@@ -156,9 +157,10 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="gradsieve-watch", daemon=True)
         self._thread.start()
 
-    def ask(self, seconds: float) -> Verdict:
-        """After a failure: who is to blame. Comes back within a second where the store does not answer."""
-        self._seconds = seconds
+    def ask(self, seconds: float, gone: int = 0) -> Verdict:
+        """After a failure: who is to blame. So many ranks are known not to answer. Comes back soon after the
+        time for answers also where the store gives none."""
+        self._seconds, self._gone = seconds, gone
         self._wake.set()
         if self._without_store is None and not self._judged.wait(seconds + 0.2) and self._reached.is_set():
             self._judged.wait(PATIENCE_SECONDS)
@@ -237,8 +239,8 @@ class Watch:
 
     def _examine(self, seconds: float) -> Verdict:
         """Once a failure and group, by one rank: a few requests for each of the others."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and self._store.add(self._key("answers"), 0) < self.world:
+        deadline, expected = time.monotonic() + seconds, self.world - self._gone
+        while time.monotonic() < deadline and self._store.add(self._key("answers"), 0) < expected:
             time.sleep(0.02)
         found: dict[str, list[int]] = {"gave_up": [], "answer": [], "left": [], "silent": []}
         for rank in range(self.world):

@@ -11,6 +11,8 @@ import contextlib
 import os
 import socket
 
+_ESTABLISHED = 1
+"""The first byte of the kernel's `tcp_info`."""
 Sockets = dict[int, int]
 """Inodes by file descriptor."""
 
@@ -40,6 +42,11 @@ def listens_on(port: int) -> bool:
     return False
 
 
+def gone(sockets: Sockets) -> int:
+    """How many are no longer connections, because either end has closed them."""
+    return sum(not _is_established(fd, inode) for fd, inode in sockets.items())
+
+
 def shut(sockets: Sockets) -> None:
     """End those that are still the same; their descriptors stay their owner's, who sees them end."""
     for fd, inode in sockets.items():
@@ -54,6 +61,15 @@ def _is_connection(fd: int, except_on: int) -> bool:
         if one.type != socket.SOCK_STREAM or one.family not in (socket.AF_INET, socket.AF_INET6):
             return False
         return except_on not in (one.getsockname()[1], one.getpeername()[1])
+
+
+def _is_established(fd: int, inode: int) -> bool:
+    with contextlib.suppress(OSError):
+        if os.readlink(f"/proc/self/fd/{fd}") == f"socket:[{inode}]":
+            with _opened(fd) as one:
+                state = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+                return state == _ESTABLISHED
+    return False
 
 
 def _opened(fd: int) -> socket.socket:

@@ -5,7 +5,6 @@ Starting one takes tens of milliseconds instead of seconds. Whatever happens, no
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import json
 import multiprocessing
@@ -52,13 +51,15 @@ class Fleet:
         arguments: Sequence[tuple[Any, ...]],
         limit: float,
         stopped: int | None = None,
+        stop_seconds: float | None = None,
     ) -> list[Ending]:
         """`life(*arguments[rank], pipe)` as rank `rank`, each in a process of its own, for `limit` seconds at
-        most. The `stopped` one is continued when all others have ended."""
+        most. The rank that says that it is being `stopped` is continued so long after, or when all others have
+        ended."""
         with tempfile.TemporaryDirectory(prefix="gradsieve-fleet-") as folder:
             case = _Case(self._context, life, arguments, Path(folder))
             try:
-                return case.watch(time.monotonic() + limit, stopped)
+                return case.watch(time.monotonic() + limit, stopped, stop_seconds)
             finally:
                 case.kill()
 
@@ -69,6 +70,8 @@ class _Case:
     ):
         self.folder = folder
         self.endings = [Ending() for _ in arguments]
+        self.silent: set[int] = set()
+        """Ranks that closed their end of the pipe."""
         self.processes, self.pipes = [], []
         for rank, each in enumerate(arguments):
             ours, theirs = context.Pipe(duplex=False)
@@ -78,20 +81,31 @@ class _Case:
             self.processes.append(process)
             self.pipes.append(ours)
 
-    def watch(self, deadline: float, stopped: int | None) -> list[Ending]:
-        running = dict(enumerate(self.processes))
-        while running and time.monotonic() < deadline:
-            sentinels = {process.sentinel: rank for rank, process in running.items()}
-            ready = connection.wait([*sentinels], max(0.0, deadline - time.monotonic()))
-            for rank in [sentinels[each] for each in ready]:
-                self._ended(rank)
-                del running[rank]
-            if stopped is not None and list(running) == [stopped]:
+    def watch(self, deadline: float, stopped: int | None, stop_seconds: float | None) -> list[Ending]:
+        running = set(range(len(self.processes)))
+        while running and (now := time.monotonic()) < deadline:
+            if stopped is not None and self._is_over(stopped, running, stop_seconds, now):
                 os.kill(self.processes[stopped].pid, signal.SIGCONT)
                 stopped = None
+            sources = {self.processes[rank].sentinel: rank for rank in running}
+            sources |= {self.pipes[rank]: rank for rank in running if rank not in self.silent}
+            wait = deadline - now if stop_seconds is None else min(deadline - now, 0.05)
+            for source in connection.wait([*sources], wait):
+                rank = sources[source]
+                self._read(rank)
+                if source is not self.pipes[rank]:
+                    self._ended(rank)
+                    running.discard(rank)
         for rank in running:
             self._hung(rank)
         return self.endings
+
+    def _is_over(self, stopped: int, running: set[int], stop_seconds: float | None, now: float) -> bool:
+        """Whether the stopped rank's time has come."""
+        fired = self.endings[stopped].told("fired").get("at")
+        return running == {stopped} or (
+            fired is not None and stop_seconds is not None and now >= fired + stop_seconds
+        )
 
     def kill(self) -> None:
         for process in self.processes:
@@ -104,14 +118,15 @@ class _Case:
     def _ended(self, rank: int) -> None:
         self.processes[rank].join()
         self.endings[rank].exit_code = self.processes[rank].exitcode
-        self._read(rank)
 
     def _read(self, rank: int) -> None:
         """What it said; the pipe holds it all, also that of a rank which died since."""
-        with contextlib.suppress(EOFError, OSError):
-            while self.pipes[rank].poll():
+        try:
+            while rank not in self.silent and self.pipes[rank].poll():
                 told = json.loads(self.pipes[rank].recv_bytes(_LONGEST_MESSAGE))
                 self.endings[rank].messages[told["event"]] = told
+        except (EOFError, OSError):
+            self.silent.add(rank)
 
     def _hung(self, rank: int) -> None:
         pid = self.processes[rank].pid
