@@ -73,4 +73,10 @@ def _is_established(fd: int, inode: int) -> bool:
 
 
 def _opened(fd: int) -> socket.socket:
-    return socket.socket(fileno=os.dup(fd))
+    """On a descriptor of its own; OSError where there is no socket."""
+    copy = os.dup(fd)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise

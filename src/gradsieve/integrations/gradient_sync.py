@@ -295,7 +295,8 @@ class GradientSync:
             replicas.compare(self)  # at once: an exchange would need the state that may differ
 
     def _meet(self, call: str) -> None:
-        self.engine.run(self.pipeline.meet(CALLS.index(call)), call.removesuffix("()"), self.device)
+        what = f"{call.removesuffix('()')} after step {self.pipeline.step}"
+        self.engine.run(self.pipeline.meet(CALLS.index(call)), what, self.device)
 
     @contextmanager
     def shared_model(self) -> Iterator[None]:
@@ -334,7 +335,8 @@ class GradientSync:
         self.take_over()
         self._meet("flush()")
         if isinstance(self.pipeline, GradientPipeline):
-            means = self.engine.run(self.pipeline.drain(), "flush", self.device)
+            what = f"flush after step {self.pipeline.step}"
+            means = self.engine.run(self.pipeline.drain(), what, self.device)
             for name, parameter in self.parameters.items():
                 parameter.grad = torch.zeros_like(parameter)
                 if name in means:

@@ -54,8 +54,8 @@ class Fleet:
         stop_seconds: float | None = None,
     ) -> list[Ending]:
         """`life(*arguments[rank], pipe)` as rank `rank`, each in a process of its own, for `limit` seconds at
-        most. The rank that says that it is being `stopped` is continued so long after, or when all others have
-        ended."""
+        most. The rank that says that it is being `stopped` is continued so long after it, or when all others
+        have ended."""
         with tempfile.TemporaryDirectory(prefix="gradsieve-fleet-") as folder:
             case = _Case(self._context, life, arguments, Path(folder))
             try:
