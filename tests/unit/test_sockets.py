@@ -10,7 +10,6 @@ import pytest
 
 from gradsieve.comm import sockets
 
-
 Pair = tuple[socket.socket, socket.socket, int]
 
 

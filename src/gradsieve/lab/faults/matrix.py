@@ -45,13 +45,13 @@ class Matrix:
     """Runs cases, one at a time. The store is in this process, as torchrun's is in its agent."""
 
     def __init__(self, seed: int = 1) -> None:
-        self._fleet = Fleet("gradsieve.lab.faults.preload")
+        self.fleet = Fleet("gradsieve.lab.faults.preload")
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._seed = seed
         self._cases = 0
 
     def clean(self, scheme: str) -> Clean:
-        endings = self._endings(self._task(scheme, DEADLINE_OF_DEATHS), None)
+        endings = self.endings(scheme, DEADLINE_OF_DEATHS, None)
         told = [ending.told("ended") for ending in endings]
         if any(ending.exit_code != DONE for ending in endings):
             raise GradsieveError(
@@ -71,15 +71,24 @@ class Matrix:
     def run(self, clean: Clean, faults: Sequence[Fault]) -> Iterator[Line]:
         for fault in faults:
             deadline = DEADLINE_OF_DEATHS if fault.is_death else DEADLINE_OF_STALLS
-            task = self._task(clean.scheme, deadline)
-            endings = self._endings(task, fault)
+            endings = self.endings(clean.scheme, deadline, fault)
+            task = self._task(clean.scheme, deadline, STEPS)
             yield judge(fault, task, endings, clean.digests, clean.ops[fault.step][fault.op])
 
-    def _task(self, scheme: str, deadline: float) -> Task:
+    def endings(
+        self,
+        scheme: str,
+        deadline: float,
+        fault: Fault | None,
+        stop_seconds: float | None = None,
+        steps: Sequence[int] = (STEPS,) * WORLD,
+    ) -> list[Ending]:
+        """One case. A stop lasts so long, or until all others have ended; every rank has its own number of
+        batches."""
         self._cases += 1
-        return Task(scheme, STEPS, deadline, self._seed, self._store.port, f"case{self._cases}")
-
-    def _endings(self, task: Task, fault: Fault | None) -> list[Ending]:
-        arguments = [(rank, WORLD, task, fault) for rank in range(WORLD)]
+        arguments = [(rank, WORLD, self._task(scheme, deadline, steps[rank]), fault) for rank in range(WORLD)]
         stopped = fault.rank if fault is not None and fault.kind == STOP else None
-        return self._fleet.run(be_rank, arguments, _LIMIT, stopped)
+        return self.fleet.run(be_rank, arguments, _LIMIT, stopped, stop_seconds)
+
+    def _task(self, scheme: str, deadline: float, steps: int) -> Task:
+        return Task(scheme, steps, deadline, self._seed, self._store.port, f"case{self._cases}")
