@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -95,11 +94,10 @@ def wait_for_the_host(rank: int, port: int, pipe: Any) -> None:
 
 
 @pytest.fixture
-def port() -> Iterator[int]:
+def port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        number = free.getsockname()[1]
-    yield number
+        return int(free.getsockname()[1])
 
 
 def test_a_dead_rank_that_had_the_store_is_named(matrix: Matrix, port: int) -> None:
