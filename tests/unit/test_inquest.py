@@ -109,6 +109,15 @@ def test_who_gives_up_says_why_and_nobody_waits() -> None:
     ring.close()
 
 
+def test_who_gives_up_and_closes_at_once_is_not_taken_for_one_who_left() -> None:
+    ring = Ring(2, {0: waiting(), 1: waiting()})
+    ring.watches[1].give_up("MemoryError: no room")
+    ring.watches.pop(1).close()
+    until(lambda: 0 in ring.failed)
+    assert ring.verdicts() == {Verdict("gave up", (1,), "MemoryError: no room")}
+    ring.close()
+
+
 def test_a_coroner_who_dies_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inquest, "PATIENCE_SECONDS", 0.5)
     ring = Ring(3, {0: waiting(), 2: waiting()})

@@ -148,8 +148,6 @@ class Engine:
     def _drive(self, program: Program[Result], what: str) -> Result:
         reply: Tensor | None = None
         while True:
-            if (verdict := self._watch.verdict) is not None:
-                raise self._peer_error(f"{what} cannot begin or go on", verdict)
             try:
                 op = program.send(reply)  # type: ignore[arg-type]  # None starts a generator
             except StopIteration as end:
@@ -162,6 +160,8 @@ class Engine:
             reply = self._await(op, what)
 
     def _await(self, op: Op, what: str) -> Tensor:
+        if (verdict := self._watch.verdict) is not None:
+            raise self._peer_error(f"{describe(op)} for {what} failed before it began", verdict)
         self._ops, self._waits, self._what = self._ops + 1, True, what
         began = time.monotonic()
         try:

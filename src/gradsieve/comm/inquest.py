@@ -193,7 +193,7 @@ class Watch:
         try:
             while not self._wake.wait(POLL_SECONDS) and not self._has("asked"):
                 pass
-            if self._closed:
+            if self._closed and self._gave_up is None:
                 self._leave()
             elif not self._wake.is_set() and self._get("asked") == _END:
                 what = _printable(self._get(f"left/{self.host[0]}")) if self.host else ""
