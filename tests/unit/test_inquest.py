@@ -127,13 +127,17 @@ def test_a_coroner_who_dies_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Stuck:
-    """A store whose host is stopped: no call comes back before the end of the test."""
+    """A store whose host is stopped: calls fail, at the end of the test."""
 
     def __init__(self) -> None:
         self.end = threading.Event()
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_: self.end.wait(5.0) and None
+        def hang(*_: Any) -> None:
+            self.end.wait(5.0)
+            raise RuntimeError("Connection reset by peer")
+
+        return hang
 
 
 class Gone:

@@ -38,6 +38,8 @@ from gradsieve.types import Program, Result
 
 _IN_FLIGHT = 4
 """Messages of an all-to-all on their way at once."""
+_OF_THIS_RANK_ALONE = (Malformed, MemoryError, torch.OutOfMemoryError)
+"""Errors of a program that the other ranks need not meet; after others, raised on all ranks, programs go on."""
 _engines: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 """How many were made over a group: all its ranks make them together, so that they agree on this number."""
 
@@ -153,9 +155,8 @@ class Engine:
             except StopIteration as end:
                 result: Result = end.value
                 return result
-            except BaseException as error:
-                if isinstance(error, Malformed) or not isinstance(error, GradsieveError):
-                    self._watch.give_up(f"{type(error).__name__}: {error}")  # others are raised on all ranks
+            except _OF_THIS_RANK_ALONE as error:
+                self._watch.give_up(f"{type(error).__name__}: {error}")
                 raise
             reply = self._await(op, what)
 
