@@ -39,7 +39,7 @@ from gradsieve.types import Program, Result
 _IN_FLIGHT = 4
 """Messages of an all-to-all on their way at once."""
 _OF_THIS_RANK_ALONE = (Malformed, MemoryError, torch.OutOfMemoryError)
-"""Errors of a program that the other ranks need not meet; after others, raised on all ranks, programs go on."""
+"""Errors of a program that other ranks need not meet; others are raised on all ranks, and programs go on."""
 _engines: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 """How many were made over a group: all its ranks make them together, so that they agree on this number."""
 
