@@ -335,8 +335,7 @@ class GradientSync:
         self.take_over()
         self._meet("flush()")
         if isinstance(self.pipeline, GradientPipeline):
-            what = f"flush after step {self.pipeline.step}"
-            means = self.engine.run(self.pipeline.drain(), what, self.device)
+            means = self.engine.run(self.pipeline.drain(), f"flush after step {self.pipeline.step}", self.device)
             for name, parameter in self.parameters.items():
                 parameter.grad = torch.zeros_like(parameter)
                 if name in means:
