@@ -334,8 +334,8 @@ class GradientSync:
             return
         self.take_over()
         self._meet("flush()")
-        if isinstance(self.pipeline, GradientPipeline):
-            means = self.engine.run(self.pipeline.drain(), f"flush after step {self.pipeline.step}", self.device)
+        if isinstance(pipeline := self.pipeline, GradientPipeline):
+            means = self.engine.run(pipeline.drain(), f"flush after step {pipeline.step}", self.device)
             for name, parameter in self.parameters.items():
                 parameter.grad = torch.zeros_like(parameter)
                 if name in means:
