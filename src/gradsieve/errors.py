@@ -12,6 +12,8 @@
 Each message names the rank, the step, the cause and, where there is one, the fix.
 """
 
+from collections.abc import Sequence
+
 
 class GradsieveError(Exception):
     """Base of every error raised by gradsieve."""
@@ -40,6 +42,17 @@ class Malformed(GradsieveError, ValueError):  # noqa: N818 - "Malformed message"
 class PeerError(GradsieveError, RuntimeError):
     """A collective failed or timed out."""
 
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+        """Who is to blame, the same on all survivors; empty where nobody could find out."""
+
 
 class LabError(GradsieveError, RuntimeError):
     """The test network cannot be built on this machine."""
+
+
+def list_ranks(ranks: Sequence[int]) -> str:
+    """In words, for a message."""
+    some = ", ".join(str(rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {some}" if len(ranks) == 1 else f"ranks {some}"

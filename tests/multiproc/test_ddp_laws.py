@@ -205,7 +205,7 @@ MANY = Plan(steps=20, shapes=((32, 33),) * 24, cap_mb=0.004)
 def train_with_delays(rank: int, plan: Plan, where: str) -> Seen:
     """Rank 1 sleeps at random, where backward hands over buckets or where collectives are issued."""
     run, luck = Run(rank, plan), Random(5)
-    usual_hook, usual_perform = run.sync.hook, Engine._perform
+    usual_hook, usual_perform = run.sync.hook, Engine.perform
 
     def late_hook(bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
         time.sleep(luck.random() * 0.002)
@@ -218,7 +218,7 @@ def train_with_delays(rank: int, plan: Plan, where: str) -> Seen:
     if rank == 1 and where == "hook":
         run.sync.hook = late_hook  # type: ignore[method-assign]
     delayed = late_perform if rank == 1 and where == "engine" else usual_perform
-    with mock.patch.object(Engine, "_perform", delayed):
+    with mock.patch.object(Engine, "perform", delayed):
         return run.train().report()
 
 

@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+from gradsieve.cli import lab_faults
 from gradsieve.errors import GradsieveError
 from gradsieve.lab import Lab
 
@@ -45,6 +46,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     run.add_argument("--json", type=Path, metavar="FILE", help="write settings, exit codes and seconds there")
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="CMD", help="what each host runs")
     run.set_defaults(call=run_lab)
+    lab_faults.add_parsers(commands)
 
 
 def run_lab(args: argparse.Namespace) -> int:

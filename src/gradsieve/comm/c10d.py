@@ -7,6 +7,9 @@ first. (Chained futures, as in torch's PowerSGD hook, issue them in completion o
 Never an empty buffer: gloo has died on those (not seen with 2.13), and all ranks know the shapes, so all
 skip alike.
 
+A failure is named and ends all waits (`inquest.py`, `sockets.py`); after one the engine refuses whatever
+it is given, since gloo's connections do not survive a time-out.
+
 On an accelerator the thread works on a stream of its own. Written for it, never run on one here.
 """
 
@@ -16,6 +19,8 @@ import atexit
 import contextlib
 import queue
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -23,13 +28,20 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from gradsieve.comm import sockets
+from gradsieve.comm.inquest import HURRY_SECONDS, PATIENCE_SECONDS, Progress, Verdict, Watch
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op, describe
-from gradsieve.errors import GradsieveError, PeerError
+from gradsieve.errors import ConfigError, GradsieveError, Malformed, PeerError
 from gradsieve.types import Program, Result
 
 _IN_FLIGHT = 4
 """Messages of an all-to-all on their way at once."""
+_OF_THIS_RANK_ALONE = (Malformed, MemoryError, torch.OutOfMemoryError)
+"""Errors of a program that other ranks need not meet; others are raised on all ranks, and programs go on."""
+_engines: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""How many were made over a group: all its ranks make them together, so that they agree on this number."""
 
 
 class Engine:
@@ -39,23 +51,53 @@ class Engine:
         users = group or dist.group.WORLD
         assert users is not None
         ranks = dist.get_process_group_ranks(users)
+        self._timeout = _timeout(users)
+        self.rank, self.world = dist.get_rank(users), len(ranks)
+        self._ops, self._waits, self._what = 0, False, "nothing"
+        self._sockets: sockets.Sockets = {}
+        self._group: dist.ProcessGroup | None = None
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._watch = self._begin_watch(users)
         # Our own group: DDP's buffer broadcasts on the user's group must not come between our collectives.
         # A part of the world must make its group alone; torch then names it after its ranks, so that a
         # second one would find the first one's addresses: such a group is kept to the end.
         self._is_whole_world = len(ranks) == dist.get_world_size()
-        self._group = dist.new_group(
-            ranks,
-            timeout=_timeout(users),
-            backend=_backend(users),
-            use_local_synchronization=not self._is_whole_world,
-        )
-        self.rank = dist.get_rank(self._group)
-        self.world = len(ranks)
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._make_group(users, ranks)
         threads = torch.get_num_threads()  # OpenMP keeps this per thread
         self._thread = threading.Thread(target=self._work, args=(threads,), name="gradsieve", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread that outlives the interpreter can abort the process
+
+    def _begin_watch(self, users: dist.ProcessGroup) -> Watch:
+        count = _engines[users] = _engines.get(users, 0) + 1
+        prefix = f"gradsieve/{users.group_name}/{count}"
+        store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        self._store_port = _port(store)
+        hosts_store = sockets.listens_on(self._store_port)
+        return Watch(store, prefix, self.rank, self.world, self._progress, self._end_connections, hosts_store)
+
+    def _make_group(self, users: dist.ProcessGroup, ranks: list[int]) -> None:
+        began = time.monotonic()
+        before = sockets.connected(self._store_port)
+        try:
+            self._group = dist.new_group(
+                ranks,
+                timeout=self._timeout,
+                backend=_backend(users),
+                use_local_synchronization=not self._is_whole_world,
+            )
+        except RuntimeError as error:
+            cause = str(error)
+        else:
+            now = sockets.connected(self._store_port)
+            opened = {fd: inode for fd, inode in now.items() if before.get(fd) != inode}
+            # Another number: gloo connects otherwise than it is known to, or somebody else did meanwhile.
+            self._sockets = opened if len(opened) == self.world - 1 else {}
+            self._watch.learn_host()
+            return
+        failure = self._failure("making a process group", cause, time.monotonic() - began)
+        self._watch.close()
+        raise failure
 
     def submit(self, program: Program[Result], what: str, device: torch.device) -> Future[Result]:
         """Queue a program; `what` names it in errors."""
@@ -89,10 +131,15 @@ class Engine:
             return
         self._jobs.put(None)
         self._thread.join(timeout=1.0)
-        if self._is_whole_world and not self._thread.is_alive() and dist.is_initialized():
+        self._watch.close()
+        if (self._is_whole_world or self._watch.verdict is not None) and not self._thread.is_alive():
+            self._drop_group()
+
+    def _drop_group(self) -> None:
+        if self._group is not None and dist.is_initialized():
             with contextlib.suppress(ValueError):  # the world it belonged to is gone
                 dist.destroy_process_group(self._group)
-            del self._group  # and its sockets
+        self._group = None  # and its sockets
 
     def _work(self, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -108,17 +155,57 @@ class Engine:
             except StopIteration as end:
                 result: Result = end.value
                 return result
-            try:
-                reply = self._perform(op)
-            except GradsieveError:
+            except _OF_THIS_RANK_ALONE as error:
+                self._watch.give_up(f"{type(error).__name__}: {error}")
                 raise
-            except RuntimeError as error:
-                raise PeerError(
-                    f"rank {self.rank}: {describe(op)} for {what} failed: {error}. A peer has died, stalled "
-                    "beyond the group's time-out or issued another collective; nothing of this step was kept."
-                ) from error
+            reply = self._await(op, what)
 
-    def _perform(self, op: Op) -> Tensor:
+    def _await(self, op: Op, what: str) -> Tensor:
+        if (verdict := self._watch.verdict) is not None:
+            raise self._peer_error(f"{describe(op)} for {what} failed before it began", verdict)
+        self._ops, self._waits, self._what = self._ops + 1, True, what
+        began = time.monotonic()
+        try:
+            reply = self.perform(op)
+        except GradsieveError:
+            raise
+        except RuntimeError as error:
+            cause = str(error)  # no more of it: its frames would keep the group and its sockets
+        else:
+            self._waits = False
+            return reply
+        raise self._failure(f"{describe(op)} for {what}", cause, time.monotonic() - began)
+
+    def _failure(self, what: str, cause: str, seconds: float) -> PeerError:
+        """`what` failed after so long. Where that is as long as the deadline, there is no time to lose, and
+        survivors have closed connections to each other; before, only those to the dead are closed."""
+        sudden = seconds < self._timeout.total_seconds() - 2.0
+        if sudden:
+            verdict = self._watch.ask(PATIENCE_SECONDS, sockets.gone(self._sockets))
+        else:
+            verdict = self._watch.ask(HURRY_SECONDS)
+        return self._peer_error(f"{what} failed after {seconds:.1f} s", verdict, cause)
+
+    def _peer_error(self, what: str, verdict: Verdict, cause: str = "") -> PeerError:
+        said = f" ({cause})" if cause else ""
+        return PeerError(
+            f"rank {self.rank}: {what}: {verdict.words(self.rank)}. Nothing of this step was kept, and the "
+            f"group is of no more use: start again from a checkpoint{said}",
+            verdict.ranks,
+        )
+
+    def _progress(self) -> Progress:
+        return Progress(self._ops, self._waits, self._what)
+
+    def _end_connections(self) -> None:
+        """So that no wait of this rank or for it goes on. Without its connections, as soon as its own wait is
+        over: then the others fail one after the other, a few ms each."""
+        if self._sockets:
+            sockets.shut(self._sockets)
+        else:
+            self._jobs.put(self._drop_group)
+
+    def perform(self, op: Op) -> Tensor:
         tensor, group = op.tensor.contiguous(), self._group
         match op:
             case AllGather():
@@ -188,7 +275,19 @@ def _backend(group: dist.ProcessGroup) -> str:
 def _timeout(group: dist.ProcessGroup) -> timedelta:
     """What the user set for their group; torch has no public way to ask."""
     timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    if timeout <= timedelta(0):
+        raise ConfigError(
+            f"the process group's time-out is {timeout.total_seconds():g} s: every wait needs a deadline; "
+            "give init_process_group() a positive one"
+        )
     return timeout
+
+
+def _port(store: Store) -> int:
+    """On which the store is served, 0 if it is not."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store.port if isinstance(store, TCPStore) else 0
 
 
 @contextlib.contextmanager

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from gradsieve.comm.ops import AllGather
-from gradsieve.errors import DivergenceError, MismatchError
+from gradsieve.errors import DivergenceError, MismatchError, list_ranks
 from gradsieve.feedback.digest import digest
-from gradsieve.sync.tags import list_ranks, sides
+from gradsieve.sync.tags import sides
 from gradsieve.types import Program
 
 _TEXT = 240

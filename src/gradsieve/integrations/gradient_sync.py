@@ -290,7 +290,8 @@ class GradientSync:
 
     def meet(self, call: str) -> None:
         """Raise on all ranks unless all make this call."""
-        self.engine.run(self.pipeline.meet(CALLS.index(call)), call.removesuffix("()"), self.device)
+        what = f"{call.removesuffix('()')} after step {self.pipeline.step}"
+        self.engine.run(self.pipeline.meet(CALLS.index(call)), what, self.device)
 
     @contextmanager
     def shared_model(self) -> Iterator[None]:
@@ -334,8 +335,8 @@ class GradientSync:
             return
         self.take_over()
         self.meet("flush()")
-        if isinstance(self.pipeline, GradientPipeline):
-            means = self.engine.run(self.pipeline.drain(), "flush", self.device)
+        if isinstance(pipeline := self.pipeline, GradientPipeline):
+            means = self.engine.run(pipeline.drain(), f"flush after step {pipeline.step}", self.device)
             for name, parameter in self.parameters.items():
                 parameter.grad = torch.zeros_like(parameter)
                 if name in means:
@@ -358,18 +359,16 @@ class GradientSync:
         """Clip as `torch.nn.utils.clip_grad_norm_` would clip the mean of all ranks' gradients; before the
         optimizer's step. Returns the norm of that mean.
 
-        A rank's own gradient, which is all it has where steps are exchanged, is longer by the noise of its
-        own batch: what is clipped to 1 in a dense training would be clipped harder here.
+        A rank's own gradient, all it has where steps are exchanged, is longer by the noise of its own batch:
+        what is clipped to 1 in a dense training would be clipped harder here.
         """
         shorter = self.pipeline.rho**0.5 if isinstance(self.pipeline, StepPipeline) else 1.0
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), max_norm / shorter)
         return norm * shorter
 
     def close(self) -> None:
-        """Let go of model and optimizer, with its momentum; end the communication thread and its group.
-
-        The model is then the shared one, and what was not flushed is not in it. A sync that is not closed
-        ends with Python.
+        """Let go of model and optimizer, with its momentum; end the communication thread and its group. The
+        model is then the shared one, without what was not flushed. A sync that is not closed ends with Python.
         """
         if self.is_closed:
             return

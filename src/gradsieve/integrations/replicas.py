@@ -41,7 +41,8 @@ def start_alike(sync: GradientSync, dense_if_faster: bool) -> None:
 
 def compare(sync: GradientSync) -> None:
     """Raise DivergenceError on all ranks unless what is replicated has the same bits on all of them."""
-    sync.engine.run(_compared(sync), "the comparison of replicas", sync.device)
+    what = f"the comparison of replicas after step {sync.pipeline.step}"
+    sync.engine.run(_compared(sync), what, sync.device)
 
 
 def _compared(sync: GradientSync) -> Program[None]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradsieve.comm.ops import AllGather
-from gradsieve.errors import ConfigError, Malformed, MismatchError
+from gradsieve.errors import ConfigError, Malformed, MismatchError, list_ranks
 from gradsieve.feedback import checkpoint
 from gradsieve.feedback.digest import digest
 from gradsieve.feedback.tree import put_together, taken_apart
@@ -33,7 +33,6 @@ from gradsieve.sync.parts import (
     restore,
     stand_in,
 )
-from gradsieve.sync.tags import list_ranks
 from gradsieve.types import Program, replicated_fields
 
 if TYPE_CHECKING:

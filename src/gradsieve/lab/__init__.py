@@ -12,7 +12,8 @@ runs between them. Reading order:
     ranks.py       one process a host, watched to its end
     namespaces.py  making, entering, emptying, sweeping
 
-Imports nothing of gradsieve but its errors, and never torch.
+These import nothing of gradsieve but its errors, and never torch. Faults of real ranks have a room of their
+own, `faults/`, which does.
 """
 
 from gradsieve.lab.lab import Lab

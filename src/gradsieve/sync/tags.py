@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from gradsieve.comm.ops import AllGather
-from gradsieve.errors import MismatchError
+from gradsieve.errors import MismatchError, list_ranks
 from gradsieve.types import Program
 
 CALLS = ("training", "flush()", "load_state_dict()", "save()", "load()")
@@ -124,8 +124,3 @@ def sides(values: Sequence[int]) -> tuple[int, list[int]]:
 
 def _times(tags: Sequence[Tag], ranks: Sequence[int]) -> str:
     return " and ".join(sorted({f"{tags[rank].loads} times" for rank in ranks}))
-
-
-def list_ranks(ranks: Sequence[int]) -> str:
-    some = ", ".join(str(rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
-    return f"rank {some}" if len(ranks) == 1 else f"ranks {some}"

@@ -1,0 +1,92 @@
+"""`gradsieve lab kill-matrix`: real ranks die and stall at every op of a step; survivors are judged."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradsieve.bench import results
+from gradsieve.cli.arguments import Commands, add_command, schemes
+from gradsieve.cli.progress import progress
+
+if TYPE_CHECKING:
+    from gradsieve.lab.faults.verdicts import Line
+
+_DESCRIPTION = """\
+Each op of a scheme's step x {SIGKILL, SIGSTOP, SIGTERM, exit 0, exit 1, abort} x each of three ranks, on real
+processes over gloo on the loopback. Every survivor must exit with a PeerError that names the rank, the step
+and the op, within 6 s of a death and within the deadline and 1 s of a stall; must have kept the state it had
+before the step, the same bits as in an undisturbed run; and must leave no thread and no connection behind.
+
+One line of JSON a fault, the last line sums them up. The exit code is 0 if all went as it must.
+"""
+
+
+def add_parsers(commands: Commands) -> None:
+    matrix = add_command(
+        commands,
+        "kill-matrix",
+        run_kill_matrix,
+        "let ranks die and stall at every op of a step, and judge the survivors",
+        _DESCRIPTION,
+        "example:\n  gradsieve lab kill-matrix --schemes stripes,exdyna --json matrix.json\n",
+    )
+    matrix.add_argument(
+        "--schemes",
+        type=schemes,
+        default="stripes,exdyna,oktopk,spardl",
+        metavar="LIST",
+        help="whose steps (default: %(default)s)",
+    )
+    matrix.add_argument("--json", type=Path, metavar="FILE", help="write the lines there")
+
+
+def run_kill_matrix(args: argparse.Namespace) -> int:
+    from gradsieve.lab.faults.matrix import Matrix
+
+    results.writable(args.json)
+    matrix, lines, start = Matrix(), list[Any](), time.monotonic()
+    cleans = [matrix.clean(scheme) for scheme in args.schemes]
+    faults = [matrix.cases(clean) for clean in cleans]
+    with _Lines(args.json) as out, progress(sum(map(len, faults))) as advance:
+        for clean, own in zip(cleans, faults, strict=True):
+            for line in matrix.run(clean, own):
+                lines.append(line)
+                out.write(line.as_json())
+                advance(1, f"{clean.scheme}, {line.kind} at op {line.op} of rank {line.rank}")
+                if line.outcome != "named":
+                    print(f"wrong: {line}", file=sys.stderr)
+        return _end(out, lines, time.monotonic() - start)
+
+
+def _end(out: _Lines, lines: list[Line], seconds: float) -> int:
+    from gradsieve.lab.faults.verdicts import summary
+
+    total = summary(lines, seconds)
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    out.write({"summary": total, "command": sys.argv, "date": date, "versions": results.versions()})
+    print(json.dumps(total))
+    return 0 if total["named"] == total["faults"] else 1
+
+
+class _Lines:
+    """A file that has every line as soon as it is known; or none."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = None if path is None else path.open("w")
+
+    def write(self, content: dict[str, Any]) -> None:
+        if self._file is not None:
+            print(json.dumps(content), file=self._file, flush=True)
+
+    def __enter__(self) -> _Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()

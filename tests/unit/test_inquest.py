@@ -1,0 +1,258 @@
+"""Whom ranks blame, found out over a store in this process; each rank is a thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from gradsieve.comm import inquest
+from gradsieve.comm.inquest import Progress, Verdict, Watch
+
+WINDOW = 0.4
+
+
+class Ring:
+    """Watches of some of the ranks of a group; the others are dead."""
+
+    def __init__(self, world: int, alive: dict[int, Progress], store: Any = None) -> None:
+        self.store = store or HashStore()
+        self.failed: list[int] = []
+        self.watches = {rank: self._watch(rank, world, progress) for rank, progress in alive.items()}
+
+    def _watch(self, rank: int, world: int, progress: Progress) -> Watch:
+        return Watch(self.store, "here", rank, world, lambda: progress, lambda: self.failed.append(rank))
+
+    def ask(self, *ranks: int) -> list[Verdict]:
+        with ThreadPoolExecutor(len(ranks)) as threads:
+            return list(threads.map(lambda rank: self.watches[rank].ask(WINDOW), ranks))
+
+    def verdicts(self) -> set[Verdict | None]:
+        return {watch.verdict for watch in self.watches.values()}
+
+    def close(self) -> None:
+        for watch in self.watches.values():
+            watch.close()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(inquest, "POLL_SECONDS", 0.05)
+    yield
+    assert [thread for thread in threading.enumerate() if thread.name == "gradsieve-watch"] == []
+
+
+def waiting(ops: int = 3) -> Progress:
+    return Progress(ops, True, "unit 0 of 1 in step 5")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_who_does_not_answer_is_named_by_all_also_by_those_who_did_not_ask() -> None:
+    ring = Ring(4, {0: waiting(), 2: waiting(), 3: Progress(2, False, "unit 0 of 1 in step 4")})
+    assert ring.ask(0) == [Verdict("silent", (1,))]
+    until(lambda: len(ring.failed) == 3)
+    assert ring.verdicts() == {Verdict("silent", (1,))}, "not rank 3, which is late and lives"
+    assert "rank 1 died, or is stopped" in Verdict("silent", (1,)).words(0)
+    ring.close()
+
+
+def test_the_living_ones_are_not_waited_for_where_it_is_known_how_many_there_are() -> None:
+    ring = Ring(3, {0: waiting(), 2: waiting()})
+    start = time.monotonic()
+    assert ring.watches[0].ask(20.0, gone=1) == Verdict("silent", (1,))
+    assert time.monotonic() - start < 2.0
+    ring.close()
+
+
+def test_who_left_is_named_as_such() -> None:
+    ring = Ring(3, {0: waiting(), 1: Progress(2, False, "unit 0 of 1 in step 4"), 2: waiting()})
+    ring.watches.pop(1).close()
+    assert ring.ask(0, 2) == [Verdict("left", (1,), "unit 0 of 1 in step 4")] * 2
+    assert "drop_last=True" in ring.verdicts().pop().words(0)  # type: ignore[union-attr]
+    ring.close()
+
+
+def test_who_lives_and_does_not_come_is_named() -> None:
+    ring = Ring(3, {0: waiting(), 1: Progress(2, False, "unit 0 of 1 in step 4"), 2: waiting()})
+    assert ring.ask(0, 2) == [Verdict("late", (1,), "unit 0 of 1 in step 4")] * 2
+    until(lambda: 1 in ring.failed)
+    assert "rank 1 (this one) lives" in ring.verdicts().pop().words(1)  # type: ignore[union-attr]
+    ring.close()
+
+
+def test_nobody_is_blamed_where_all_wait() -> None:
+    """One of them may be an op ahead: its part of the last one was done before."""
+    ring = Ring(2, {0: waiting(3), 1: waiting(2)})
+    assert ring.ask(0, 1) == [Verdict("none")] * 2
+    ring.close()
+
+
+def test_who_gives_up_says_why_and_nobody_waits() -> None:
+    ring = Ring(3, {0: waiting(), 1: waiting(), 2: waiting()})
+    start = time.monotonic()
+    ring.watches[2].give_up("MemoryError: no room\n")
+    until(lambda: len(ring.failed) == 3)
+    assert time.monotonic() - start < 1.0
+    assert ring.verdicts() == {Verdict("gave up", (2,), "MemoryError: no room")}
+    ring.close()
+
+
+def test_who_gives_up_and_closes_at_once_is_not_taken_for_one_who_left() -> None:
+    ring = Ring(2, {0: waiting(), 1: waiting()})
+    ring.watches[1].give_up("MemoryError: no room")
+    ring.watches.pop(1).close()
+    until(lambda: 0 in ring.failed)
+    assert ring.verdicts() == {Verdict("gave up", (1,), "MemoryError: no room")}
+    ring.close()
+
+
+def test_a_coroner_who_dies_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inquest, "PATIENCE_SECONDS", 0.5)
+    ring = Ring(3, {0: waiting(), 2: waiting()})
+    ring.store.add("here/coroners", 1)
+    assert ring.ask(0, 2) == [Verdict("silent", (1,))] * 2
+    ring.close()
+
+
+class Stuck:
+    """A store whose host is stopped: calls fail, at the end of the test."""
+
+    def __init__(self) -> None:
+        self.end = threading.Event()
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def hang(*_: Any) -> None:
+            self.end.wait(5.0)
+            raise RuntimeError("Connection reset by peer")
+
+        return hang
+
+
+class Gone:
+    """A store whose host has died."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def fail(*_: Any) -> None:
+            raise RuntimeError("Connection reset by peer")
+
+        return fail
+
+
+def test_a_store_that_hangs_is_named_in_time() -> None:
+    ring = Ring(2, {1: waiting()}, store := Stuck())
+    ring.watches[1].host = (0,)
+    start = time.monotonic()
+    assert ring.ask(1) == [Verdict("store", (0,))]
+    assert time.monotonic() - start < WINDOW + 0.5
+    store.end.set()
+    ring.close()
+
+
+def test_a_store_that_is_gone_is_named_at_once_and_harms_nobody_before() -> None:
+    ring = Ring(2, {1: waiting()}, Gone())
+    time.sleep(0.2)
+    assert ring.failed == []
+    start = time.monotonic()
+    assert ring.ask(1) == [Verdict("store")]
+    assert time.monotonic() - start < 0.2
+    assert "none of these ranks" in Verdict("store").words(1)
+    ring.close()
+
+
+def test_who_has_the_store_tells_that_it_leaves() -> None:
+    store = HashStore()
+    host = Watch(store, "here", 0, 2, waiting, lambda: None, hosts_store=True)
+    ring = Ring(2, {1: waiting()}, store)
+    ring.watches[1].learn_host()
+    host.close()
+    assert ring.ask(1) == [Verdict("left", (0,), waiting().what)]
+    ring.close()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{}",
+        b"[" * 100_000,
+        b'["silent", [3], ""]',
+        b'["silent", [-1], ""]',
+        b'["silent", [true], ""]',
+        b'["silent", [1.0], ""]',
+        b'["silent", "1", ""]',
+        b'["sudden", [1], ""]',
+        b'["silent", [1]]',
+        b"\xff" * 70_000,
+    ],
+)
+def test_a_verdict_that_makes_no_sense_is_none(content: bytes) -> None:
+    assert Verdict.read(content, world=3) == Verdict("unknown")
+
+
+@pytest.mark.parametrize("content", [b"", b"-1 1 x", b"9" * 400, b"\xb2 1 x", b"one 1 x"])
+def test_an_answer_that_makes_no_sense_is_one_of_a_rank_that_is_nowhere(content: bytes) -> None:
+    assert Progress.read(content).ops == 0
+
+
+def test_what_is_told_is_read_as_it_was() -> None:
+    verdict = Verdict("late", (1, 2), "unit 0 of 1 in step 4")
+    assert Verdict.read(verdict.text().encode(), 3) == verdict
+    assert Progress.read(waiting().text().encode()) == waiting()
+    assert Verdict.read(Verdict("left", (1,), "\x1b[2J\n").text().encode(), 3).what == "[2J"
+
+
+class Counting:
+    """Counts requests to a store."""
+
+    def __init__(self) -> None:
+        self.store, self.requests = HashStore(), 0
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self.store, name)
+
+        def counted(*args: Any) -> Any:
+            self.requests += 1
+            return call(*args)
+
+        return counted
+
+
+def test_of_1024_ranks_one_reads_the_answers_and_the_others_ask_a_dozen_times() -> None:
+    world, own = 1024, Counting()
+    coroner = Ring(world, {0: waiting()}, own)
+    for rank in range(1, world - 1):
+        own.store.set(f"here/answer/{rank}", waiting().text())
+    own.store.add("here/answers", world - 2)
+    start = time.monotonic()
+    assert coroner.watches[0].ask(WINDOW, gone=1) == Verdict("silent", (world - 1,))
+    assert time.monotonic() - start < WINDOW
+    assert own.requests < 4 * world
+    coroner.close()
+    other = Counting()
+    other.store = own.store
+    ring = Ring(world, {1: waiting()}, other)
+    assert ring.ask(1) == [Verdict("silent", (world - 1,))]
+    assert other.requests < 12
+    ring.close()
+
+
+def test_a_watch_that_nobody_needs_asks_once_a_look() -> None:
+    store = Counting()
+    ring = Ring(1024, {0: waiting()}, store)
+    time.sleep(0.5)
+    asked = store.requests
+    ring.close()
+    assert 5 <= asked <= 10
+    assert timedelta(seconds=0.5) / timedelta(seconds=inquest.POLL_SECONDS) == 10
