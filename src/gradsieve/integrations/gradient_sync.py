@@ -368,7 +368,7 @@ class GradientSync:
 
     def close(self) -> None:
         """Let go of model and optimizer, with its momentum; end the communication thread and its group. The
-        model is then the shared one, without what was not flushed. A sync that is not closed ends with Python.
+        model is then the shared one, without what was not flushed. One that is not closed ends with Python.
         """
         if self.is_closed:
             return
