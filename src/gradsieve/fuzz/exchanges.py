@@ -8,6 +8,7 @@ changes what the victim asks for next, it is given as much as it asks for: this 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 from gradsieve.comm import lockstep
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op
 from gradsieve.errors import Malformed
-from gradsieve.fuzz.door import Door
+from gradsieve.fuzz.door import REFUSED, Door
 from gradsieve.schemes import SCHEMES
 from gradsieve.schemes.base import Scheme
 from gradsieve.schemes.spec import parse
@@ -67,8 +68,9 @@ class Victim:
             check_lawful(outcome.spent, self.acc.numel())
             state = self.scheme.settle([outcome.state])[0]
             ctx = Ctx(self.ctx.rank, self.ctx.world, self.ctx.step + 1)
-            if forged[0] & 7 == 0:  # what it left behind is something to go on from
-                replayed(self.scheme.exchange(self.acc, state, ctx), self.heard)
+            if forged[0] & 7 == 0:  # what it left behind is something to go on from; replies are old ones
+                with contextlib.suppress(*REFUSED):
+                    replayed(self.scheme.exchange(self.acc, state, ctx), self.heard)
 
         return enter
 

@@ -51,12 +51,12 @@ class Rank:
 
 def doors() -> Iterator[Door]:
     for name, scheme, build in (
-        ("steps of stripes with a budget", "stripes", _with_budget),
-        ("steps of exdyna, dense if faster", "exdyna", _with_fallback),
-        ("gradients of topk", "topk", _gradients),
-        ("gradients of exdyna", "exdyna", _gradients),
+        ("steps of stripes with a budget", "stripes", with_budget),
+        ("steps of exdyna, dense if faster", "exdyna", with_fallback),
+        ("gradients of topk", "topk", gradients),
+        ("gradients of exdyna", "exdyna", gradients),
     ):
-        victim, heard = _trained([build(scheme, rank) for rank in range(WORLD)])
+        victim, heard = trained([build(scheme, rank) for rank in range(WORLD)])
         for number, each in enumerate(heard):
             frame = liars_part(each)
             if frame is not None and frame.numel():
@@ -65,14 +65,14 @@ def doors() -> Iterator[Door]:
                 yield Door(title, honest, (WORLD, _STEPS, 240), _enter(victim, heard, number))
 
 
-def _with_budget(scheme: str, rank: int) -> Rank:
+def with_budget(scheme: str, rank: int) -> Rank:
     pipeline = _steps(scheme, rank)
     pipeline.budget = Adaptive.over(Links(1e-4, 1e-8), 240, WORLD)
     pipeline.times = Times(0.1, 0.05, 0.01, 0.02)
     return Rank(pipeline, pipeline.own)
 
 
-def _with_fallback(scheme: str, rank: int) -> Rank:
+def with_fallback(scheme: str, rank: int) -> Rank:
     pipeline = _steps(scheme, rank)
     pipeline.fall_back(Links(1e-4, 1e-8))
     return Rank(pipeline, pipeline.own)
@@ -82,7 +82,7 @@ def _steps(scheme: str, rank: int) -> StepPipeline:
     return StepPipeline(_parameters().items(), parse(scheme, 0.2), rank, WORLD)
 
 
-def _gradients(scheme: str, rank: int) -> Rank:
+def gradients(scheme: str, rank: int) -> Rank:
     pipeline = GradientPipeline(_parameters().items(), parse(scheme, 0.2), rank, WORLD)
     return Rank(pipeline, {name: tensor.flatten() for name, tensor in _parameters().items()})
 
@@ -91,7 +91,7 @@ def _parameters() -> dict[str, Tensor]:
     return {name: torch.zeros(shape, dtype=torch.float32, device="cpu") for name, shape in _SHAPES.items()}
 
 
-def _trained(ranks: list[Rank]) -> tuple[Rank, list[Heard]]:
+def trained(ranks: list[Rank]) -> tuple[Rank, list[Heard]]:
     """The victim before the last step, and what it was sent in it."""
     source = torch.Generator(device="cpu").manual_seed(11)
     for _ in range(_STEPS + 1):

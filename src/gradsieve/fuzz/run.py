@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -53,14 +53,13 @@ class Report:
 class Worker:
     """One process and the messages it has to hand in, from `first` up to `stop`."""
 
-    def __init__(self, target: str, seed: int, first: int, stop: int, folder: Path) -> None:
+    def __init__(self, command: Sequence[str], first: int, stop: int, folder: Path) -> None:
         self.stop = stop
         self._place = folder / f"place-{first}"
         self._place.write_bytes(struct.pack("<q", -1))
-        command = [sys.executable, "-m", "gradsieve.fuzz.worker", target]
         self._errors = (folder / f"errors-{first}").open("w+b")
         self.process = subprocess.Popen(
-            [*command, str(seed), str(first), str(stop), str(self._place)],
+            [*command, str(first), str(stop), str(self._place)],
             stdout=subprocess.PIPE,
             stderr=self._errors,
         )
@@ -73,11 +72,11 @@ class Worker:
         """The message that is being read; -1 before the first."""
         return int(struct.unpack("<q", self._place.read_bytes())[0])
 
-    def hangs(self) -> bool:
+    def hangs(self, seconds: float) -> bool:
         now = self.at()
         if now != self._at:
             self._at, self._since = now, time.monotonic()
-        return time.monotonic() - self._since > (HANGS if now >= 0 else _STARTS)
+        return time.monotonic() - self._since > (seconds if now >= 0 else _STARTS)
 
     def last_words(self) -> str:
         self._errors.seek(0)
@@ -91,8 +90,12 @@ class Worker:
 
 
 class Fuzz:
-    def __init__(self, target: str, seed: int, advance: Callable[[float, str], None]) -> None:
-        self.target, self.seed, self._advance = target, seed, advance
+    """`command` starts a process that takes what `worker.py` takes after the seed."""
+
+    def __init__(
+        self, command: Sequence[str], advance: Callable[[float, str], None], hangs: float = HANGS
+    ) -> None:
+        self._command, self._advance, self._hangs = command, advance, hangs
         self.report = Report()
         self._watch = selectors.DefaultSelector()
 
@@ -113,7 +116,7 @@ class Fuzz:
 
     def _start(self, first: int, stop: int, folder: Path) -> None:
         if first < stop:
-            worker = Worker(self.target, self.seed, first, stop, folder)
+            worker = Worker(self._command, first, stop, folder)
             self._watch.register(worker.lines, selectors.EVENT_READ, worker)
 
     def _look(self, folder: Path) -> None:
@@ -124,7 +127,7 @@ class Fuzz:
             else:
                 self._ended(key.data, folder)
         for key in list(self._watch.get_map().values()):
-            if key.data.hangs():
+            if key.data.hangs(self._hangs):
                 key.data.process.send_signal(signal.SIGKILL)
                 key.data.hung = True
 
@@ -146,7 +149,7 @@ class Fuzz:
             raise GradsieveError(
                 f"a process of the fuzzer ended with {code} before its first message: {words}"
             )
-        how = f"hung for {HANGS:.0f} s" if worker.hung else f"died of {_name(code)}"
+        how = f"hung for {self._hangs:.0f} s" if worker.hung else f"died of {_name(code)}"
         self.report.findings.append(Finding(at, f"the process {how}: {words[-300:]}"))
         self._start(at + 1, worker.stop, folder)
 
@@ -158,4 +161,5 @@ def _name(code: int) -> str:
 def fuzz(target: str, count: int, seed: int, advance: Callable[[float, str], None]) -> Report:
     """With as many processes as there are processors for them."""
     processes = max(1, min(len(os.sched_getaffinity(0)), count // 10_000))
-    return Fuzz(target, seed, advance).run(count, processes)
+    command = [sys.executable, "-m", "gradsieve.fuzz.worker", target, str(seed)]
+    return Fuzz(command, advance).run(count, processes)

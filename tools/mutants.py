@@ -1,0 +1,137 @@
+"""Puts faults into a copy of the source, one at a time, and shows that the named test turns red.
+
+    python tools/mutants.py             all of tools/mutants.toml
+    python tools/mutants.py vote tags   those whose name has one of these words
+
+The tests are run once without any fault first: one that is red by itself shows nothing. A mutant is killed
+where its test fails; an error before that, such as a module that cannot be imported, is none. The exit code
+is 1 if a mutant survives. The tree itself is only read.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+LIST = ROOT / "tools" / "mutants.toml"
+_NEEDED = ("src", "tests", "pyproject.toml", "examples", "docs")
+_SECONDS = 600
+_PASSED, _FAILED = 0, 1
+"""Exit codes of pytest; any other is no verdict."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    text: str
+    becomes: str
+    test: str
+
+    def fault(self, root: Path) -> str:
+        """Why it cannot be applied, or nothing."""
+        path = root / self.file
+        found = path.read_text().count(self.text) if path.is_file() else -1
+        if found < 0:
+            return f"{self.name}: there is no file {self.file}"
+        if found != 1:
+            return f"{self.name}: its text occurs {found} times in {self.file}, not once"
+        where, _, test = self.test.partition("::")
+        named = test.partition("[")[0]
+        if f"def {named}(" not in ((root / where).read_text() if (root / where).is_file() else ""):
+            return f"{self.name}: there is no test {self.test}"
+        return ""
+
+    def apply(self, root: Path) -> str:
+        """The file as it was before."""
+        path = root / self.file
+        before = path.read_text()
+        path.write_text(before.replace(self.text, self.becomes))
+        return before
+
+
+def read(path: Path = LIST) -> list[Mutant]:
+    return [Mutant(**each) for each in tomllib.loads(path.read_text())["mutant"]]
+
+
+def faults(mutants: Sequence[Mutant], root: Path = ROOT) -> list[str]:
+    """What keeps mutants from being applied, in words."""
+    names = [mutant.name for mutant in mutants]
+    twice = [f"{name}: two have this name" for name in sorted(set(names)) if names.count(name) > 1]
+    return twice + [fault for mutant in mutants if (fault := mutant.fault(root))]
+
+
+def run_tests(root: Path, tests: Sequence[str]) -> int:
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    ways = {"PYTHONPATH": str(root / "src"), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    output = root / "output"
+    with output.open("wb") as file:
+        done = subprocess.run(
+            command, cwd=root, env=os.environ | ways, stdout=file, stderr=file, timeout=_SECONDS, check=False
+        )
+    return done.returncode
+
+
+def try_out(mutant: Mutant, root: Path) -> str:
+    """In a copy of the tree: what the test says of it."""
+    before = mutant.apply(root)
+    try:
+        code = run_tests(root, [mutant.test])
+    except subprocess.TimeoutExpired:
+        return "killed (the test hangs)"
+    finally:
+        (root / mutant.file).write_text(before)
+    if code == _FAILED:
+        return "killed"
+    return "SURVIVED" if code == _PASSED else f"NO VERDICT (pytest ended with {code})"
+
+
+def copy_tree(to: Path) -> None:
+    for name in _NEEDED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, to / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, to / name)
+
+
+def main(words: Sequence[str]) -> int:
+    mutants = [each for each in read() if not words or any(word in each.name for word in words)]
+    if problems := faults(mutants) or [f"no mutant has any of {list(words)} in its name"] * (not mutants):
+        print("\n".join(problems), file=sys.stderr)
+        return 2
+    from gradsieve.cli.progress import progress
+
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="gradsieve-mutants-") as folder, progress(len(mutants) + 1) as on:
+        root = Path(folder)
+        copy_tree(root)
+        if run_tests(root, sorted({mutant.test for mutant in mutants})) != _PASSED:
+            print((root / "output").read_text()[-4000:], file=sys.stderr)
+            print("tests are red without any mutant", file=sys.stderr)
+            return 2
+        on(1, "the tests themselves")
+        for mutant in mutants:
+            start = time.monotonic()
+            said = try_out(mutant, root)
+            rows.append((mutant, said, time.monotonic() - start))
+            on(1, mutant.name)
+    print("| mutant | test | result | seconds |\n|---|---|---|---|")
+    for mutant, said, seconds in rows:
+        print(f"| {mutant.name} | `{mutant.test}` | {said} | {seconds:.1f} |")
+    killed = sum(said.startswith("killed") for _, said, _ in rows)
+    print(f"\n{killed} of {len(rows)} killed")
+    return 0 if killed == len(rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
