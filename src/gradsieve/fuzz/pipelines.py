@@ -55,6 +55,7 @@ def doors() -> Iterator[Door]:
         ("steps of exdyna, dense if faster", "exdyna", with_fallback),
         ("gradients of topk", "topk", gradients),
         ("gradients of exdyna", "exdyna", gradients),
+        ("gradients of stripes", "stripes", gradients),
     ):
         victim, heard = trained([build(scheme, rank) for rank in range(WORLD)])
         for number, each in enumerate(heard):
