@@ -20,7 +20,8 @@ families:
   exchanges   a whole step of one rank, with one reply of it altered
   pipelines   a whole exchange of a pipeline, with what rides along, and what is taken over
 
-The exit code is 0 without findings, otherwise 1; each finding is printed with the command that repeats it.
+The exit code is 0 without findings, otherwise 1; each finding is printed with the command that repeats it. After
+Ctrl-C, the figures so far.
 """
 _EXAMPLE = """\
 examples:
@@ -67,7 +68,9 @@ def run(args: argparse.Namespace) -> int:
         config = {"target": args.target, "count": args.count, "seed": args.seed, "seconds": report.seconds}
         findings = [{"case": finding.case, "what": finding.what} for finding in report.findings]
         results.write(args.json, {**config, "findings": findings}, rows)
-    return 1 if report.findings else 0
+    if report.findings:
+        return 1
+    return 130 if report.interrupted else 0
 
 
 def _repeat(target: str, seed: int, number: int) -> int:

@@ -21,7 +21,7 @@ from gradsieve.errors import GradsieveError
 HANGS = 20.0
 """Seconds at one message from which on it hangs; loaded machines included, all take milliseconds."""
 _STARTS = 300.0
-"""And until the first: compiling kernels takes a while."""
+"""And until the first, as compiling kernels takes a while; or to end."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Report:
     """Messages by family and by what became of them: read, refused, found."""
     findings: list[Finding] = field(default_factory=list)
     seconds: float = 0.0
+    interrupted: bool = False
 
     @property
     def frames(self) -> int:
@@ -76,7 +77,7 @@ class Worker:
         now = self.at()
         if now != self._at:
             self._at, self._since = now, time.monotonic()
-        return time.monotonic() - self._since > (seconds if now >= 0 else _STARTS)
+        return time.monotonic() - self._since > (seconds if 0 <= now < self.stop else _STARTS)
 
     def last_words(self) -> str:
         self._errors.seek(0)
@@ -108,6 +109,8 @@ class Fuzz:
                     self._start(first, stop, Path(folder))
                 while self._watch.get_map():
                     self._look(Path(folder))
+            except KeyboardInterrupt:
+                self.report.interrupted = True  # what was seen until then is a result too
             finally:
                 for key in list(self._watch.get_map().values()):
                     key.data.end()

@@ -3,7 +3,8 @@
     python -m gradsieve.fuzz.worker TARGET SEED FIRST STOP PLACE
 
 It tells on stdout, in lines of JSON, how far it is and what it found; in the file PLACE stands the number of
-the message that is being read, for whoever has to explain why this process died or hangs.
+the message that is being read, and STOP after the last, for whoever has to explain why this process died or
+hangs.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ def _run(cases: Cases, first: int, stop: int, here: mmap.mmap) -> int:
             said = time.monotonic()
             _say({"seen": seen})
             seen = _nothing(cases)
+    struct.pack_into("<q", here, 0, stop)
     _say({"seen": seen})
     return 0
 
