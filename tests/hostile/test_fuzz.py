@@ -15,8 +15,11 @@ from gradsieve.fuzz.door import REFUSED, Door
 from gradsieve.fuzz.mutate import mutant
 from gradsieve.fuzz.run import Fuzz
 
-DOORS = [*readers.doors(), *pipelines.doors()]
-A_FEW = (targets.Family("readers", 0.9, readers.doors), targets.Family("pipelines", 0.1, pipelines.doors))
+DOORS = [*readers.on_the_host(), *readers.on_the_device(), *pipelines.doors()]
+A_FEW = (
+    targets.Family("readers", 0.9, readers.on_the_host),
+    targets.Family("pipelines", 0.1, pipelines.doors),
+)
 
 
 @pytest.fixture

@@ -16,12 +16,12 @@ in them. They are read in processes that can have 3 MiB and twice the message mo
 that crashes, hangs for 20 s, wants more memory or raises anything but a refusal is a finding.
 
 families:
-  readers     what reads bytes, called by itself
-  exchanges   a whole step of one rank, with one reply of it altered
-  pipelines   a whole exchange of a pipeline, with what rides along, and what is taken over
+  read by ...   what reads bytes, called by itself
+  exchanges     a whole step of one rank, with one reply of it altered
+  pipelines     a whole exchange of a pipeline, with what rides along, and what is taken over
 
-The exit code is 0 without findings, otherwise 1; each finding is printed with the command that repeats it. After
-Ctrl-C, the figures so far.
+The exit code is 0 without findings, otherwise 1; each finding is printed with the command that repeats it.
+After Ctrl-C come the figures so far.
 """
 _EXAMPLE = """\
 examples:

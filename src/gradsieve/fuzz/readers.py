@@ -38,15 +38,20 @@ _CANARY = 12345.0
 """In memory on both sides of what a codec may write."""
 
 
-def doors() -> Iterator[Door]:
+def on_the_host() -> Iterator[Door]:
+    """What numpy reads: packed rows, counts, tags."""
     yield from _packed_rows()
     yield from _index_codecs()
+    yield from _numbers()
+    yield from _tags()
+
+
+def on_the_device() -> Iterator[Door]:
+    """What torch reads, at several times the price: entries, blocks, pairs, values."""
     yield from _entries()
     yield from _blocks()
     yield from _pairs()
     yield from _value_codecs()
-    yield from _numbers()
-    yield from _tags()
 
 
 def _gradient(n: int, seed: int = 3) -> Tensor:

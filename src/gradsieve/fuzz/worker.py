@@ -44,6 +44,7 @@ def main(target: str, seed: str, first: str, stop: str, place: str) -> int:
     logging.disable()  # what a liar makes a pipeline say
     cases = Cases(target, int(seed))
     with Path(place).open("r+b") as file, mmap.mmap(file.fileno(), 8) as here:
+        torch.set_grad_enabled(False)  # as the thread that exchanges has it
         _warm_up(cases)
         _confine(ALLOWED + _OWN + 2 * max(len(door.honest[0]) for doors in cases.doors for door in doors))
         return _run(cases, int(first), int(stop), here)
