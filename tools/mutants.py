@@ -99,7 +99,7 @@ def copy_tree(to: Path) -> None:
     for name in _NEEDED:
         source = ROOT / name
         if source.is_dir():
-            shutil.copytree(source, to / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(source, to / name)  # with its __pycache__, where numba keeps compiled kernels
         else:
             shutil.copy(source, to / name)
 
@@ -111,7 +111,7 @@ def main(words: Sequence[str]) -> int:
         return 2
     from gradsieve.cli.progress import progress
 
-    rows = []
+    killed = 0
     with tempfile.TemporaryDirectory(prefix="gradsieve-mutants-") as folder, progress(len(mutants) + 1) as on:
         root = Path(folder)
         copy_tree(root)
@@ -120,17 +120,17 @@ def main(words: Sequence[str]) -> int:
             print("tests are red without any mutant", file=sys.stderr)
             return 2
         on(1, "the tests themselves")
+        print("| mutant | test | result | seconds |\n|---|---|---|---|", flush=True)
         for mutant in mutants:
             start = time.monotonic()
             said = try_out(mutant, root)
-            rows.append((mutant, said, time.monotonic() - start))
+            killed += said.startswith("killed")
+            print(
+                f"| {mutant.name} | `{mutant.test}` | {said} | {time.monotonic() - start:.1f} |", flush=True
+            )
             on(1, mutant.name)
-    print("| mutant | test | result | seconds |\n|---|---|---|---|")
-    for mutant, said, seconds in rows:
-        print(f"| {mutant.name} | `{mutant.test}` | {said} | {seconds:.1f} |")
-    killed = sum(said.startswith("killed") for _, said, _ in rows)
-    print(f"\n{killed} of {len(rows)} killed")
-    return 0 if killed == len(rows) else 1
+    print(f"\n{killed} of {len(mutants)} killed")
+    return 0 if killed == len(mutants) else 1
 
 
 if __name__ == "__main__":

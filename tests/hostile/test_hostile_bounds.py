@@ -106,7 +106,7 @@ def test_seconds_of_links_that_no_clock_shows_are_refused(seconds: float) -> Non
 
 def test_what_decoding_allocates_is_bounded_by_message_and_result() -> None:
     """Twice both and 1 MiB, for each codec of indices. Beside it, that it would be seen."""
-    ranks, capacity = 4, 60_000
+    ranks, capacity = 4, 300_000
     for codec in INDEX_CODECS:
         span = 4 * capacity if codec.name == "bitmap" else 100 * capacity
         picked = torch.arange(capacity) * (span // capacity)

@@ -116,7 +116,8 @@ class EliasFano(IndexCodec):
         for number in range(width):
             plane = _bits_between(rows, number * capacity, (number + 1) * capacity).astype(kind)
             low |= np.left_shift(plane, number, out=plane)
-        indices += low[np.arange(capacity) < counts[:, None]].astype(np.int64, copy=False)
+        low = low[np.arange(capacity) < counts[:, None]]
+        indices += low.view(np.int64) if kind.itemsize == 8 else low
         return indices
 
 
