@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
@@ -21,12 +21,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 LIST = ROOT / "tools" / "mutants.toml"
 _NEEDED = ("src", "tests", "pyproject.toml", "examples", "docs")
 _SECONDS = 600
-_PASSED, _FAILED = 0, 1
-"""Exit codes of pytest; any other is no verdict."""
+_PASSED, _FAILED, _HUNG, _CRASHED = 0, 1, -99, 98
+"""Exit codes of pytest, of which any other is no verdict; and ours."""
 
 
 @dataclass(frozen=True)
@@ -71,27 +73,46 @@ def faults(mutants: Sequence[Mutant], root: Path = ROOT) -> list[str]:
 
 
 def run_tests(root: Path, tests: Sequence[str]) -> int:
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    """In a fork of this process, which has loaded what takes longest: pytest's exit code, or _HUNG."""
+    child = os.fork()
+    if not child:
+        try:
+            os._exit(_tested(root, tests))
+        finally:
+            os._exit(_CRASHED)
+    until = time.monotonic() + _SECONDS
+    while time.monotonic() < until:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return _HUNG
+
+
+def _tested(root: Path, tests: Sequence[str]) -> int:
+    os.setpgid(0, 0)
+    output = os.open(root / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(root)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "gradsieve"]:
+        del sys.modules[name]
+    sys.path.insert(0, str(root / "src"))
+    sys.dont_write_bytecode = True  # of a mutant, it could be taken for the file put back
     ways = {"PYTHONPATH": str(root / "src"), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    output = root / "output"
-    with output.open("wb") as file:
-        done = subprocess.run(
-            command, cwd=root, env=os.environ | ways, stdout=file, stderr=file, timeout=_SECONDS, check=False
-        )
-    return done.returncode
+    os.environ |= ways
+    return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
 
 
 def try_out(mutant: Mutant, root: Path) -> str:
     """In a copy of the tree: what the test says of it."""
     before = mutant.apply(root)
-    try:
-        code = run_tests(root, [mutant.test])
-    except subprocess.TimeoutExpired:
-        return "killed (the test hangs)"
-    finally:
-        (root / mutant.file).write_text(before)
-    if code == _FAILED:
-        return "killed"
+    code = run_tests(root, [mutant.test])
+    (root / mutant.file).write_text(before)
+    if code in (_FAILED, _HUNG):
+        return "killed" if code == _FAILED else "killed (the test hangs)"
     return "SURVIVED" if code == _PASSED else f"NO VERDICT (pytest ended with {code})"
 
 
@@ -109,6 +130,9 @@ def main(words: Sequence[str]) -> int:
     if problems := faults(mutants) or [f"no mutant has any of {list(words)} in its name"] * (not mutants):
         print("\n".join(problems), file=sys.stderr)
         return 2
+    import hypothesis  # noqa: F401  # these two before the forks, and not for the gate's look at the list
+    import numba  # noqa: F401
+
     from gradsieve.cli.progress import progress
 
     killed = 0
