@@ -44,7 +44,7 @@ def test_an_element_of_another_block_is_refused(across: str) -> None:
     block = exchanges.N // 2
 
     def change(message: Tensor) -> None:
-        message.view(-1, 2)[0, 0] = block + 1  # the victim's is the first block of two
+        message.view(-1, 2)[-1, 0] = block + 1  # the first block of two is the victim's
 
     with pytest.raises(Malformed, match="of block 0 from team"):
         forged(target, 1, change)
@@ -61,7 +61,7 @@ def test_an_element_of_a_block_that_was_not_sent_is_refused() -> None:
 
 
 def test_norms_below_zero_are_refused() -> None:
-    """They made a negative count, and a RuntimeError of the row that should have so many places."""
+    """They divided k into nothing, so that nothing was sent and nobody said so."""
     target = trained(parse("deft", 0.2), 5)
     with pytest.raises(Malformed, match=r"norms of layers in step 5 add up to -1\.0"):
         forged(target, 0, lambda norms: norms[0].fill_(-1.0))

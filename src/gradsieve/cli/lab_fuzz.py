@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"  gradsieve lab fuzz --target {args.target} --seed {args.seed} --case {finding.case}")
     if args.json is not None:
         config = {"target": args.target, "count": args.count, "seed": args.seed, "seconds": report.seconds}
+        config |= {"frames": report.frames, "interrupted": report.interrupted}
         findings = [{"case": finding.case, "what": finding.what} for finding in report.findings]
         results.write(args.json, {**config, "findings": findings}, rows)
     if report.findings:

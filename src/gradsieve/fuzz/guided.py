@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gradsieve.errors import ConfigError
-from gradsieve.fuzz.door import REFUSED, Door
+from gradsieve.fuzz.door import Door
 
 
 def guide(target: str, count: int, seed: int) -> int:
@@ -44,7 +44,10 @@ def chosen(doors: list[Door], data: bytes) -> tuple[Door, bytearray]:
 def main(target: str, corpus: str, *options: str) -> None:
     import atheris  # the `fuzz` extra
 
+    for name in [name for name in sys.modules if name.partition(".")[0] == "gradsieve"]:
+        del sys.modules[name]  # loaded without marks that tell which code was reached
     with atheris.instrument_imports(include=["gradsieve"]):
+        from gradsieve.fuzz.door import REFUSED
         from gradsieve.fuzz.targets import Cases
     doors = [door for family in Cases(target, 0).doors for door in family]
     for number, door in enumerate(doors):
