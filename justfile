@@ -13,6 +13,12 @@ test *args: # the quick tests; `just test tests/lab` for the slow ones
 soak:       # 2,000 sequences of 30 actions in any order, on virtual ranks: about ten minutes
     ANY_ORDER_EXAMPLES=2000 pytest -q tests/laws/test_any_order.py
 
+mutants *words: # every fault in tools/mutants.toml, put into a copy of the source, turns its test red
+    python tools/mutants.py {{words}}
+
+fuzz:       # a million altered messages wherever a peer's bytes are read
+    gradsieve lab fuzz --target frames --count 1e6 --seed 1
+
 bench:      # the headline measurement (needs root for the lab)
     gradsieve bench step --hosts 4 --rate 1gbit --workload mlp --params 25e6 --density 0.001
 

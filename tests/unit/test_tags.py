@@ -47,6 +47,12 @@ def test_either_all_ranks_find_out_or_none(each: list[Tag]) -> None:
         assert meet(each) == [""] * len(each)
 
 
+def test_a_rank_midway_between_the_others_finds_out_too() -> None:
+    """The sum of the numbers is as many times its own; that of the squares is not."""
+    with pytest.raises(MismatchError, match="rank 0: "):
+        meet([Tag(0), Tag(1), Tag(2)])
+
+
 def test_ranks_that_differ_in_one_thing_have_different_numbers() -> None:
     base = Tag(1, 5, 1, 1)
     for change in range(1, 3):

@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from gradsieve.cli import lab_faults
+from gradsieve.cli import lab_faults, lab_fuzz
 from gradsieve.errors import GradsieveError
 from gradsieve.lab import Lab
 
@@ -47,6 +47,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="CMD", help="what each host runs")
     run.set_defaults(call=run_lab)
     lab_faults.add_parsers(commands)
+    lab_fuzz.add_parser(commands)
 
 
 def run_lab(args: argparse.Namespace) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
 import torch
 
 from gradsieve.comm.ops import AllReduce, Exchange
+from gradsieve.errors import Malformed
 from gradsieve.types import Ctx, Program, to_host
 
 _LONG = 1 << 16
@@ -45,4 +47,9 @@ def measure_links(ctx: Ctx, device: torch.device) -> Program[Links]:
         quickest.append(min(tries))
     means = yield AllReduce(torch.tensor(quickest, dtype=torch.float64, device=device))
     short, long = (means / ctx.world).tolist()
+    if not (0.0 <= short < math.inf and 0.0 <= long < math.inf):
+        raise Malformed(
+            f"rank {ctx.rank}, step {ctx.step}: messages around the ring took {short} and {long} seconds in "
+            "the mean over ranks: some rank sent what no clock shows"
+        )
     return Links(short, max(long - short, 0.0) / (_LONG - 1))

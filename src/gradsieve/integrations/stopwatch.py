@@ -38,4 +38,5 @@ class Stopwatch:
     def done(self) -> None:
         """It was taken over, by the same thread."""
         worked = time.thread_time()
-        self._computed, self._worked = worked - self._worked, worked
+        self._computed = max(worked - self._worked, 0.0)  # another thread's clock begins anew
+        self._worked = worked

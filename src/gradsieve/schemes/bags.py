@@ -58,14 +58,14 @@ class Bags:
         message[self._slots(entries, first)] = pairs
         return message.flatten()
 
-    def unpack(self, message: Tensor, first: int, what: str) -> Entries:
-        """The entries of blocks from `first` on, in cyclic order, checked."""
+    def unpack(self, message: Tensor, first: int, size: int, what: str) -> Entries:
+        """The entries of the `size` blocks from `first` on, in cyclic order, checked."""
         pairs = message.view(-1, 2)
         indices, values = from_pairs(pairs[pairs[:, 0] != self.n], self.acc.dtype)
         span = self.length * self.places
         ahead = (indices - first * self.length) % span
         ahead[(indices < 0) | (indices > self.n)] = span
-        strictly_increasing(ahead, span, f"indices {what}")
+        strictly_increasing(ahead, self.length * size, f"indices {what}, counted from block {first} on,")
         return Entries(indices, values)
 
     def _slots(self, entries: Entries, first: int) -> Tensor:
@@ -110,7 +110,8 @@ class Bags:
     def merged(self, messages: Tensor, place: int) -> Entries:
         """The sum of several messages about one block, in the order of the rows."""
         parts = [
-            self.unpack(row, place, f"of block {place} from team {team}") for team, row in enumerate(messages)
+            self.unpack(row, place, 1, f"of block {place} from team {team}")
+            for team, row in enumerate(messages)
         ]
         indices, values = (
             torch.cat([getattr(part, name) for part in parts]) for name in ("indices", "values")

@@ -29,7 +29,7 @@ from gradsieve.schemes.quota import evenly, phase
 from gradsieve.schemes.speeds import check_speeds, shares_of_work
 from gradsieve.telemetry import stage
 from gradsieve.types import Ctx, Outcome, Program, Sparse
-from gradsieve.wire.check import rows_increasing, strictly_increasing
+from gradsieve.wire.check import none_negative, rows_increasing, strictly_increasing
 from gradsieve.wire.frame import index_dtype
 
 
@@ -66,6 +66,7 @@ class Deft(Agreed[State]):
         n, sizes = acc.numel(), state.edges.diff()
         # 2.
         norms = yield AllReduce(norms_of(acc, sizes.tolist()))
+        none_negative(norms, f"norms of layers in step {ctx.step}")
         # 3.
         counts = _apportion(norms.double().cpu(), sizes, self.k(n), ctx.step)
         whole = (counts == sizes) & (sizes > 0)

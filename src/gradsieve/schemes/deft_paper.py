@@ -31,7 +31,7 @@ from gradsieve.errors import ConfigError
 from gradsieve.kernels import largest
 from gradsieve.schemes.base import Scheme, log2_ceil
 from gradsieve.schemes.deft import State, all_of, finite, lay_layers, norms_of, pack
-from gradsieve.schemes.exclusive_paper import edges_of, gather_padded, sum_at
+from gradsieve.schemes.exclusive_paper import by_owner, edges_of, gather_padded, sum_at
 from gradsieve.schemes.speeds import shares_of_work
 from gradsieve.types import Ctx, Outcome, Program
 from gradsieve.wire.check import dealt_once
@@ -69,7 +69,8 @@ class DeftPaper(Scheme[State]):
             start, stop = state.edges[layer : layer + 2].tolist()
             selected.append(largest(acc[start:stop], counts[layer]) + start)
         # 6.
-        gathered, found = yield from gather_padded(torch.cat(selected), n, ctx)
+        most = by_owner(torch.stack([sizes[layers].sum() for layers in bins]), ctx.step)
+        gathered, found = yield from gather_padded(torch.cat(selected), most, n, ctx)
         common = torch.zeros_like(sizes, dtype=torch.bool)
         common[whole] = True
         picked = torch.cat([gathered, all_of(common, state.edges).to(acc.device)]).sort().values

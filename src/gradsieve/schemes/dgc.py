@@ -35,9 +35,10 @@ class Dgc(Gathering[Seen]):
         return Seen()
 
     def step(self, acc: Tensor, state: Seen, ctx: Ctx) -> Program[Outcome[Seen]]:
-        mine = at_least_one(acc, select(acc, self.k(acc.numel()), ctx.step))
+        k = self.k(acc.numel())
+        mine = at_least_one(acc, select(acc, k, ctx.step))
         # 5.
-        update, spent, seen = yield from gather_entries(acc, mine, ctx)
+        update, spent, seen = yield from gather_entries(acc, mine, ctx, most=max(1, int(_MANY * k)))
         return Outcome(update, spent, seen)
 
 

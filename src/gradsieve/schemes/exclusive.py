@@ -126,20 +126,27 @@ def gather_selected(
         row = torch.cat([*header, codec.encode(selected, kept, capacity, span)])
     rows = yield AllGather(row)
     with stage("decode"):
-        arrived = to_host(rows)
-        demands = arrived[:, :8].copy().view(np.int64).flatten()
-        tails = arrived[:, 8:HEADER].copy().view(np.float32).flatten()
-        counts_within(demands, acc.numel(), f"elements in step {ctx.step}")
-        tails_within(tails, f"in step {ctx.step}")
-        sent = demands.clip(max=capacity)
-        places = codec.decode(arrived[:, HEADER:], sent, capacity, span)
-        rank = np.repeat(np.arange(world), sent)
-        owned = (rank + ctx.step) % world  # the partition of each index
-        inside_its_partition(places, spans[owned], rank, f"in step {ctx.step}")
-        turn = ctx.step % world  # partition p was with rank (p - step) mod P
-        picked = np.roll(places + cuts[owned], sent[world - turn :].sum())
-        sent, demands, tails = np.roll(sent, turn), np.roll(demands, turn), np.roll(tails, turn)
-        return Gathered(picked, sent, demands, capacity, tails.astype(np.float64))
+        return read_rows(to_host(rows), codec, cuts, capacity, ctx.step)
+
+
+def read_rows(
+    rows: NDArray[np.uint8], codec: indices.IndexCodec, cuts: Host, capacity: int, step: int
+) -> Gathered:
+    """What the rows of all ranks say, checked, in partition order."""
+    world, spans, turn = len(rows), np.diff(cuts), step % len(rows)  # partition p: rank (p - step) mod P
+    span = max(1, int(spans.max()))
+    demands = rows[:, :8].copy().view(np.int64).flatten()
+    tails = rows[:, 8:HEADER].copy().view(np.float32).flatten()
+    counts_within(demands, np.roll(spans, -turn), f"elements in step {step}")
+    tails_within(tails, f"in step {step}")
+    sent = demands.clip(max=capacity)
+    places = codec.decode(rows[:, HEADER:], sent, capacity, span)
+    rank = np.repeat(np.arange(world), sent)
+    owned = (rank + step) % world  # the partition of each index
+    inside_its_partition(places, spans[owned], rank, f"in step {step}")
+    picked = np.roll(places + cuts[owned], sent[world - turn :].sum())
+    sent, demands, tails = np.roll(sent, turn), np.roll(demands, turn), np.roll(tails, turn)
+    return Gathered(picked, sent, demands, capacity, tails.astype(np.float64))
 
 
 def _select(

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from gradsieve.comm.ops import AllGather, AllReduce
 from gradsieve.errors import ConfigError
 from gradsieve.kernels import above
 from gradsieve.schemes.base import Scheme, log2_ceil
-from gradsieve.types import Ctx, Program, Sparse
+from gradsieve.types import Ctx, Host, Program, Sparse
 from gradsieve.wire.check import counts_within, strictly_increasing
 from gradsieve.wire.frame import index_dtype
 
@@ -109,16 +110,22 @@ def select_in_turn(acc: Tensor, cuts: Tensor, threshold: float, ctx: Ctx) -> Ten
     return selected + start
 
 
-def gather_padded(selected: Tensor, n: int, ctx: Ctx) -> Program[tuple[Tensor, Tensor]]:
-    """Everybody's indices, not checked yet, and how many each rank has; both in rank order."""
+def gather_padded(selected: Tensor, most: Host, n: int, ctx: Ctx) -> Program[tuple[Tensor, Tensor]]:
+    """Everybody's indices, not checked yet, and how many each rank has; both in rank order. `most` says how
+    many each rank can have."""
     counts = yield AllGather(torch.tensor([selected.numel()], dtype=torch.long, device=selected.device))
     counts = counts.flatten()
-    counts_within(counts, n, f"elements in step {ctx.step}")
+    counts_within(counts, most, f"elements in step {ctx.step}")
     row = torch.zeros(int(counts.max()), dtype=index_dtype(n), device=selected.device)
     row[: selected.numel()] = selected
     rows = yield AllGather(row)
     filled = torch.arange(row.numel(), dtype=torch.long, device=selected.device) < counts[:, None]
     return rows[filled].long(), counts.cpu()
+
+
+def by_owner(sizes: Tensor, step: int) -> Host:
+    """Sizes of partitions in the order of their owners: rank r has partition (t + r) mod P."""
+    return np.roll(sizes.numpy(), -step % sizes.numel())
 
 
 def in_partition_order(gathered: Tensor, counts: Tensor, step: int) -> tuple[Tensor, Tensor]:

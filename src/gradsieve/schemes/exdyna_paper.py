@@ -24,6 +24,7 @@ from gradsieve.errors import ConfigError
 from gradsieve.schemes.exclusive_paper import (
     PublishedThreshold,
     Tracked,
+    by_owner,
     edges_of,
     gather_padded,
     in_partition_order,
@@ -75,7 +76,8 @@ class ExDynaPaper(PublishedThreshold[State]):
         # 3.
         selected = select_in_turn(acc, cuts, state.threshold, ctx)
         # 4. (5. is in `settle`)
-        gathered, counts = yield from gather_padded(selected, n, ctx)
+        most = by_owner(cuts.diff(), ctx.step)
+        gathered, counts = yield from gather_padded(selected, most, n, ctx)
         picked, load = in_partition_order(gathered, counts, ctx.step)
         update, spent = yield from sum_at(acc, picked, ctx)
         return Outcome(update, spent, replace(state, blocks=blocks, load=load, sent=update.count))

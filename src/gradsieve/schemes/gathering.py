@@ -88,10 +88,12 @@ def sum_entries(messages: Tensor, n: int, dtype: torch.dtype, ctx: Ctx) -> Spars
     return update
 
 
-def gather_entries(acc: Tensor, mine: Tensor, ctx: Ctx) -> Program[tuple[Sparse, Sparse, Seen]]:
-    """Update, spent and figures when every rank sends its `mine` to everybody."""
+def gather_entries(
+    acc: Tensor, mine: Tensor, ctx: Ctx, most: int | None = None
+) -> Program[tuple[Sparse, Sparse, Seen]]:
+    """Update, spent and figures when every rank sends its `mine`, of at most so many, to everybody."""
     n, values = acc.numel(), acc[mine]
-    counts = yield from _gather_counts(mine, n, ctx)
+    counts = yield from _gather_counts(mine, n if most is None else most, n, ctx)
     messages = yield AllGather(pack_entries(mine, values, int(counts.max()), n))
     update = sum_entries(messages, n, acc.dtype, ctx)
     return update, Sparse(mine, values, n), _seen(counts, update.count)
@@ -106,7 +108,7 @@ def reduce_union(
     """
     n = acc.numel()
     if length is None:
-        length = int((yield from _gather_counts(mine, n, ctx)).max())
+        length = int((yield from _gather_counts(mine, n, n, ctx)).max())
     row = torch.full((length,), n, dtype=index_dtype(n), device=acc.device)
     row[: mine.numel()] = mine
     rows = yield AllGather(row)
@@ -118,10 +120,10 @@ def reduce_union(
     return Sparse(union, total, n), Sparse(union, given, n), _seen((rows != n).sum(1), union.numel())
 
 
-def _gather_counts(mine: Tensor, n: int, ctx: Ctx) -> Program[Tensor]:
+def _gather_counts(mine: Tensor, most: int, n: int, ctx: Ctx) -> Program[Tensor]:
     counts = yield AllGather(torch.tensor([mine.numel()], dtype=index_dtype(n), device=mine.device))
     counts = counts.flatten()
-    counts_within(counts, n, f"elements in step {ctx.step}")
+    counts_within(counts, most, f"elements in step {ctx.step}")
     return counts
 
 

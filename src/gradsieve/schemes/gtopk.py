@@ -48,7 +48,7 @@ class GTopK(Scheme[Stateless]):
                 yield Exchange(_packed(held, k, n), to=rank - gap, source=rank - gap, receive=0)
             elif rank % (2 * gap) == 0 and rank + gap < ctx.world:
                 message = yield Exchange(nothing.clone(), to=rank + gap, source=rank + gap, receive=2 * k)
-                entries = _unpacked(message, acc.dtype, n, f"indices in step {ctx.step} of rank {rank + gap}")
+                entries = unpacked(message, acc.dtype, n, f"indices in step {ctx.step} of rank {rank + gap}")
                 # 3.
                 held, lost = _merged(held, *entries, k, n)
                 dropped.append(lost)
@@ -56,7 +56,7 @@ class GTopK(Scheme[Stateless]):
                 yield Exchange(nothing.clone(), to=rank, source=rank, receive=0)
         # 4.
         message = yield Broadcast(_packed(held, k, n), root=0)
-        final, total = _unpacked(message, acc.dtype, n, f"indices in step {ctx.step} of the root, rank 0")
+        final, total = unpacked(message, acc.dtype, n, f"indices in step {ctx.step} of the root, rank 0")
         # 5. and 6.
         spent = _published(mine, acc, final) if self.paper else _spent(held, dropped, final, n)
         return Outcome(Sparse(final, total, n), spent, state)
@@ -115,7 +115,7 @@ def _packed(held: Partial, k: int, n: int) -> Tensor:
     return pack_entries(held.indices, held.own + held.others, k, n).flatten()
 
 
-def _unpacked(message: Tensor, dtype: torch.dtype, n: int, what: str) -> tuple[Tensor, Tensor]:
+def unpacked(message: Tensor, dtype: torch.dtype, n: int, what: str) -> tuple[Tensor, Tensor]:
     """Checked indices and values."""
     row, bits = message.view(2, -1)
     row_increasing(row, n, what)

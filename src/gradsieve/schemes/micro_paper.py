@@ -20,6 +20,7 @@ from torch import Tensor
 from gradsieve.schemes.exclusive_paper import (
     PublishedThreshold,
     Tracked,
+    by_owner,
     edges_of,
     gather_padded,
     in_partition_order,
@@ -42,7 +43,8 @@ class MicroPaper(PublishedThreshold[Tracked]):
         # 2.
         selected = select_in_turn(acc, cuts, state.threshold, ctx)
         # 3. (4. is in `settle`)
-        gathered, counts = yield from gather_padded(selected, state.n, ctx)
+        most = by_owner(cuts.diff(), ctx.step)
+        gathered, counts = yield from gather_padded(selected, most, state.n, ctx)
         picked, load = in_partition_order(gathered, counts, ctx.step)
         update, spent = yield from sum_at(acc, picked, ctx)
         return Outcome(update, spent, replace(state, load=load, sent=update.count))

@@ -63,7 +63,7 @@ class OkTopk(Regional):
         sums = yield from split_and_reduce(acc, selected, cuts, k, ctx)
         # 5.
         known = state.global_threshold if ctx.step % self.global_period else 0.0
-        chosen = yield from _select_globally(sums, known, k, n, ctx)
+        chosen = yield from _select_globally(sums, known, k, cuts, ctx)
         # 6.
         mine = selected[among(selected, chosen.indices)]
         imbalance = int(chosen.loads.max()) * ctx.world / max(int(chosen.loads.sum()), 1)
@@ -99,22 +99,23 @@ def _quantiles(selected: Tensor, n: int, world: int) -> Tensor:
     return selected[part * count // world] if count else part * n // world
 
 
-def _select_globally(sums: Sums, threshold: float, k: int, n: int, ctx: Ctx) -> Program[Chosen]:
+def _select_globally(sums: Sums, threshold: float, k: int, cuts: Tensor, ctx: Ctx) -> Program[Chosen]:
     """About k of the sums of all regions. Without a threshold exactly the k largest.
 
     Sums of zero are among those gathered then: where ranks cancel each other out they all have to be told.
     """
     indices, values, load = sums
+    n = int(cuts[-1])
     every = torch.arange(values.numel(), dtype=torch.long, device=values.device)
     offered = above(values, threshold) if threshold else every
     most = k * ctx.world
     sizes = yield AllGather(values.new_tensor([offered.numel(), load], dtype=index_dtype(most)))
     counts, loads = sizes.cpu().long().unbind(1)
-    counts_within(counts, min(n, most), f"sums in step {ctx.step}")
+    counts_within(counts, cuts.diff().clamp(max=most).numpy(), f"sums in step {ctx.step}")
     counts_within(loads, most, f"elements received in step {ctx.step}")
     reached = int(counts.sum())
     if threshold and 2 * reached < k:
-        return (yield from _select_globally(sums, 0.0, k, n, ctx))
+        return (yield from _select_globally(sums, 0.0, k, cuts, ctx))
     if threshold and reached > k:
         counts = quota(counts, k, ctx.step)
         offered = offered[largest(values[offered], int(counts[ctx.rank]))]

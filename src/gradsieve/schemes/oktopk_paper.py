@@ -94,7 +94,7 @@ class OkTopkPaper(Regional):
         sums = yield from split_and_reduce(acc, selected, cuts, n, ctx)
         # 5.
         known = state.global_threshold if ctx.step % self.global_period else 0.0
-        chosen = yield from self._select_globally(sums, known, k, n, ctx)
+        chosen = yield from self._select_globally(sums, known, k, cuts, ctx)
         # 6.
         mine = selected[among(selected, chosen.indices)]
         new = replace(
@@ -122,15 +122,18 @@ class OkTopkPaper(Regional):
             selected = _beyond(acc, threshold)
         return selected, threshold
 
-    def _select_globally(self, sums: Sums, threshold: float, k: int, n: int, ctx: Ctx) -> Program[Chosen]:
+    def _select_globally(
+        self, sums: Sums, threshold: float, k: int, cuts: Tensor, ctx: Ctx
+    ) -> Program[Chosen]:
         """The k largest of the sums of all regions; with a threshold, those beyond it."""
         offered = _beyond(sums.values, threshold)
+        n = int(cuts[-1])
         most = n * ctx.world
         sizes = yield AllGather(
             sums.indices.new_tensor([offered.numel(), sums.load], dtype=index_dtype(most))
         )
         counts, loads = sizes.cpu().long().unbind(1)
-        counts_within(counts, n, f"sums in step {ctx.step}")
+        counts_within(counts, cuts.diff().numpy(), f"sums in step {ctx.step}")
         counts_within(loads, most, f"elements received in step {ctx.step}")
         reached = int(counts.sum())
         rows = to_pairs(sums.indices[offered], sums.values[offered], n)

@@ -105,7 +105,7 @@ class SparDL(Scheme[State]):
         ranks = range(team * places, team * places + places)
         mine = bags.pack(block, place, int(quotas[place]))
         gathered = yield from bruck.gather(mine, place, ranks, (2 * quotas).tolist())
-        final = bags.unpack(gathered, 0, f"of all blocks in step {ctx.step}")
+        final = bags.unpack(gathered, 0, places, f"of all blocks in step {ctx.step}")
         # 4.
         return Outcome(
             Sparse(final.indices, final.values, state.n), bags.spent(final.indices, self.residuals), state
@@ -187,7 +187,7 @@ def _reduce_scatter(bags: Bags, place: int, first_rank: int) -> Program[None]:
         to, source = (place + gap) % places, (place - gap) % places
         message = bags.pack(bags.cut(to, size), to, bags.room(to, size))
         reply = yield Exchange(message, first_rank + to, first_rank + source, 2 * bags.room(place, size))
-        bags.add(bags.unpack(reply, place, f"from place {source}"))
+        bags.add(bags.unpack(reply, place, size, f"from place {source}"))
 
 
 def _recursive(bags: Bags, place: int, team: int, teams: int) -> Program[Entries]:

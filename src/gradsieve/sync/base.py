@@ -32,6 +32,7 @@ from gradsieve.sync.fallback import Fallback
 from gradsieve.sync.tags import IDLE, WORDS, Tag, agree, who_is_idle, words
 from gradsieve.telemetry import Timeline
 from gradsieve.types import Ctx, Outcome, Program, Result, Sparse, Vector, to_host
+from gradsieve.wire.check import sums_within
 
 _log = logging.getLogger("gradsieve")
 
@@ -213,6 +214,7 @@ class Pipeline(ABC):
             # what the exchange is seen to cost is what was waited for.
             heard = to_host(ride[rider.numel() :]).tolist()
         yield from agree(tag, heard, self.rank, self.world, rider.device)
+        sums_within(heard, f"rank {self.rank}: what rode along with unit {index} in step {self.step}")
         self._hear_of(who_is_idle(heard))
         stats.sent += outcome.update.count
         way.scheme, way.told = scheme, [each / self.world for each in heard[WORDS:]]

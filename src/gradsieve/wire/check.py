@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -11,13 +14,15 @@ from gradsieve.errors import Malformed
 from gradsieve.types import Host, to_host
 
 
-def counts_within(counts: Tensor | Host, limit: int, what: str) -> None:
-    """Every rank's count is in 0..limit."""
+def counts_within(counts: Tensor | Host, limit: int | Host, what: str) -> None:
+    """Every rank's count is in 0..limit, where each may have its own. What is allocated for a peer's next
+    message follows from its count: the limit is what that rank can have, and not all there is."""
     seen = to_host(counts) if isinstance(counts, Tensor) else counts
     bad = (seen < 0) | (seen > limit)
     if bad.any():
         rank = int(bad.argmax())
-        raise Malformed(f"rank {rank} announced {seen[rank]} {what}; between 0 and {limit} are possible")
+        most = np.broadcast_to(limit, seen.shape)[rank]
+        raise Malformed(f"rank {rank} announced {seen[rank]} {what}; between 0 and {most} are possible")
 
 
 def tails_within(tails: NDArray[np.float32], what: str) -> None:
@@ -26,6 +31,19 @@ def tails_within(tails: NDArray[np.float32], what: str) -> None:
     if bad.any():
         rank = int(bad.argmax())
         raise Malformed(f"rank {rank} sent a tail sum of {tails[rank]} {what}")
+
+
+def none_negative(sums: Tensor, what: str) -> None:
+    """No sum is below 0. Whether they are finite is voted on elsewhere: they need not be."""
+    if bool((sums < 0).any()):
+        raise Malformed(f"{what} add up to {float(sums.min())} over all ranks: some rank sent one below 0")
+
+
+def sums_within(sums: Sequence[float], what: str) -> None:
+    """Each is the sum of finite numbers from 0 up, one a rank."""
+    for total in sums:
+        if not 0.0 <= total < math.inf:
+            raise Malformed(f"{what} add up to {total} over all ranks: some rank sent what it cannot have")
 
 
 def inside_its_partition(places: Host, spans: Host, ranks: Host, what: str) -> None:

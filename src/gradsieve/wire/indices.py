@@ -47,7 +47,7 @@ class IndexCodec(ABC):
         """The counts[r] indices of every row r, row behind row. Row r is rank r's, and is named so if bad."""
         _refuse((counts < 0) | (counts > capacity), f"announced a count outside 0..{capacity}")
         indices = self._read(rows, counts, capacity, span)
-        row = np.repeat(np.arange(len(counts)), counts)
+        row = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         fine = (indices >= 0) & (indices < span)
         fine[1:] &= (indices[1:] > indices[:-1]) | (row[1:] > row[:-1])
         bad = np.bincount(row[~fine], minlength=len(counts)) > 0
@@ -107,15 +107,18 @@ class EliasFano(IndexCodec):
         width = _low_bits(capacity, span)
         low_bits, high_bits = _parts(width, capacity, span)
         cut = _bytes(low_bits)
-        row = np.repeat(np.arange(len(counts)), counts)
-        place = np.arange(len(row)) - np.repeat(counts.cumsum() - counts, counts)
-        high = _find_bits(rows[:, cut:], counts, high_bits) - place
-        bits = np.unpackbits(rows[:, :cut], axis=1, count=low_bits, bitorder="little")
+        indices = _find_bits(rows[:, cut:], counts, high_bits)
+        indices -= np.arange(len(indices))  # less the place of each in its row
+        indices += np.repeat(counts.cumsum() - counts, counts)
+        indices <<= width
         kind = np.dtype(np.uint16 if width <= 16 else np.uint64)  # the narrow one, four times as many at once
         low = np.zeros((len(rows), capacity), kind)
-        for number, plane in enumerate(bits.reshape(len(rows), width, capacity).swapaxes(0, 1)):
-            low |= np.left_shift(plane.astype(kind), number, dtype=kind)
-        return (high << width) + low[row, place].astype(np.int64)
+        for number in range(width):
+            plane = _bits_between(rows, number * capacity, (number + 1) * capacity).astype(kind)
+            low |= np.left_shift(plane, number, out=plane)
+        low = low[np.arange(capacity) < counts[:, None]]
+        indices += low.view(np.int64) if kind.itemsize == 8 else low
+        return indices
 
 
 INDEX_CODECS: tuple[IndexCodec, ...] = (Raw(), EliasFano(), Bitmap())
@@ -159,11 +162,22 @@ def _set_bits(positions: Tensor, filled: Tensor, length: int) -> Tensor:
     )
 
 
+def _bits_between(rows: Bytes, start: int, stop: int) -> Bytes:
+    """Of every row the bits from one place up to another, a byte each: never all of a row at once, which
+    would be eight times as long as what arrived."""
+    first = start // 8
+    bits = np.unpackbits(rows[:, first : _bytes(stop)], axis=1, bitorder="little")
+    return bits[:, start - 8 * first : stop - 8 * first]
+
+
 def _find_bits(rows: Bytes, counts: Integers, length: int) -> Integers:
     """Positions of the set bits of every row, row behind row. There must be counts[r] of them in row r."""
     bits = np.unpackbits(rows, axis=1, count=length, bitorder="little").view(np.bool_)
     _refuse(np.count_nonzero(bits, axis=1) != counts, "sent another number of indices than it announced")
-    return np.flatnonzero(bits) - np.repeat(np.arange(len(counts)) * length, counts)
+    found = np.flatnonzero(bits)
+    del bits  # as long as what is found
+    found -= np.repeat(np.arange(len(counts)) * length, counts)
+    return found
 
 
 def _refuse(bad: NDArray[np.bool_], what: str) -> None:

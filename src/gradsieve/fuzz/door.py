@@ -1,0 +1,25 @@
+"""A door: a place where bytes of others come in, with messages as honest ranks send them.
+
+Whatever is handed to `enter`, it returns having checked that what it read is lawful, or raises one of
+REFUSED. Anything else is a finding: another exception, a crash, a hang, memory beyond the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gradsieve.errors import Malformed, ProtocolError
+
+REFUSED = (Malformed, ProtocolError)
+"""The second, where what a peer says of itself is another thing than what this rank does (`sync/tags.py`)."""
+
+
+@dataclass(frozen=True)
+class Door:
+    name: str
+    honest: tuple[bytes, ...]
+    """Messages that are let in; the first one is altered, the others lend parts, as a replay would."""
+    edges: tuple[int, ...]
+    """Numbers beside which a check should change its mind: a length, a count."""
+    enter: Callable[[bytearray], None]

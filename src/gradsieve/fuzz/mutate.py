@@ -1,0 +1,130 @@
+"""Messages altered with knowledge of what is in them: numbers of four and eight bytes, floats, rows."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from random import Random
+
+from gradsieve.fuzz.door import Door
+
+_SPECIAL = (
+    *(0, 1, 2, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63 - 1),
+    *(-1, -2, -(2**31), -(2**63)),
+    *(0x7F800000, 0xFF800000, 0x7FC00000, 0x7F7FFFFF, 0xFF7FFFFF, 0x80000000, 0x00000001, 0x3F800000),
+    *(0x7FF0 << 48, 0xFFF0 << 48, 0x7FF8 << 48, 0x7FEF << 48),
+)
+"""Ends of integer types; infinities, NaN, the largest and the smallest of float32 and float64."""
+_HEAD = 16
+"""Bytes at the beginning in which headers and counts are."""
+
+Edit = Callable[[Random, bytearray, Door], None]
+
+
+def mutant(source: Random, door: Door) -> bytearray:
+    """A message of the same length: the receiver has said how long it is, before any byte came."""
+    way = source.random()
+    if way < 0.03:
+        return bytearray(source.randbytes(len(door.honest[0])))
+    frame = bytearray(door.honest[0] if way < 0.9 else _of_same_length(source, door))
+    for _ in range(1 + (source.getrandbits(2) == 0) * (1 + source.getrandbits(2))):
+        source.choice(_EDITS)(source, frame, door)
+    return frame
+
+
+def _of_same_length(source: Random, door: Door) -> bytes:
+    other = source.choice(door.honest)
+    return other if len(other) == len(door.honest[0]) else door.honest[0]
+
+
+def _place(source: Random, frame: Sequence[int], width: int = 1) -> int:
+    """Where a number of so many bytes begins: in a row of such numbers, or four bytes further."""
+    end = len(frame) - width
+    if end <= 0:
+        return 0
+    end = min(end, _HEAD) if source.getrandbits(2) == 0 else end
+    return source.randrange(end + 1) // min(width, 4) * min(width, 4)
+
+
+def _write(frame: bytearray, place: int, width: int, number: int) -> None:
+    if place + width <= len(frame):
+        struct.pack_into("<Q" if width == 8 else "<I", frame, place, number % (1 << 8 * width))
+
+
+def _read(frame: bytearray, place: int, width: int) -> int:
+    return int.from_bytes(frame[place : place + width], "little")
+
+
+def _width(source: Random) -> int:
+    return 8 if source.getrandbits(2) == 0 else 4
+
+
+def _flip(source: Random, frame: bytearray, door: Door) -> None:
+    frame[_place(source, frame)] ^= 1 << source.getrandbits(3)
+
+
+def _byte(source: Random, frame: bytearray, door: Door) -> None:
+    frame[_place(source, frame)] = source.getrandbits(8)
+
+
+def _number(source: Random, frame: bytearray, door: Door) -> None:
+    width = _width(source)
+    number = source.choice(_SPECIAL)
+    if door.edges and source.getrandbits(1):
+        number = source.choice(door.edges) + source.randrange(-2, 3)
+    _write(frame, _place(source, frame, width), width, number)
+
+
+def _noise(source: Random, frame: bytearray, door: Door) -> None:
+    width = _width(source)
+    _write(frame, _place(source, frame, width), width, source.getrandbits(8 * width))
+
+
+def _beside(source: Random, frame: bytearray, door: Door) -> None:
+    """A number a little larger or smaller: an index that its neighbour has already."""
+    width = _width(source)
+    place = _place(source, frame, width)
+    _write(frame, place, width, _read(frame, place, width) + source.choice((-2, -1, 1, 2)))
+
+
+def _swap(source: Random, frame: bytearray, door: Door) -> None:
+    width = _width(source)
+    one, other = _place(source, frame, width), _place(source, frame, width)
+    first, second = _read(frame, one, width), _read(frame, other, width)
+    _write(frame, one, width, second)
+    _write(frame, other, width, first)
+
+
+def _copy(source: Random, frame: bytearray, door: Door) -> None:
+    width = _width(source)
+    number = _read(frame, _place(source, frame, width), width)
+    _write(frame, _place(source, frame, width), width, number)
+
+
+def _stretch(source: Random, frame: bytearray) -> slice:
+    start = _place(source, frame)
+    return slice(start, min(len(frame), start + 1 + source.randrange(1 + len(frame) // 2)))
+
+
+def _fill(source: Random, frame: bytearray, door: Door) -> None:
+    here = _stretch(source, frame)
+    frame[here] = source.choice((b"\x00", b"\xff")) * (here.stop - here.start)
+
+
+def _splice(source: Random, frame: bytearray, door: Door) -> None:
+    here = _stretch(source, frame)
+    lent = source.choice(door.honest)[here]
+    frame[here.start : here.start + len(lent)] = lent
+
+
+def _shift(source: Random, frame: bytearray, door: Door) -> None:
+    """All that follows some place four bytes later, as after a number that was put in."""
+    place, length = _place(source, frame, 4), len(frame)
+    frame[place:place] = frame[place : place + 4]
+    del frame[length:]
+
+
+_EDITS: tuple[Edit, ...] = (
+    *(_flip, _byte, _number, _number, _noise, _beside),
+    *(_swap, _copy, _fill, _splice, _shift),
+)

@@ -1,0 +1,43 @@
+"""A process of the fuzzer whose doors do what none may: `test_fuzz.py` sees whether that is found."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import numpy as np
+
+from gradsieve.errors import Malformed
+from gradsieve.fuzz import targets, worker
+from gradsieve.fuzz.door import Door
+
+HANGS = 6
+"""What number 6 does: the last, so that no process has to go on after it."""
+
+
+def enter(forged: bytearray) -> None:
+    match forged[0]:
+        case 1:
+            raise Malformed("no")
+        case 2:
+            raise IndexError("out of range")
+        case 3:
+            np.ones(8 << 20, np.uint8)
+        case 4:
+            os.abort()
+        case 6:
+            time.sleep(60)
+
+
+class Scripted(targets.Cases):
+    """Message n does what stands at place n; the warm-up does nothing."""
+
+    def case(self, number: int) -> tuple[int, Door, bytearray]:
+        return 0, self.doors[0][0], bytearray([number if number <= HANGS else 0])
+
+
+if __name__ == "__main__":
+    targets.TARGETS["faulty"] = (targets.Family("faulty", 1.0, lambda: [Door("it", (b"\0",), (), enter)]),)
+    worker.Cases = Scripted  # type: ignore[misc]
+    sys.exit(worker.main("faulty", "0", *sys.argv[1:]))

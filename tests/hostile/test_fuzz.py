@@ -1,0 +1,90 @@
+"""The fuzzer itself: what it should find it finds, it repeats what it did, honest messages are let in."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from gradsieve.cli.main import main
+from gradsieve.errors import ConfigError
+from gradsieve.fuzz import guided, pipelines, readers, targets
+from gradsieve.fuzz.door import REFUSED, Door
+from gradsieve.fuzz.mutate import mutant
+from gradsieve.fuzz.run import Fuzz
+
+DOORS = [*readers.on_the_host(), *readers.on_the_device(), *pipelines.doors()]
+A_FEW = (
+    targets.Family("readers", 0.9, readers.on_the_host),
+    targets.Family("pipelines", 0.1, pipelines.doors),
+)
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(targets.TARGETS, "few", A_FEW)
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.name)
+def test_honest_messages_are_let_in_and_altered_ones_read_or_refused(door: Door) -> None:
+    door.enter(bytearray(door.honest[0]))
+    source = Random(0)
+    for _ in range(20):
+        forged = mutant(source, door)
+        assert len(forged) == len(door.honest[0])
+        try:
+            door.enter(forged)
+        except REFUSED:
+            continue
+
+
+def test_every_fault_is_found_with_its_number_and_the_rest_is_still_read() -> None:
+    """Crashes and hangs end a process; where there are more messages, another one goes on."""
+    faulty = Path(__file__).with_name("faulty_worker.py")
+    report = Fuzz([sys.executable, str(faulty)], lambda *_: None, hangs=1.0).run(7, 1)
+    found = {finding.case: finding.what for finding in report.findings}
+    assert sorted(found) == [2, 3, 4, 6]
+    assert "IndexError: out of range" in found[2]
+    assert "MemoryError" in found[3]
+    assert "died of SIGABRT" in found[4]
+    assert "hung for 1 s" in found[6]
+
+
+@pytest.mark.usefixtures("few")
+def test_the_same_seed_and_number_are_the_same_message() -> None:
+    cases, again, other = targets.Cases("few", 3), targets.Cases("few", 3), targets.Cases("few", 4)
+    made = [cases.case(number) for number in range(50)]
+    assert [(each[1].name, each[2]) for each in made] == [
+        (door.name, frame) for _, door, frame in map(again.case, range(50))
+    ]
+    assert [each[2] for each in made] != [other.case(number)[2] for number in range(50)]
+
+
+@pytest.mark.usefixtures("few")
+def test_one_message_can_be_repeated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lab", "fuzz", "--target", "few", "--case", "7"]) == 0
+    said = capsys.readouterr().out
+    assert "read" in said or "refused" in said
+
+
+def test_a_target_that_is_none_is_named() -> None:
+    with pytest.raises(ConfigError, match="no target is called 'nosuch'; there are: frames"):
+        targets.Cases("nosuch", 0)
+
+
+def test_guided_inputs_choose_a_door_and_fill_its_message() -> None:
+    door, frame = guided.chosen(DOORS, b"\x01\x00\xff")
+    assert door is DOORS[1]
+    assert frame[:1] == b"\xff"
+    assert frame[1:] == door.honest[0][1:]
+    assert len(guided.chosen(DOORS, b"\x01\x00" + b"\xff" * 9999)[1]) == len(door.honest[0])
+
+
+def test_guided_without_atheris_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["lab", "fuzz", "--guided"]) == 2
+    assert "gradsieve[fuzz]" in capsys.readouterr().err

@@ -1,0 +1,161 @@
+"""Puts faults into a copy of the source, one at a time, and shows that the named test turns red.
+
+    python tools/mutants.py             all of tools/mutants.toml
+    python tools/mutants.py vote tags   those whose name has one of these words
+
+The tests are run once without any fault first: one that is red by itself shows nothing. A mutant is killed
+where its test fails; an error before that, such as a module that cannot be imported, is none. The exit code
+is 1 if a mutant survives. The tree itself is only read.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LIST = ROOT / "tools" / "mutants.toml"
+_NEEDED = ("src", "tests", "pyproject.toml", "examples", "docs")
+_SECONDS = 600
+_PASSED, _FAILED, _HUNG, _CRASHED = 0, 1, -99, 98
+"""Exit codes of pytest, of which any other is no verdict; and ours."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    text: str
+    becomes: str
+    test: str
+
+    def fault(self, root: Path) -> str:
+        """Why it cannot be applied, or nothing."""
+        path = root / self.file
+        found = path.read_text().count(self.text) if path.is_file() else -1
+        if found < 0:
+            return f"{self.name}: there is no file {self.file}"
+        if found != 1:
+            return f"{self.name}: its text occurs {found} times in {self.file}, not once"
+        where, _, test = self.test.partition("::")
+        named = test.partition("[")[0]
+        if f"def {named}(" not in ((root / where).read_text() if (root / where).is_file() else ""):
+            return f"{self.name}: there is no test {self.test}"
+        return ""
+
+    def apply(self, root: Path) -> str:
+        """The file as it was before."""
+        path = root / self.file
+        before = path.read_text()
+        path.write_text(before.replace(self.text, self.becomes))
+        return before
+
+
+def read(path: Path = LIST) -> list[Mutant]:
+    return [Mutant(**each) for each in tomllib.loads(path.read_text())["mutant"]]
+
+
+def faults(mutants: Sequence[Mutant], root: Path = ROOT) -> list[str]:
+    """What keeps mutants from being applied, in words."""
+    names = [mutant.name for mutant in mutants]
+    twice = [f"{name}: two have this name" for name in sorted(set(names)) if names.count(name) > 1]
+    return twice + [fault for mutant in mutants if (fault := mutant.fault(root))]
+
+
+def run_tests(root: Path, tests: Sequence[str]) -> int:
+    """In a fork of this process, which has loaded what takes longest: pytest's exit code, or _HUNG."""
+    child = os.fork()
+    if not child:
+        try:
+            os._exit(_tested(root, tests))
+        finally:
+            os._exit(_CRASHED)
+    until = time.monotonic() + _SECONDS
+    while time.monotonic() < until:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return _HUNG
+
+
+def _tested(root: Path, tests: Sequence[str]) -> int:
+    os.setpgid(0, 0)
+    output = os.open(root / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(root)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "gradsieve"]:
+        del sys.modules[name]
+    sys.path.insert(0, str(root / "src"))
+    sys.dont_write_bytecode = True  # of a mutant, it could be taken for the file put back
+    ways = {"PYTHONPATH": str(root / "src"), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    os.environ |= ways
+    return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
+
+
+def try_out(mutant: Mutant, root: Path) -> str:
+    """In a copy of the tree: what the test says of it."""
+    before = mutant.apply(root)
+    code = run_tests(root, [mutant.test])
+    (root / mutant.file).write_text(before)
+    if code in (_FAILED, _HUNG):
+        return "killed" if code == _FAILED else "killed (the test hangs)"
+    return "SURVIVED" if code == _PASSED else f"NO VERDICT (pytest ended with {code})"
+
+
+def copy_tree(to: Path) -> None:
+    for name in _NEEDED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, to / name)  # with its __pycache__, where numba keeps compiled kernels
+        else:
+            shutil.copy(source, to / name)
+
+
+def main(words: Sequence[str]) -> int:
+    mutants = [each for each in read() if not words or any(word in each.name for word in words)]
+    if problems := faults(mutants) or [f"no mutant has any of {list(words)} in its name"] * (not mutants):
+        print("\n".join(problems), file=sys.stderr)
+        return 2
+    import hypothesis  # noqa: F401  # these two before the forks, and not for the gate's look at the list
+    import numba  # noqa: F401
+
+    from gradsieve.cli.progress import progress
+
+    killed = 0
+    with tempfile.TemporaryDirectory(prefix="gradsieve-mutants-") as folder, progress(len(mutants) + 1) as on:
+        root = Path(folder)
+        copy_tree(root)
+        if run_tests(root, sorted({mutant.test for mutant in mutants})) != _PASSED:
+            print((root / "output").read_text()[-4000:], file=sys.stderr)
+            print("tests are red without any mutant", file=sys.stderr)
+            return 2
+        on(1, "the tests themselves")
+        print("| mutant | test | result | seconds |\n|---|---|---|---|", flush=True)
+        for mutant in mutants:
+            start = time.monotonic()
+            said = try_out(mutant, root)
+            killed += said.startswith("killed")
+            print(
+                f"| {mutant.name} | `{mutant.test}` | {said} | {time.monotonic() - start:.1f} |", flush=True
+            )
+            on(1, mutant.name)
+    print(f"\n{killed} of {len(mutants)} killed")
+    return 0 if killed == len(mutants) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
