@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -125,7 +124,7 @@ def gather_padded(selected: Tensor, most: Host, n: int, ctx: Ctx) -> Program[tup
 
 def by_owner(sizes: Tensor, step: int) -> Host:
     """Sizes of partitions in the order of their owners: rank r has partition (t + r) mod P."""
-    return np.roll(sizes.numpy(), -step % sizes.numel())
+    return sizes.roll(-step % sizes.numel()).numpy()
 
 
 def in_partition_order(gathered: Tensor, counts: Tensor, step: int) -> tuple[Tensor, Tensor]:
