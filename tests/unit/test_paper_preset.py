@@ -104,7 +104,7 @@ def test_lists_of_sums_are_balanced_beyond_four_times_the_mean(
     """Four times the mean of four lists is one list with everything: more needs five."""
     scheme, world = gradsieve.OkTopkPaper(density=0.5, lopsided=lopsided), len(counts)
     own = Sums(torch.arange(counts[0]), torch.ones(counts[0]), counts[0])
-    program = scheme._select_globally(own, 0.0, 50, 100, Ctx(0, world, 0))
+    program = scheme._select_globally(own, 0.0, 50, 25 * torch.arange(world + 1), Ctx(0, world, 0))
     program.send(None)
     op = program.send(torch.tensor([[count, count] for count in counts], dtype=torch.int32))
     assert isinstance(op, AllToAll) == (balanced or lopsided < 4.0)
@@ -112,6 +112,7 @@ def test_lists_of_sums_are_balanced_beyond_four_times_the_mean(
 
 def test_lists_of_five_ranks_can_be_that_uneven() -> None:
     scheme = gradsieve.OkTopkPaper(density=0.5)
-    program = scheme._select_globally(Sums(torch.arange(9), torch.ones(9), 9), 0.0, 50, 100, Ctx(0, 5, 0))
+    own = Sums(torch.arange(9), torch.ones(9), 9)
+    program = scheme._select_globally(own, 0.0, 50, 20 * torch.arange(6), Ctx(0, 5, 0))
     program.send(None)
     assert isinstance(program.send(torch.tensor([[9, 9]] + [[0, 0]] * 4, dtype=torch.int32)), AllToAll)

@@ -218,7 +218,7 @@ def test_a_bag_that_passes_the_end_of_the_vector_is_packed_block_by_block() -> N
     bags = Bags(acc, places=5, quotas=torch.ones(5, dtype=torch.long), candidates=1)
     entries = bags.cut(first=4, size=2)
     assert entries.indices.tolist() == [9, 1]
-    back = bags.unpack(bags.pack(entries, 4, bags.room(4, 2)), 4, "here")
+    back = bags.unpack(bags.pack(entries, 4, bags.room(4, 2)), 4, 2, "here")
     assert (back.indices.tolist(), back.values.tolist()) == ([9, 1], [10.0, 2.0])
 
 
