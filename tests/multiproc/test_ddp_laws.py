@@ -128,7 +128,7 @@ def train_and_watch_buckets(rank: int, plan: Plan) -> tuple[Seen, list[list[list
 
 
 @every_way
-@pytest.mark.parametrize("cap_mb", [0.01, 0.05, 1, 25])
+@pytest.mark.parametrize("cap_mb", [0.01, 1])
 def test_residuals_survive_the_rebuilding_of_buckets(two: Ranks, scheme: str, cap_mb: float) -> None:
     plan = Plan(scheme, cap_mb=cap_mb)
     answers = two.run(train_and_watch_buckets, plan)
@@ -167,8 +167,11 @@ def train_on_the_sum(rank: int, plan: Plan) -> Seen:
 
 
 @every_way
-@pytest.mark.parametrize("micro", [1, 2, 5])
-@pytest.mark.parametrize("ddp", [{}, {"gradient_as_bucket_view": True}], ids=["copied", "viewed"])
+@pytest.mark.parametrize(
+    ("micro", "ddp"),
+    [(1, {}), (2, {"gradient_as_bucket_view": True}), (5, {})],
+    ids=["1 copied", "2 viewed", "5 copied"],
+)
 def test_accumulated_gradients_are_exchanged_once(
     two: Ranks, scheme: str, micro: int, ddp: dict[str, bool]
 ) -> None:

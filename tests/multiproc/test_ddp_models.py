@@ -129,8 +129,9 @@ def train_convolution(
 
 
 @every_scheme
-@pytest.mark.parametrize("flush", [False, True], ids=["", "flushed"])
-@pytest.mark.parametrize("views", [False, True], ids=["copied", "viewed"])
+@pytest.mark.parametrize(
+    ("flush", "views"), [(False, True), (True, False)], ids=["viewed", "copied and flushed"]
+)
 def test_channels_last_keeps_the_laws_element_by_element(
     two: Ranks, scheme: str, flush: bool, views: bool
 ) -> None:

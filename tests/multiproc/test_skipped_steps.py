@@ -91,8 +91,9 @@ MEMORY = {"momentum": 0.5, "weight_decay": 0.25}
 
 
 @every_scheme
-@pytest.mark.parametrize("place", [SPARSE, DENSE], ids=["sparse", "dense"])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("bad", "place"), [(float("nan"), SPARSE), (float("inf"), DENSE)], ids=["nan, sparse", "inf, dense"]
+)
 def test_a_bad_value_on_one_rank_skips_the_step_on_all(
     two: Ranks, scheme: str, bad: float, place: int
 ) -> None:
@@ -103,10 +104,9 @@ def test_a_bad_value_on_one_rank_skips_the_step_on_all(
 
 
 @every_scheme
-@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
-def test_four_ranks_agree_with_adam(four: Ranks, scheme: str, bad: float) -> None:
+def test_four_ranks_agree_with_adam(four: Ranks, scheme: str) -> None:
     plan = Plan(scheme, optimizer=torch.optim.AdamW)
-    answers = four.run(train_with_a_bad_step, plan, bad, SPARSE)
+    answers = four.run(train_with_a_bad_step, plan, float("-inf"), SPARSE)
     check_skipped(answers)
     check_nothing_lost([answer.seen for answer in answers])
 
@@ -124,11 +124,10 @@ def test_without_the_vote_the_check_fails(two: Ranks, scheme: str, place: int) -
 
 
 @every_scheme
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_grad_scaler_backs_off_on_all_ranks(two: Ranks, scheme: str, bad: float) -> None:
+def test_a_grad_scaler_backs_off_on_all_ranks(two: Ranks, scheme: str) -> None:
     """The scale doubles every fourth step, so that residuals meet gradients of other units than their own."""
     plan = Plan(scheme, memory=MEMORY, loss_scale=1024.0)
-    answers = two.run(train_with_a_bad_step, plan, bad, SPARSE)
+    answers = two.run(train_with_a_bad_step, plan, float("inf"), SPARSE)
     check_skipped(answers)
     for answer in answers:
         assert answer.scales == [1024.0] * 4 + [2048.0] * 4 + [4096.0] * 3 + [2048.0] * 4
