@@ -42,7 +42,7 @@ def test_every_number_of_ranks_and_kind_of_gradient_is_lawful(variant: str) -> N
 
 
 @every_variant
-@pytest.mark.parametrize("world", [1, 3, 4, 6, 8])
+@pytest.mark.parametrize("world", [3, 8])
 def test_nothing_is_lost_and_all_is_sent_in_the_end(variant: str, world: int) -> None:
     n = 60
     fleet = Fleet(VARIANTS[variant](0.1, world), [n], world)

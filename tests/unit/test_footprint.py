@@ -15,9 +15,15 @@ PARAMS = 4 * 2048**2
 """64 MB: large beside what two processes differ in anyway."""
 
 
-def test_residuals_are_seen_and_a_lossless_scheme_has_none() -> None:
-    rows = {scheme: footprint.measure(scheme, 2, PARAMS, 0.001) for scheme in ("exdyna", "dense")}
-    assert all(row["params"] == PARAMS for row in rows.values())
+def test_the_command_sees_residuals_and_a_lossless_scheme_has_none(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "memory.json"
+    arguments = ["--schemes", "exdyna,dense", "--params", str(PARAMS), "--density", "0.001"]
+    assert main(["bench", "memory", *arguments, "--json", str(out)]) == 0
+    assert "added_n" in capfd.readouterr().out
+    rows = {row["scheme"]: row for row in json.loads(out.read_text())["rows"]}
+    assert all((row["params"], row["world"]) == (PARAMS, 2) for row in rows.values())
     assert 2.0 < rows["exdyna"]["added_n"] < 6.5
     assert rows["exdyna"]["residual_n"] == 2.0
     assert rows["dense"]["residual_n"] == 0.0
@@ -27,13 +33,3 @@ def test_residuals_are_seen_and_a_lossless_scheme_has_none() -> None:
 def test_a_model_that_does_not_fit_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match=r"GiB"):
         footprint.measure("exdyna", 2, 10**12, 0.001)
-
-
-def test_the_command_prints_a_table_and_writes_its_rows(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "memory.json"
-    assert main(["bench", "memory", "--schemes", "topk", "--params", "4e6", "--json", str(out)]) == 0
-    assert "added_n" in capfd.readouterr().out
-    (row,) = json.loads(out.read_text())["rows"]
-    assert (row["scheme"], row["world"]) == ("topk", 2)
