@@ -47,7 +47,7 @@ class Campaign:
         self.seed, self.chances = seed, chances
         self.recovered: Counter[str] = Counter()
         """By kind: faults that ended the ranks, and all were back with what an undisturbed run has."""
-        self.left_behind: list[str] = []
+        self._temporary = _temporary()
         self._fleet = Fleet("gradsieve.lab.chaos.preload")
         self._stack = ExitStack()
         self._clean: dict[str, Clean] = {}
@@ -73,6 +73,24 @@ class Campaign:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    def remains(self) -> list[str]:
+        """What is still there and should not be, once the block has ended."""
+        own = f"gs{os.getpid()}-"
+        spaces = Path("/var/run/netns")
+        names = (
+            [each.name for each in spaces.iterdir() if each.name.startswith(own)] if spaces.exists() else []
+        )
+        mounts = [line for line in Path("/proc/mounts").read_text().splitlines() if str(self._root) in line]
+        groups = [str(each) for each in Path("/sys/fs/cgroup/cpu").glob(f"{self._root.name}-*")]
+        folders = sorted(_temporary() - self._temporary)
+        return [
+            *names,
+            *mounts,
+            *groups,
+            *folders,
+            *(f"rank of process {pid}" for pid in self._fleet.ranks()),
+        ]
+
     def run(self) -> Iterator[Line]:
         counts = Counter(chance.scheme for chance in self.chances)
         for scheme, count in counts.items():
@@ -96,6 +114,7 @@ class Campaign:
 
     def _fault(self, chance: Chance) -> Line:
         scheme, before = chance.scheme, self._at(chance.scheme)
+        files = {each: each.read_bytes() for each in self._folder(scheme).iterdir()}
         endings = self._episode(scheme, chance)
         self._resumed(scheme, endings, before)
         line = judge(chance, self.seed, endings, self._clean[scheme], before, self._at(scheme))
@@ -103,6 +122,13 @@ class Campaign:
             self._pending.setdefault(scheme, []).append(line.kind)
         if extra := self._too_much(scheme):
             line = replace(line, outcome=f"left {extra} in the checkpoint's folder")
+        if pids := self._fleet.ranks():
+            line = replace(line, outcome=f"left processes {pids}")
+        if not line.is_good:  # one that spoilt the training is not to spoil the verdicts on others
+            for each in self._folder(scheme).iterdir():
+                each.unlink()
+            for path, content in files.items():
+                path.write_bytes(content)
         return line
 
     def _finish(self, scheme: str) -> None:
@@ -131,9 +157,8 @@ class Campaign:
 
     def _must_be_done(self, scheme: str, endings: Sequence[Ending]) -> None:
         if any(ending.exit_code != DONE for ending in endings):
-            raise GradsieveError(
-                f"{scheme}, undisturbed: {[(e.exit_code, e.told('ended').get('said'), e.stacks) for e in endings]}"
-            )
+            each = [(ending.exit_code, ending.told("ended").get("said"), ending.stacks) for ending in endings]
+            raise GradsieveError(f"{scheme}, undisturbed: {each}")
 
     def _episode(
         self, scheme: str, chance: Chance | None, *, steps: int = STEPS, limit: float = _LIMIT, **how: Any
@@ -160,3 +185,7 @@ class Campaign:
             if needs_links:
                 ground.mend()
             grounds.give_back(folder)
+
+
+def _temporary() -> set[str]:
+    return {str(each) for each in Path(tempfile.gettempdir()).glob("gradsieve-*")}

@@ -23,7 +23,7 @@ from gradsieve import kernels
 from gradsieve.comm.ops import AllToAll, Exchange, Op
 from gradsieve.errors import GradsieveError, PeerError
 from gradsieve.lab.chaos.ground import enter
-from gradsieve.lab.chaos.kinds import BATCH_BYTES, KINDS, Broken, Scene, form
+from gradsieve.lab.chaos.kinds import BATCH_BYTES, KINDS, BrokenOffError, Scene, form
 from gradsieve.lab.chaos.schedule import MIDDLE, Chance
 from gradsieve.lab.faults.trained import DONE, FAILED, PEER_FAILED, Task, Tell, Training
 
@@ -141,7 +141,7 @@ class ChaosTraining(Training):
             for work in engine._moves(half, op.to if isinstance(op, Exchange) else peer, half[:0], peer):
                 torch.distributed.batch_isend_irecv([work])
         engine._end_connections()
-        raise Broken("the connection ended in the middle of a message")
+        raise BrokenOffError("the connection ended in the middle of a message")
 
 
 def be_rank(rank: int, episode: Episode, pipe: Any) -> None:

@@ -5,6 +5,7 @@ Starting one takes tens of milliseconds instead of seconds. Whatever happens, no
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import multiprocessing
@@ -14,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,17 @@ class Fleet:
                 return case.watch(time.monotonic() + limit, stopped, stop_seconds)
             finally:
                 case.kill()
+
+    def ranks(self) -> list[int]:
+        """Ids of processes that the fork server has started and that still run."""
+        server = getattr(forkserver._forkserver, "_forkserver_pid", None)
+        found = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+                if int(parent) == server and state != "Z":
+                    found.append(int(stat.parent.name))
+        return found
 
 
 class _Case:
