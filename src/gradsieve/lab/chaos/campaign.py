@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -43,8 +43,9 @@ def missing() -> dict[str, str]:
 class Campaign:
     """One at a time in a process. As a block: what it makes is gone afterwards."""
 
-    def __init__(self, seed: int, chances: Sequence[Chance]) -> None:
-        self.seed, self.chances = seed, chances
+    def __init__(self, seed: int, chances: Sequence[Chance], life: Callable[..., None] = be_rank) -> None:
+        """`life` is what a rank's process runs."""
+        self.seed, self.chances, self._life = seed, chances, life
         self.recovered: Counter[str] = Counter()
         """By kind: faults that ended the ranks, and all were back with what an undisturbed run has."""
         self._temporary = _temporary()
@@ -175,7 +176,7 @@ class Campaign:
         is_stop = chance is not None and chance.kind in (STOP, "short SIGSTOP")
         try:
             return self._fleet.run(
-                be_rank,
+                self._life,
                 [(rank, episode) for rank in range(WORLD)],
                 limit,
                 chance.rank if chance is not None and is_stop else None,
