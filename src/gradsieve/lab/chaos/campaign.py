@@ -20,7 +20,7 @@ from gradsieve.lab.chaos.judge import NAMED, Clean, Line, is_resumed, judge, not
 from gradsieve.lab.chaos.kinds import KINDS, Needs
 from gradsieve.lab.chaos.rank import Episode, be_rank
 from gradsieve.lab.chaos.schedule import DEADLINE_OF_DEATHS, STEPS, WORLD, Chance
-from gradsieve.lab.faults.fleet import Ending, Fleet
+from gradsieve.lab.faults.fleet import FOLDER, Ending, Fleet
 from gradsieve.lab.faults.kinds import STOP
 from gradsieve.lab.faults.trained import DONE, Task
 
@@ -48,7 +48,6 @@ class Campaign:
         self.seed, self.chances, self._life = seed, chances, life
         self.recovered: Counter[str] = Counter()
         """By kind: faults that ended the ranks, and all were back with what an undisturbed run has."""
-        self._temporary = _temporary()
         self._fleet = Fleet("gradsieve.lab.chaos.preload")
         self._stack = ExitStack()
         self._clean: dict[str, Clean] = {}
@@ -83,7 +82,8 @@ class Campaign:
         )
         mounts = [line for line in Path("/proc/mounts").read_text().splitlines() if str(self._root) in line]
         groups = [str(each) for each in Path("/sys/fs/cgroup/cpu").glob(f"{self._root.name}-*")]
-        folders = sorted(_temporary() - self._temporary)
+        folders = [str(each) for each in self._root.parent.glob(f"{FOLDER}{os.getpid()}-*")]
+        folders += [str(self._root)] if self._root.exists() else []
         return [
             *names,
             *mounts,
@@ -186,7 +186,3 @@ class Campaign:
             if needs_links:
                 ground.mend()
             grounds.give_back(folder)
-
-
-def _temporary() -> set[str]:
-    return {str(each) for each in Path(tempfile.gettempdir()).glob("gradsieve-*")}

@@ -19,6 +19,8 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
+FOLDER = "gradsieve-fleet-"
+"""A temporary one's name begins so, and with the id of the process."""
 _STACK_SECONDS = 1.0
 _LONGEST_MESSAGE = 1 << 20
 
@@ -57,7 +59,7 @@ class Fleet:
         """`life(*arguments[rank], pipe)` as rank `rank`, each in a process of its own, for `limit` seconds at
         most. The rank that says that it is being `stopped` is continued so long after it, or when all others
         have ended."""
-        with tempfile.TemporaryDirectory(prefix="gradsieve-fleet-") as folder:
+        with tempfile.TemporaryDirectory(prefix=f"{FOLDER}{os.getpid()}-") as folder:
             case = _Case(self._context, life, arguments, Path(folder))
             try:
                 return case.watch(time.monotonic() + limit, stopped, stop_seconds)
