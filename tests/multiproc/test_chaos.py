@@ -6,31 +6,23 @@ from typing import Any
 from unittest import mock
 
 from gradsieve.lab.chaos.campaign import Campaign
-from gradsieve.lab.chaos.judge import HARMLESS, NAMED, Line
+from gradsieve.lab.chaos.judge import NAMED, Line
 from gradsieve.lab.chaos.rank import Episode, be_rank
 from gradsieve.lab.chaos.schedule import Chance
 from gradsieve.sync.ledger import Ledger
 
 
-def chance(kind: str, rank: int, step: int, op: int = 0, delay: float = 0.0) -> Chance:
-    return Chance(0, "stripes", kind, rank, step, op, delay, bit=5)
+def chance(kind: str, rank: int, step: int, op: int = 0) -> Chance:
+    return Chance(0, "stripes", kind, rank, step, op, delay=0.0, bit=5)
 
 
 def test_a_training_goes_on_through_faults() -> None:
-    faults = [
-        chance("SIGKILL", 0, 3, 1),
-        chance("flipped", 1, 1),
-        chance("memory cap", 2, 0),
-        chance("exit 0", 1, 1, delay=0.004),
-    ]
+    faults = [chance("SIGKILL", 0, 3, 1), chance("flipped", 1, 1), chance("memory cap", 2, 0)]
     with Campaign(1, faults) as campaign:
         lines = list(campaign.run())
     outcomes = [line.outcome for line in lines]
-    assert outcomes[:3] == [NAMED] * 3, lines
-    assert outcomes[3] in (NAMED, HARMLESS), lines
-    assert campaign.recovered.total() == outcomes.count(NAMED), (
-        "all ranks were back with the undisturbed bits"
-    )
+    assert outcomes == [NAMED] * 3, lines
+    assert campaign.recovered.total() == 3, "all ranks were back with the undisturbed bits"
     assert lines[0].kept_at == 2
     assert lines[0].lost_steps == 1
     assert lines[0].lost_mass > 0.0
