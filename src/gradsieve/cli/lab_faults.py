@@ -53,7 +53,7 @@ def run_kill_matrix(args: argparse.Namespace) -> int:
     matrix, lines, start = Matrix(), list[Any](), time.monotonic()
     cleans = [matrix.clean(scheme) for scheme in args.schemes]
     faults = [matrix.cases(clean) for clean in cleans]
-    with _Lines(args.json) as out, progress(sum(map(len, faults))) as advance:
+    with Lines(args.json) as out, progress(sum(map(len, faults))) as advance:
         for clean, own in zip(cleans, faults, strict=True):
             for line in matrix.run(clean, own):
                 lines.append(line)
@@ -64,7 +64,7 @@ def run_kill_matrix(args: argparse.Namespace) -> int:
         return _end(out, lines, time.monotonic() - start)
 
 
-def _end(out: _Lines, lines: list[Line], seconds: float) -> int:
+def _end(out: Lines, lines: list[Line], seconds: float) -> int:
     from gradsieve.lab.faults.verdicts import summary
 
     total = summary(lines, seconds)
@@ -74,7 +74,7 @@ def _end(out: _Lines, lines: list[Line], seconds: float) -> int:
     return 0 if total["named"] == total["faults"] else 1
 
 
-class _Lines:
+class Lines:
     """A file that has every line as soon as it is known; or none."""
 
     def __init__(self, path: Path | None) -> None:
@@ -84,7 +84,7 @@ class _Lines:
         if self._file is not None:
             print(json.dumps(content), file=self._file, flush=True)
 
-    def __enter__(self) -> _Lines:
+    def __enter__(self) -> Lines:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -90,6 +90,7 @@ def save(sync: GradientSync, folder: Path, optimizers: bool) -> None:
     """On all ranks or, as far as whoever loads can see, on none."""
     saving.come_to_rest(sync, "save()")
     rank, world = sync.engine.rank, sync.engine.world
+    when = f"after step {sync.pipeline.step}"
     mine, problem = bytes(_HASH), None
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +98,7 @@ def save(sync: GradientSync, folder: Path, optimizers: bool) -> None:
     except Exception as error:  # whatever it is, the other ranks wait to be told
         problem = error
     try:
-        hashes = sync.engine.run(_told(sync, mine, problem), "the vote on a checkpoint", sync.device)
+        hashes = sync.engine.run(_told(sync, mine, problem), f"the vote on a checkpoint {when}", sync.device)
         manifest = Manifest(
             world, sync.pipeline.step, type(sync.scheme).__name__, layout_of(sync), optimizers, hashes
         )
@@ -106,7 +107,7 @@ def save(sync: GradientSync, folder: Path, optimizers: bool) -> None:
                 _commit(folder, manifest)
             except Exception as error:
                 problem = error
-        sync.engine.run(_told(sync, mine, problem), "the vote on a manifest", sync.device)
+        sync.engine.run(_told(sync, mine, problem), f"the vote on a manifest {when}", sync.device)
     except (Malformed, MismatchError):
         _withdraw(folder, rank, world, mine.hex())
         raise

@@ -246,7 +246,8 @@ def load(sync: GradientSync, call: str, read: Callable[[], Offer]) -> None:
                 one.load_state_dict(state)
         except Exception as error:  # whatever it is, the other ranks wait to be told
             problem = error
-        sync.engine.run(_vote(sync, offer, problem), "the vote on a checkpoint", sync.device)
+        when = f"after step {sync.pipeline.step}"
+        sync.engine.run(_vote(sync, offer, problem), f"the vote on loading {when}", sync.device)
         assert offer is not None
         part = offer.part
         if offer.merger is not None:

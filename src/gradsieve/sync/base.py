@@ -22,13 +22,15 @@ from torch import Tensor
 
 from gradsieve.comm.links import Links
 from gradsieve.comm.meter import Meter
-from gradsieve.errors import ConfigError, GradsieveError
+from gradsieve.errors import ConfigError, GradsieveError, Malformed
 from gradsieve.feedback.rider import carry
 from gradsieve.feedback.treatment import Treatment
 from gradsieve.feedback.units import lay_units
 from gradsieve.schemes.base import Scheme, log2_ceil
 from gradsieve.sync.budget import Budget, Times
 from gradsieve.sync.fallback import Fallback
+from gradsieve.sync.ledger import WORDS as LEDGER_WORDS
+from gradsieve.sync.ledger import Ledger
 from gradsieve.sync.tags import IDLE, WORDS, Tag, agree, who_is_idle, words
 from gradsieve.telemetry import Timeline
 from gradsieve.types import Ctx, Outcome, Program, Result, Sparse, Vector, to_host
@@ -124,6 +126,7 @@ class Pipeline(ABC):
         self.loads = 0
         """How often another model was loaded into the parameters."""
         self._idle_ones = ""
+        self._ledger = Ledger(rank, world)
         self.budget: Budget | None = None
         """In bits a parameter; None: what is sent follows from the density alone."""
         self.times = Times()
@@ -207,17 +210,25 @@ class Pipeline(ABC):
         exchange = scheme.exchange(acc, state, ctx) if self.units[index].n else _nothing(rider, state)
         tag = Tag(call, self.step, index, self.loads, self.since)
         seconds = rider.new_tensor(self._seconds_to_tell(index, way))
-        whole = torch.cat([rider, words(tag, self.rank, self.idle, rider), seconds])
-        outcome, ride = yield from _measured(carry(exchange, whole), stats, index)
+        whole = torch.cat(
+            [rider, words(tag, self.rank, self.idle, rider), seconds, rider.new_zeros(LEDGER_WORDS)]
+        )
+        carried = self._ledger.watched(carry(exchange, whole), whole.dtype)
+        try:
+            outcome, ride = yield from _measured(carried, stats, index)
+        except Malformed as error:
+            where = f"rank {self.rank}, unit {index} of {len(self.units)} in step {self.step}"
+            raise Malformed(f"{where}: {error}") from error
         with stats.timeline.stage("exchange", index):
             # On an accelerator collectives return before they are done: here the host waits for them, so that
             # what the exchange is seen to cost is what was waited for.
             heard = to_host(ride[rider.numel() :]).tolist()
         yield from agree(tag, heard, self.rank, self.world, rider.device)
         sums_within(heard, f"rank {self.rank}: what rode along with unit {index} in step {self.step}")
+        self._ledger.check(heard[-LEDGER_WORDS:], self.step)
         self._hear_of(who_is_idle(heard))
         stats.sent += outcome.update.count
-        way.scheme, way.told = scheme, [each / self.world for each in heard[WORDS:]]
+        way.scheme, way.told = scheme, [each / self.world for each in heard[WORDS:-LEDGER_WORDS]]
         return outcome, ride[: rider.numel()]
 
     def scheme_of_this_step(self) -> Scheme[Any]:

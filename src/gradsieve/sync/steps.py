@@ -30,6 +30,7 @@ from gradsieve.kernels import is_finite
 from gradsieve.schemes.base import Scheme
 from gradsieve.sync.base import UNIT_CAP_MB, Memory, Pipeline, Stats
 from gradsieve.sync.budget import LEAST, Times, spend
+from gradsieve.sync.ledger import WORDS as LEDGER_WORDS
 from gradsieve.sync.tags import WORDS
 from gradsieve.types import Host, Outcome, Program, Sparse, Vector, to_host
 
@@ -69,7 +70,7 @@ class StepPipeline(Pipeline):
         """Of what waits; and of gradients."""
         self.agreement = Coherence()
         self.preview = 1.0
-        beside = sum(1 + count(unit.n) + WORDS for unit in self.units) + len(Times._fields)
+        beside = sum(1 + count(unit.n) + WORDS + LEDGER_WORDS for unit in self.units) + len(Times._fields)
         elements = sum(slot.numel for unit in self.units for slot in unit.slots)
         self._beside = 32.0 * beside * 2.0 * (world - 1) / world / elements
         """Bits a parameter that travel beside the scheme's own."""

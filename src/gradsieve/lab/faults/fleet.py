@@ -5,6 +5,7 @@ Starting one takes tens of milliseconds instead of seconds. Whatever happens, no
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import multiprocessing
@@ -14,10 +15,12 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
+FOLDER = "gradsieve-fleet-"
+"""A temporary one's name begins so, and with the id of the process."""
 _STACK_SECONDS = 1.0
 _LONGEST_MESSAGE = 1 << 20
 
@@ -56,12 +59,23 @@ class Fleet:
         """`life(*arguments[rank], pipe)` as rank `rank`, each in a process of its own, for `limit` seconds at
         most. The rank that says that it is being `stopped` is continued so long after it, or when all others
         have ended."""
-        with tempfile.TemporaryDirectory(prefix="gradsieve-fleet-") as folder:
+        with tempfile.TemporaryDirectory(prefix=f"{FOLDER}{os.getpid()}-") as folder:
             case = _Case(self._context, life, arguments, Path(folder))
             try:
                 return case.watch(time.monotonic() + limit, stopped, stop_seconds)
             finally:
                 case.kill()
+
+    def ranks(self) -> list[int]:
+        """Ids of processes that the fork server has started and that still run."""
+        server = getattr(forkserver._forkserver, "_forkserver_pid", None)
+        found = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+                if int(parent) == server and state != "Z":
+                    found.append(int(stat.parent.name))
+        return found
 
 
 class _Case:

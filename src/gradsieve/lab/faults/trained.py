@@ -47,12 +47,13 @@ class Task:
     store_port: int
     case: str
     """Unique in the store."""
+    store_host: str = "127.0.0.1"
 
 
 class Training:
     def __init__(self, rank: int, world: int, task: Task, fault: Fault | None, tell: Tell) -> None:
         self.rank, self.task, self.tell = rank, task, tell
-        store = TCPStore("127.0.0.1", task.store_port, is_master=False, wait_for_workers=False)
+        store = TCPStore(task.store_host, task.store_port, is_master=False, wait_for_workers=False)
         dist.init_process_group(
             "gloo",
             store=PrefixStore(task.case, store),

@@ -118,13 +118,13 @@ def summary(lines: Sequence[Line], seconds: float) -> dict[str, Any]:
         "faults": len(lines),
         "named": sum(line.outcome == "named" for line in lines),
         "hung": sum("hung" in line.outcome for line in lines),
-        "deaths_ms": _quantiles(deaths),
-        "stalls_beyond_deadline_ms": _quantiles(stalls),
+        "deaths_ms": quantiles(deaths),
+        "stalls_beyond_deadline_ms": quantiles(stalls),
         "seconds": round(seconds, 1),
     }
 
 
-def _quantiles(times: Sequence[float | None]) -> dict[str, float]:
+def quantiles(times: Sequence[float | None]) -> dict[str, float]:
     known = sorted(each for each in times if each is not None)
     if not known:
         return {}

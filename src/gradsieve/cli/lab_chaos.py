@@ -1,0 +1,106 @@
+"""`gradsieve lab chaos`: a training through faults of every kind, from a seed; all of them judged."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradsieve.bench import results
+from gradsieve.cli.arguments import Commands, add_command
+from gradsieve.cli.lab_faults import Lines
+from gradsieve.cli.progress import progress
+from gradsieve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gradsieve.lab.chaos.campaign import Campaign
+    from gradsieve.lab.chaos.judge import Line
+
+_DESCRIPTION = """\
+Three real ranks train with stripes, ExDyna, Ok-Topk and SparDL while a schedule of faults, made from the
+seed, happens to them: deaths, stops, damaged payloads, broken and slow links, a slow processor, a full disk,
+a cap on memory. After a fault that ends the ranks all restart from the last checkpoint. Every rank's exit
+code, error, time and digests are judged against an undisturbed run; what was lost since the checkpoint is
+counted.
+
+One line of JSON a fault, the last line sums them up. The exit code is 1 if anything hung, was lost silently
+or went otherwise than it must. Links, disk and processor need root; without it their kinds are left out.
+"""
+_COLUMNS = ["kind", "faults", "named", "harmless", "recovered", "wrong", "silent", "hung"]
+_COLUMNS += ["lost_steps", "lost_mass", "p50_ms", "p99_ms"]
+
+
+def add_parsers(commands: Commands) -> None:
+    chaos = add_command(
+        commands,
+        "chaos",
+        run_chaos,
+        "train through a seeded schedule of faults of every kind, and judge all ranks",
+        _DESCRIPTION,
+        "example:\n  gradsieve lab chaos --faults 200 --seed 1 --json chaos.json\n",
+    )
+    chaos.add_argument("--faults", type=int, default=200, metavar="N", help="how many (default: %(default)s)")
+    chaos.add_argument(
+        "--seed", type=int, default=1, metavar="S", help="of the schedule (default: %(default)s)"
+    )
+    chaos.add_argument("--json", type=Path, metavar="FILE", help="write the lines there")
+
+
+def run_chaos(args: argparse.Namespace) -> int:
+    from gradsieve.lab.chaos.campaign import Campaign, missing
+    from gradsieve.lab.chaos.kinds import KINDS
+    from gradsieve.lab.chaos.schedule import schedule
+
+    if args.faults < 1:
+        raise ConfigError(f"--faults is {args.faults}; it has to be 1 or more")
+    results.writable(args.json)
+    absent = missing()
+    for kind, needs in absent.items():
+        print(f"left out: {kind}, which needs {needs}", file=sys.stderr)
+    chances = schedule(args.seed, args.faults, [kind for kind in KINDS if kind not in absent])
+    lines, start = list[Any](), time.monotonic()
+    with Lines(args.json) as out:
+        with Campaign(args.seed, chances) as campaign, progress(args.faults) as advance:
+            for line in campaign.run():
+                lines.append(line)
+                out.write(line.as_json())
+                advance(1, f"{line.scheme}, {line.kind} of rank {line.rank}")
+                if not line.is_good:
+                    _say_wrong(line)
+        return _end(out, lines, campaign, sorted(absent), time.monotonic() - start)
+
+
+def _say_wrong(line: Line) -> None:
+    print(f"wrong: fault {line.number}, {line.scheme}, {line.kind}: {line.outcome}", file=sys.stderr)
+    replay = f"gradsieve lab chaos --faults {line.number + 1} --seed {line.seed}"
+    print(f"again: {replay}  (its last fault)", file=sys.stderr)
+
+
+def _end(out: Lines, lines: list[Line], campaign: Campaign, absent: list[str], seconds: float) -> int:
+    from gradsieve.lab.chaos.judge import summary
+
+    total = summary(lines, campaign.recovered, seconds) | {"left_out": absent}
+    total["left_behind"] = campaign.remains()
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    out.write({"summary": total, "command": sys.argv, "date": date, "versions": results.versions()})
+    rows = [
+        {
+            "kind": kind,
+            **each,
+            "p50_ms": each["detection_ms"].get("p50"),
+            "p99_ms": each["detection_ms"].get("p99"),
+        }
+        for kind, each in total["kinds"].items()
+    ]
+    print(results.table(rows, _COLUMNS))
+    print(
+        f"{len(lines)} faults in {seconds:.0f} s: {total['named']} named, {total['harmless']} harmless, "
+        f"{total['recovered']} recovered from, {total['wrong']} wrong, {total['hung']} hung, "
+        f"{total['silent']} silent losses; deaths known after {total['deaths_ms']} ms; left behind: "
+        f"{', '.join(total['left_behind']) or 'nothing'}"
+    )
+    is_good = total["wrong"] == 0 and not total["left_behind"] and total["recovered"] == total["named"]
+    return 0 if is_good else 1

@@ -1,0 +1,201 @@
+"""What every rank must have done, said and kept after a fault; and figures over many of them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gradsieve.lab.chaos.kinds import KINDS, Must, Needs
+from gradsieve.lab.chaos.schedule import Chance
+from gradsieve.lab.faults.fleet import Ending
+from gradsieve.lab.faults.kinds import KINDS as ENDINGS
+from gradsieve.lab.faults.trained import DONE, FAILED, PEER_FAILED
+from gradsieve.lab.faults.verdicts import quantiles
+
+Clean = Mapping[int, Sequence[Sequence[int]]]
+"""Of an undisturbed run, by step and rank: digests of what is shared, and of all that the rank has."""
+NAMED, HARMLESS, SILENT, HUNG = "named", "harmless", "silent loss", "hung"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One fault and what came of it."""
+
+    number: int
+    seed: int
+    scheme: str
+    kind: str
+    rank: int
+    step: int
+    """Of the training; -1 while it loaded."""
+    op: str
+    delay_ms: float
+    deadline: float
+    detection_ms: float | None
+    """Until the last of the others had its error."""
+    exit_codes: list[int | None]
+    errors: list[str]
+    outcome: str
+    """`named`, `harmless`, or what is wrong."""
+    digest: str
+    """Of what ranks share after the last step that they told of."""
+    resumed_at: int
+    """The step of the checkpoint that the episode began with."""
+    kept_at: int
+    """That of the one it left."""
+    lost_steps: int
+    """Taken since, and to be taken again."""
+    lost_mass: float
+    """The norm over ranks of what waited in memory and was in no checkpoint; 0 if nothing was lost."""
+
+    @property
+    def is_good(self) -> bool:
+        return self.outcome in (NAMED, HARMLESS)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def noted(ending: Ending) -> dict[int, list[int]]:
+    return {int(step): each for step, each in ending.told("step").get("noted", {}).items()}
+
+
+def is_resumed(endings: Sequence[Ending], clean: Clean, at: int) -> bool:
+    """Whether all ranks loaded what an undisturbed run had."""
+    return all(noted(ending).get(at) == list(clean[at][rank]) for rank, ending in enumerate(endings))
+
+
+def judge(
+    chance: Chance, seed: int, endings: Sequence[Ending], clean: Clean, resumed_at: int, kept_at: int
+) -> Line:
+    fired = endings[chance.rank].told("fired")
+    outcome = _outcome(chance, endings, clean)
+    others = [ending.told("ended") for rank, ending in enumerate(endings) if rank != chance.rank]
+    seconds = [told["at"] - fired["at"] for told in others if fired and told.get("error")]
+    last = [ending.told("step") for ending in endings]
+    farthest = max([told.get("step", resumed_at) for told in last])
+    ended = any(ending.exit_code != DONE for ending in endings)
+    reached = {noted(ending)[farthest][0] for ending in endings if farthest in noted(ending)}
+    return Line(
+        number=chance.number,
+        seed=seed,
+        scheme=chance.scheme,
+        kind=chance.kind,
+        rank=chance.rank,
+        step=fired.get("step", -1),
+        op=fired.get("op", ""),
+        delay_ms=round(1000 * chance.delay, 1),
+        deadline=chance.deadline,
+        detection_ms=round(1000 * max(seconds), 1) if seconds else None,
+        exit_codes=[ending.exit_code for ending in endings],
+        errors=[ending.told("ended").get("said", "")[:400] for ending in endings],
+        outcome=outcome,
+        digest=" ".join(f"{each % (1 << 64):016x}" for each in sorted(reached)),
+        resumed_at=resumed_at,
+        kept_at=kept_at,
+        lost_steps=max(0, farthest - kept_at) if ended else 0,
+        lost_mass=math.hypot(*(told.get("waiting", 0.0) for told in last))
+        if ended and farthest > kept_at
+        else 0.0,
+    )
+
+
+def _outcome(chance: Chance, endings: Sequence[Ending], clean: Clean) -> str:
+    """In one word, or all that is wrong."""
+    hung = [
+        f"rank {rank} {HUNG} at {e.stacks[-1500:]}" for rank, e in enumerate(endings) if e.exit_code is None
+    ]
+    if hung:
+        return "; ".join(hung)
+    wrong = [] if endings[chance.rank].told("fired") else ["the fault did not happen"]
+    for rank, ending in enumerate(endings):
+        for step, each in noted(ending).items():
+            if each != list(clean[step][rank]):
+                what = "the shared model" if each[0] != clean[step][rank][0] else "what the rank has"
+                wrong.append(f"{SILENT}: rank {rank} took step {step} and {what} is another than undisturbed")
+                break
+        told = ending.told("ended")
+        # The watch of a rank that is cut off waits for the store as long as the store's time-out is.
+        is_cut_off = rank == chance.rank and KINDS[chance.kind].needs is Needs.LINKS
+        if (told.get("threads") and not is_cut_off) or told.get("connections"):
+            wrong.append(f"rank {rank} left {told['threads']} threads, {told['connections']} connections")
+        if not told.get("kept", True):
+            wrong.append(f"rank {rank}: the failed step changed something")
+    if not wrong and all(ending.exit_code == DONE for ending in endings):
+        may_pass = chance.must in (Must.GO_ON, Must.DAMAGE) or chance.delay > 0.0
+        return HARMLESS if may_pass else "nothing came of it"
+    for rank, ending in enumerate(endings):
+        check = _wrong_with_victim if rank == chance.rank else _wrong_with_other
+        wrong += [f"rank {rank}: {each}" for each in check(ending, chance, endings)]
+    return "; ".join(wrong) or NAMED
+
+
+def _wrong_with_other(ending: Ending, chance: Chance, endings: Sequence[Ending]) -> list[str]:
+    told = ending.told("ended")
+    error, said = told.get("error"), told.get("said", "")
+    if chance.must is Must.GO_ON:
+        return [f"failed, and need not: {said}"]
+    if not error:
+        return [f"exit code {ending.exit_code}, no error of gradsieve's"]
+    wrong = [] if re.search(r"step \d+", said) else [f"names no step: {said}"]
+    at = endings[chance.rank].told("fired").get("at")
+    if at is not None and told["at"] - at > chance.allowed:
+        wrong.append(f"took {told['at'] - at:.1f} s, and {chance.allowed:g} are allowed")
+    if chance.must is Must.DISK:
+        return wrong if "No space left" in said else [*wrong, f"does not name the disk: {said}"]
+    if chance.must is Must.DAMAGE:
+        named = error in ("PeerError", "Malformed", "MismatchError", "DivergenceError")
+        return wrong if named else [*wrong, f"raised {error}: {said}"]
+    if error != "PeerError" or ending.exit_code != PEER_FAILED:
+        return [*wrong, f"raised {error}: {said}"]
+    if chance.must is not Must.CUT and told["ranks"] != [chance.rank]:
+        wrong.append(f"blames {told['ranks']}: {said}")
+    return wrong
+
+
+def _wrong_with_victim(ending: Ending, chance: Chance, endings: Sequence[Ending]) -> list[str]:
+    match chance.must:
+        case Must.DEATH:
+            expected = ENDINGS[chance.kind]
+            return [] if ending.exit_code == expected else [f"exit code {ending.exit_code}, not {expected}"]
+        case Must.FAIL:
+            return [] if ending.exit_code == FAILED else [f"exit code {ending.exit_code}, not {FAILED}"]
+        case Must.STALL:
+            named = ending.exit_code == PEER_FAILED
+            return (
+                [] if named else [f"ended with code {ending.exit_code}: {ending.told('ended').get('said')}"]
+            )
+        case _:
+            return _wrong_with_other(ending, chance, endings)
+
+
+def summary(lines: Sequence[Line], recovered: Mapping[str, int], seconds: float) -> dict[str, Any]:
+    """Counts, by kind as well; times until all others knew, those of deaths apart."""
+    kinds: dict[str, dict[str, Any]] = {}
+    for kind in sorted({line.kind for line in lines}):
+        own = [line for line in lines if line.kind == kind]
+        kinds[kind] = {
+            "faults": len(own),
+            NAMED: sum(line.outcome == NAMED for line in own),
+            HARMLESS: sum(line.outcome == HARMLESS for line in own),
+            "recovered": recovered.get(kind, 0),
+            "wrong": sum(not line.is_good for line in own),
+            "silent": sum(SILENT in line.outcome for line in own),
+            "hung": sum(HUNG in line.outcome for line in own),
+            "lost_steps": sum(line.lost_steps for line in own),
+            "lost_mass": round(sum(line.lost_mass for line in own), 3),
+            "detection_ms": quantiles([line.detection_ms for line in own]),
+        }
+    deaths = [line.detection_ms for line in lines if line.kind in ENDINGS and ENDINGS[line.kind] is not None]
+    totals = {key: sum(each[key] for each in kinds.values()) for key in (NAMED, HARMLESS, "recovered")}
+    totals |= {key: sum(each[key] for each in kinds.values()) for key in ("wrong", "silent", "hung")}
+    return {
+        "faults": len(lines),
+        **totals,
+        "deaths_ms": quantiles(deaths),
+        "seconds": round(seconds, 1),
+        "kinds": kinds,
+    }
