@@ -14,6 +14,7 @@ from gradsieve.comm.ops import AllReduce
 from gradsieve.errors import MismatchError
 from gradsieve.fuzz.exchanges import WORLD, Heard, as_bytes, replayed
 from gradsieve.fuzz.pipelines import Rank, gradients, trained, with_budget, with_fallback
+from gradsieve.sync.ledger import WORDS as LEDGER_WORDS
 
 Victim = tuple[Rank, list[Heard]]
 
@@ -46,7 +47,7 @@ def test_unforged_it_is_a_step(gradient: bool) -> None:
 
 def test_another_tag_is_found_out() -> None:
     with pytest.raises(MismatchError):
-        attacked(victim("stripes", budget=True), lambda ride: ride[len(ride) - 8].add_(1))
+        attacked(victim("stripes", budget=True), lambda ride: ride[-LEDGER_WORDS - 8].add_(1))
 
 
 @pytest.mark.parametrize("gradient", [False, True])
