@@ -1,7 +1,0 @@
-"""What the fork server loads once for all ranks: no thread may run there, threads do not survive a fork."""
-
-import torch._dynamo  # which the first optimizer of a process would load
-
-from gradsieve.lab.faults import trained
-
-__all__ = ["torch", "trained"]
