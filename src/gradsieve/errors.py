@@ -52,6 +52,11 @@ class LabError(GradsieveError, RuntimeError):
     """The test network cannot be built on this machine."""
 
 
+def printable(content: bytes) -> str:
+    """A peer's bytes, for a message: only what can be printed."""
+    return "".join(c for c in content.decode(errors="replace") if c.isprintable())
+
+
 def list_ranks(ranks: Sequence[int]) -> str:
     """In words, for a message."""
     some = ", ".join(str(rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")

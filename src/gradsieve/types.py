@@ -10,7 +10,7 @@ The law of the library: over all ranks, the sum of `spent` equals `update`, elem
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
@@ -37,6 +37,19 @@ def replicated_fields(state: Any) -> list[str]:
 
 Program: TypeAlias = Generator[Any, Tensor, Result]
 """A computation that yields communication ops (`gradsieve.comm.ops`) and is sent their replies."""
+
+
+def by_way_of(program: Program[Result], perform: Callable[[Any], Program[Tensor]]) -> Program[Result]:
+    """`program`, of which every op is left to `perform`: that asks for it, or for another, and replies."""
+    reply: Tensor | None = None
+    while True:
+        try:
+            op = program.send(reply)  # type: ignore[arg-type]  # None starts a generator
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+        reply = yield from perform(op)
+
 
 Host: TypeAlias = NDArray[np.int64]
 """Indices in the host's memory: numpy there, torch on the device, so that a synchronisation shows."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
 from torch import Tensor
 
 from gradsieve.comm import lockstep
-from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange
+from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op
 from gradsieve.errors import Malformed
 from gradsieve.sync.ledger import WORDS, Ledger, message_hash
-from gradsieve.types import Program
+from gradsieve.types import Program, by_way_of
 
 WORLD = 3
 
@@ -39,19 +40,16 @@ def exchange(rank: int) -> Program[Tensor]:
 
 def damaged(program: Program[Tensor], op_number: int) -> Program[Tensor]:
     """Below the ledger: one bit of what this rank sends in one op."""
-    reply = None
-    number = 0
-    while True:
-        try:
-            op = program.send(reply)  # type: ignore[arg-type]
-        except StopIteration as end:
-            return end.value
-        if number == op_number:
+    number = count()
+
+    def perform(op: Op) -> Program[Tensor]:
+        if next(number) == op_number:
             content = op.tensor.clone()
             content.view(-1).view(torch.uint8)[-1] ^= 64
             op = replace(op, tensor=content)
-        number += 1
-        reply = yield op
+        return (yield op)
+
+    return by_way_of(program, perform)
 
 
 def sums(damage: tuple[int, int] | None, steps: int = 1) -> list[Tensor]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from torch import Tensor
 
 from gradsieve.comm import lockstep
-from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange
+from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op
 from gradsieve.schemes import SCHEMES, make
-from gradsieve.types import Ctx, Program
+from gradsieve.types import Ctx, Program, by_way_of
 from laws.gradients import Source
 from multiproc.training import TYPICAL
 
@@ -18,22 +18,16 @@ def ways(name: str) -> set[type]:
     """Kinds of ops that a scheme issues in its first step."""
     used: set[type] = set()
 
-    def noted(program: Program[object]) -> Iterator[object]:
-        reply = None
-        while True:
-            try:
-                op = program.send(reply)  # type: ignore[arg-type]
-            except StopIteration:
-                return
-            used.add(type(op))
-            reply = yield op
+    def perform(op: Op) -> Program[Tensor]:
+        used.add(type(op))
+        return (yield op)
 
     scheme, source = make(name, 0.1), Source("normal", (N,))
     programs = [
         scheme.exchange(source(0, rank, 0), scheme.begin(N, WORLD), Ctx(rank, WORLD, 0))
         for rank in range(WORLD)
     ]
-    lockstep.run([noted(program) for program in programs])  # type: ignore[misc]
+    lockstep.run([by_way_of(program, perform) for program in programs])
     return used
 
 

@@ -29,7 +29,7 @@ from gradsieve.comm.c10d import Engine
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Op, describe
 from gradsieve.errors import ConfigError
 from gradsieve.sync.fitted import Fitted
-from gradsieve.types import Program, Result
+from gradsieve.types import Program, Result, by_way_of
 
 _WARM, _STEPS = 10, 5
 """Steps until the threshold is found and followed, and steps that are timed."""
@@ -91,15 +91,11 @@ def _real_steps(engine: Engine, config: dict[str, Any]) -> tuple[list[Op], list[
 
 
 def _noted(program: Program[Result], ops: list[Op]) -> Program[Result]:
-    reply: Tensor | None = None
-    while True:
-        try:
-            op = program.send(reply)  # type: ignore[arg-type]  # None starts a generator
-        except StopIteration as end:
-            result: Result = end.value
-            return result
+    def perform(op: Op) -> Program[Tensor]:
         ops.append(op)
-        reply = yield op
+        return (yield op)
+
+    return by_way_of(program, perform)
 
 
 def ask(ops: Sequence[Op]) -> Program[list[Tensor]]:

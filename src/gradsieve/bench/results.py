@@ -26,14 +26,14 @@ Row = Mapping[str, Any]
 
 def write(path: Path, config: Mapping[str, Any], rows: Sequence[Row]) -> None:
     """The result as JSON. NaN and infinity are refused: other readers of JSON refuse them too."""
-    result = {
-        "command": list(sys.argv),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": versions(),
-        "config": dict(config),
-        "rows": [dict(row) for row in rows],
-    }
+    result = {**origin(), "config": dict(config), "rows": [dict(row) for row in rows]}
     path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+
+
+def origin() -> dict[str, Any]:
+    """How a result came about."""
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"command": list(sys.argv), "date": date, "versions": versions()}
 
 
 def writable(path: Path | None) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,8 +83,7 @@ def _end(out: Lines, lines: list[Line], campaign: Campaign, absent: list[str], s
 
     total = summary(lines, campaign.recovered, seconds) | {"left_out": absent}
     total["left_behind"] = campaign.remains()
-    date = datetime.now(UTC).isoformat(timespec="seconds")
-    out.write({"summary": total, "command": sys.argv, "date": date, "versions": results.versions()})
+    out.write({"summary": total, **results.origin()})
     rows = [
         {
             "kind": kind,

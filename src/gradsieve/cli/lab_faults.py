@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,8 +67,7 @@ def _end(out: Lines, lines: list[Line], seconds: float) -> int:
     from gradsieve.lab.faults.verdicts import summary
 
     total = summary(lines, seconds)
-    date = datetime.now(UTC).isoformat(timespec="seconds")
-    out.write({"summary": total, "command": sys.argv, "date": date, "versions": results.versions()})
+    out.write({"summary": total, **results.origin()})
     print(json.dumps(total))
     return 0 if total["named"] == total["faults"] else 1
 

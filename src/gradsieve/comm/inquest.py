@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
-from gradsieve.errors import list_ranks
+from gradsieve.errors import list_ranks, printable
 
 POLL_SECONDS = 0.2
 """Between two looks: five requests a second and rank, 5,000 for the store of 1,024 ranks."""
@@ -68,7 +68,7 @@ class Progress:
     @classmethod
     def read(cls, content: bytes) -> Progress:
         """A peer's; what makes no sense counts as an answer of a rank that is nowhere."""
-        ops, _, rest = _printable(content).partition(" ")
+        ops, _, rest = printable(content[:_TEXT]).partition(" ")
         waits, _, what = rest.partition(" ")
         return cls(int(ops) if ops.isascii() and ops.isdigit() and len(ops) < 20 else 0, waits == "1", what)
 
@@ -92,7 +92,7 @@ class Verdict:
                 case [str(kind), [*ranks], str(what)] if kind in _WORDS and all(
                     type(rank) is int and 0 <= rank < world for rank in ranks
                 ):
-                    return cls(kind, tuple(ranks), _printable(what.encode(errors="replace")))
+                    return cls(kind, tuple(ranks), printable(what.encode(errors="replace")[:_TEXT]))
         except (ValueError, RecursionError):
             pass
         return cls()
@@ -171,7 +171,7 @@ class Watch:
     def learn_host(self) -> None:
         """Once all ranks have had time to tell."""
         if self._has("host"):
-            number = _printable(self._get("host"))
+            number = printable(self._get("host")[:_TEXT])
             if number.isascii() and number.isdigit() and len(number) < 8 and int(number) < self.world:
                 self.host = (int(number),)
 
@@ -196,7 +196,7 @@ class Watch:
             if self._closed and self._gave_up is None:
                 self._leave()
             elif not self._wake.is_set() and self._get("asked") == _END:
-                what = _printable(self._get(f"left/{self.host[0]}")) if self.host else ""
+                what = printable(self._get(f"left/{self.host[0]}")[:_TEXT]) if self.host else ""
                 self._without_store = Verdict("left", self.host, what)
             else:
                 self._hold()
@@ -248,7 +248,7 @@ class Watch:
             found[next(notes, "silent")].append(rank)
         for kind in ("gave_up", "silent", "left"):
             if ranks := found[kind]:
-                what = "" if kind == "silent" else _printable(self._get(f"{kind}/{ranks[0]}"))
+                what = "" if kind == "silent" else printable(self._get(f"{kind}/{ranks[0]}")[:_TEXT])
                 return Verdict(kind.replace("_", " "), tuple(ranks), what)
         answers = {rank: Progress.read(self._get(f"answer/{rank}")) for rank in found["answer"]}
         farthest = max(progress.ops for progress in answers.values())
@@ -272,7 +272,3 @@ class Watch:
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}"
-
-
-def _printable(content: bytes) -> str:
-    return "".join(c for c in content[:_TEXT].decode(errors="replace") if c.isprintable())

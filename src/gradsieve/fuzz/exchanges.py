@@ -24,7 +24,7 @@ from gradsieve.fuzz.door import REFUSED, Door
 from gradsieve.schemes import SCHEMES
 from gradsieve.schemes.base import Scheme
 from gradsieve.schemes.spec import parse
-from gradsieve.types import Ctx, Outcome, Program, Sparse
+from gradsieve.types import Ctx, Outcome, Program, Sparse, by_way_of
 
 N, WORLD, VICTIM, LIAR, DENSITY = 240, 4, 0, 1, 0.2
 STEPS = (0, 5)
@@ -122,14 +122,13 @@ def trained(scheme: Scheme[Any], steps: int) -> Victim:
 
 def overheard(program: Program[Any], heard: list[Heard]) -> Program[Any]:
     """The same program; what it is sent is written down."""
-    reply: Any = None
-    while True:
-        try:
-            op = program.send(reply)
-        except StopIteration as end:
-            return end.value
-        reply = yield op
+
+    def perform(op: Op) -> Program[Tensor]:
+        reply: Tensor = yield op
         heard.append(Heard(op, reply.clone()))
+        return reply
+
+    return by_way_of(program, perform)
 
 
 def replayed(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradsieve.comm.ops import AllGather
-from gradsieve.errors import DivergenceError, MismatchError, list_ranks
+from gradsieve.errors import DivergenceError, MismatchError, list_ranks, printable
 from gradsieve.feedback.digest import digest
 from gradsieve.sync.tags import sides
 from gradsieve.types import Program
@@ -89,5 +89,4 @@ def as_bytes(text: str, device: torch.device) -> Tensor:
 
 
 def as_text(row: Tensor) -> str:
-    """A peer's bytes: only what can be printed."""
-    return "".join(c for c in bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") if c.isprintable())
+    return printable(bytes(row.tolist()).rstrip(b"\0"))

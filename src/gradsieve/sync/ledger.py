@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op
 from gradsieve.errors import Malformed
-from gradsieve.types import Program, Result
+from gradsieve.types import Program, Result, by_way_of
 
 WORDS = 2
 _HALF = 12
@@ -45,24 +45,22 @@ class Ledger:
     def watched(self, program: Program[Result], dtype: torch.dtype) -> Program[Result]:
         """`program`, whose first all-reduce of this type has room for the words at its end."""
         if self._world == 1:
-            return (yield from program)
-        reply: Tensor | None = None
+            return program
         is_told = False
-        while True:
-            try:
-                op = program.send(reply)  # type: ignore[arg-type]  # None starts a generator
-            except StopIteration as end:
-                result: Result = end.value
-                return result
+
+        def perform(op: Op) -> Program[Tensor]:
+            nonlocal is_told
             if isinstance(op, AllReduce):
                 if not is_told and op.tensor.dtype == dtype:
                     self._tell(op.tensor)
                     is_told = True
-                reply = yield op
-            else:
-                sent = self._sent(op)  # before an engine may overwrite it
-                reply = yield op
-                self._total = self._total + sent - message_hash(reply, _row_bytes(op))
+                return (yield op)
+            sent = self._sent(op)  # before an engine may overwrite it
+            reply: Tensor = yield op
+            self._total = self._total + sent - message_hash(reply, _row_bytes(op))
+            return reply
+
+        return by_way_of(program, perform)
 
     def check(self, sums: Sequence[float], step: int) -> None:
         """Of all ranks' words."""

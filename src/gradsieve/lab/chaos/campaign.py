@@ -48,7 +48,7 @@ class Campaign:
         self.seed, self.chances, self._life = seed, chances, life
         self.recovered: Counter[str] = Counter()
         """By kind: faults that ended the ranks, and all were back with what an undisturbed run has."""
-        self._fleet = Fleet("gradsieve.lab.chaos.preload")
+        self._fleet = Fleet(be_rank.__module__)
         self._stack = ExitStack()
         self._clean: dict[str, Clean] = {}
         self._pending: dict[str, list[str]] = {}

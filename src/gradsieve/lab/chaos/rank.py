@@ -5,11 +5,8 @@ Messages are JSON, each with its `event`: `fired` before a fault, `step` after e
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import resource
-import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -19,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsieve import kernels
 from gradsieve.comm.ops import AllToAll, Exchange, Op
 from gradsieve.errors import GradsieveError, PeerError
 from gradsieve.lab.chaos.ground import enter
-from gradsieve.lab.chaos.kinds import BATCH_BYTES, KINDS, BrokenOffError, Scene, form
+from gradsieve.lab.chaos.kinds import BATCH_BYTES, KINDS, BrokenOffError, Must, Scene, form
 from gradsieve.lab.chaos.schedule import MIDDLE, Chance
-from gradsieve.lab.faults.trained import DONE, FAILED, PEER_FAILED, Task, Tell, Training
+from gradsieve.lab.faults.trained import DONE, FAILED, PEER_FAILED, Task, Tell, Training, live
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +120,11 @@ class ChaosTraining(Training):
         scene = Scene(self.rank, self.episode.world, self.folder, chance.bit, self._earlier)
         told = {"event": "fired", "at": time.monotonic(), "op": type(op).__name__}
         told["step"] = self.sync.pipeline.step if self._loaded else -1
-        kind = KINDS[chance.kind]
-        if kind.must.name not in ("DAMAGE",):  # those may have to wait for another op
+        damages = chance.must is Must.DAMAGE  # which may have to wait for another op
+        if not damages:
             self.tell(told)
-        changed = kind.strike(op, scene)
-        if kind.must.name == "DAMAGE" and changed is not None:
+        changed = KINDS[chance.kind].strike(op, scene)
+        if damages and changed is not None:
             self.tell(told)
         return changed
 
@@ -145,13 +141,7 @@ class ChaosTraining(Training):
 
 
 def be_rank(rank: int, episode: Episode, pipe: Any) -> None:
-    """The whole life of a rank's process."""
-    torch.set_num_threads(1)
     namespace = episode.namespaces[rank]
     if namespace is not None:
         enter(namespace)
-    os.environ["GLOO_SOCKET_IFNAME"] = episode.interface
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with kernels.using("torch"):  # loading compiled ones would take longer than the episode
-        tell: Tell = lambda told: pipe.send_bytes(json.dumps(told).encode())  # noqa: E731
-        sys.exit(ChaosTraining(rank, episode, tell).run())
+    live(episode.interface, lambda tell: ChaosTraining(rank, episode, tell), pipe)

@@ -44,9 +44,11 @@ class Fleet:
     """A fork server, and the ranks of one case at a time."""
 
     def __init__(self, preload: str) -> None:
+        """This module is loaded once for all ranks. It may start no thread: threads do not survive a fork."""
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([preload])
+        # The first optimizer of a process would load dynamo.
+        self._context.set_forkserver_preload(["torch._dynamo", preload])
 
     def run(
         self,

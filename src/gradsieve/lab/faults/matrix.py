@@ -45,7 +45,7 @@ class Matrix:
     """Runs cases, one at a time. The store is in this process, as torchrun's is in its agent."""
 
     def __init__(self, seed: int = 1) -> None:
-        self.fleet = Fleet("gradsieve.lab.faults.preload")
+        self.fleet = Fleet(be_rank.__module__)
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._seed = seed
         self._cases = 0

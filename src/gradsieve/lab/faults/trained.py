@@ -125,10 +125,13 @@ class Training:
 
 
 def be_rank(rank: int, world: int, task: Task, fault: Fault | None, pipe: Any) -> None:
+    live("lo", lambda tell: Training(rank, world, task, fault, tell), pipe)
+
+
+def live(interface: str, training: Callable[[Tell], Training], pipe: Any) -> None:
     """The whole life of a rank's process."""
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with kernels.using("torch"):  # loading compiled ones would take longer than the case
-        training = Training(rank, world, task, fault, lambda told: pipe.send_bytes(json.dumps(told).encode()))
-        sys.exit(training.run())
+        sys.exit(training(lambda told: pipe.send_bytes(json.dumps(told).encode())).run())
