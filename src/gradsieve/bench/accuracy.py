@@ -136,6 +136,25 @@ def cases(
     return list(found)
 
 
+def at_own_rates(todo: Iterable[Case], found: Found) -> list[Case]:
+    """Of the trainings those with the rate at which their sync ended best with the first seed; and dense at
+    the task's own rate, which all are compared with."""
+    by_rate: dict[Case, dict[float, float]] = {}
+    for case, course in found:
+        if case.seed == 0 and not math.isnan(final := course["values"][-1]):
+            by_rate.setdefault(replace(case, rate=1.0), {})[case.rate] = final
+    best = {
+        kind: max(finals, key=lambda rate: tasks.BETTER[tasks.TASKS[kind.task].metric] * finals[rate])
+        for kind, finals in by_rate.items()
+    }
+    return [
+        case
+        for case in todo
+        if case.rate == best.get(replace(case, rate=1.0, seed=0))
+        or (case.sync == "dense" and case.rate == 1.0)
+    ]
+
+
 def missing(todo: Iterable[Case], folder: Path, record: Path | None = None) -> list[Case]:
     """Those that the folder does not have yet, or that were not recorded where they are to be."""
     return [

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gradsieve.cli.arguments import (
     Commands,
@@ -18,6 +20,9 @@ from gradsieve.cli.arguments import (
 )
 from gradsieve.cli.progress import progress
 from gradsieve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gradsieve.bench.accuracy import Case
 
 _DESCRIPTION = """\
 Whether a model ends as good as it would with dense exchange.
@@ -48,7 +53,7 @@ examples:
   gradsieve bench accuracy --tasks mlp --densities 0.01 --seeds 1 --folder runs
   gradsieve bench accuracy --tasks cnn --treatments default,paper,gradients:momentum=masked --folder runs
   gradsieve bench accuracy --tasks transformer --syncs dense,local-sgd:every=8,diloco:every=32,sparseloco \
-      --rates 0.5,1,2 --folder runs
+      --rates 0.5,1,2 --own-rates --folder runs
   gradsieve bench accuracy --tasks lstm --syncs dense,exdyna,powersgd:rank=4 --folder runs --plot lstm.png
 """
 
@@ -88,6 +93,11 @@ def add_parser(commands: Commands) -> None:
         default="1",
         metavar="LIST",
         help="multiples of the task's learning rate, each a training of its own (default: %(default)s)",
+    )
+    add(
+        "--own-rates",
+        action="store_true",
+        help="each sync at the best of --rates, which the first seed tries; other seeds have that one only",
     )
     add("--world", type=worlds, default="4", metavar="LIST", help="numbers of ranks (default: 4)")
     add("--seeds", type=size, default="3", metavar="N", help="trainings of each kind (default: 3)")
@@ -136,9 +146,10 @@ def run(args: argparse.Namespace) -> int:
         args.rates,
     )
     accuracy.read(args.folder)  # what cannot be read is said now, and not after hours of training
-    missing = accuracy.missing(todo, args.folder, args.record)
-    with progress(sum(case.work for case in missing)) as advance:
-        accuracy.measure(missing, args.folder, args.jobs, advance, args.record)
+    if args.own_rates:
+        _train([case for case in todo if case.seed == 0], args)
+        todo = accuracy.at_own_rates(todo, accuracy.read(args.folder))
+    _train(todo, args)
     wanted = {case.file for case in todo}
     found = [(case, course) for case, course in accuracy.read(args.folder) if case.file in wanted]
     rows = accuracy.rows(found)
@@ -148,6 +159,15 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         plot(found, args.plot)
     return 0
+
+
+def _train(todo: Sequence[Case], args: argparse.Namespace) -> None:
+    """Those that are not there yet."""
+    from gradsieve.bench import accuracy
+
+    missing = accuracy.missing(todo, args.folder, args.record)
+    with progress(sum(case.work for case in missing)) as advance:
+        accuracy.measure(missing, args.folder, args.jobs, advance, args.record)
 
 
 def _syncs(text: str) -> list[str]:
