@@ -31,6 +31,11 @@ def private(default: Any) -> Any:
     return field(default=default, metadata={"private": True})
 
 
+def later() -> Any:
+    """A field of a State that checkpoints of earlier versions lack: from such a one it begins anew."""
+    return field(metadata={"later": True})
+
+
 def replicated_fields(state: Any) -> list[str]:
     return [field.name for field in fields(state) if not field.metadata.get("private")]
 

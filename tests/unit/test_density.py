@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsieve.schemes import exclusive, make, threshold
+from gradsieve.schemes import exdyna, make, threshold
 from laws.driver import Fleet, Gradients
 
 N, WORLD, STEPS, WINDOW, SETTLED, JUMP = 100_003, 4, 140, 50, 20, 70
@@ -143,6 +143,6 @@ def test_a_controller_that_sees_only_what_rows_let_through_fails_this_check(
     assert abs(held(0.0, 4, 0.05)[0] - 1) > 0.05
 
 
-def test_rows_without_room_for_scatter_fail_this_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exclusive, "SPREADS", 0.0)
+def test_rows_that_do_not_follow_the_scatter_fail_this_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exdyna, "_LONGEST", 1.125)
     assert held(3.0, 16, 0.01)[1] > 0.2

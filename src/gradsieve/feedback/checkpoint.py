@@ -55,7 +55,9 @@ def fields_from_tensors(template: AnyState, stored: Mapping[str, Tensor], prefix
     """A State like `template` (a fresh one for this layout) with the stored values."""
     values: dict[str, Any] = {}
     for field in fields(template):  # type: ignore[arg-type]  # every State is a dataclass
-        now = getattr(template, field.name)
+        now = values[field.name] = getattr(template, field.name)
+        if field.metadata.get("later") and prefix + field.name not in stored:
+            continue
         shape = now.shape if isinstance(now, Tensor) else ()
         dtype = (
             now.dtype if isinstance(now, Tensor) else torch.float64 if isinstance(now, float) else torch.int64

@@ -24,7 +24,6 @@ there. So an exchange waits for the device once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -48,10 +47,6 @@ from gradsieve.wire.check import counts_within, inside_its_partition, tails_with
 
 HEADER = 12
 """Bytes of demand (int64) and tail (float32)."""
-SLACK = 1.125
-"""Room in a row over the expected count; what does not fit waits one step."""
-SPREADS = 1.0
-"""And room for as many standard deviations of a count that is random: rows of few elements need more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +97,6 @@ class Gathered:
     capacity: int
     """Indices that a row can hold."""
     tail: NDArray[np.float64]
-
-
-def room(expected: float) -> int:
-    """Elements of a row whose partition has about as many to send."""
-    return max(1, math.ceil(SLACK * expected + SPREADS * math.sqrt(expected)))
 
 
 def gather_selected(

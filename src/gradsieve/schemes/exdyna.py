@@ -13,6 +13,7 @@ The published rules (neighbours compared two by two, fixed factors) are in `exdy
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -27,14 +28,13 @@ from gradsieve.schemes.exclusive import (
     Gathered,
     absorb,
     gather_selected,
-    room,
     sum_values,
 )
 from gradsieve.schemes.quota import quota
 from gradsieve.schemes.speeds import check_speeds, shares_of_work
 from gradsieve.schemes.threshold import Partitioned, no_curve
 from gradsieve.telemetry import stage
-from gradsieve.types import Ctx, Outcome, Program, Vector
+from gradsieve.types import Ctx, Outcome, Program, Vector, later
 
 Edges: TypeAlias = NDArray[np.float64]
 
@@ -43,7 +43,12 @@ _MOVE = 0.2
 
 _FINER = 16
 """Pieces a rank in which the load is known where partitions are of unequal size."""
-
+_CUT = 0.15
+"""Share of the rows that may be too short for what is above the threshold; what does not fit waits."""
+_LENGTHEN = 0.05
+"""How much longer rows become, as a logarithm, for rows cut in excess of that share."""
+_SHORTEST, _LONGEST = 1.05, 2.0
+"""Rows over what is expected in them. Longer ones would cost more than they carry."""
 
 _EVEN = 8
 """Every so many times P steps all partitions are equal, whatever the speeds: every rank then owns everything
@@ -57,6 +62,8 @@ class State(Partitioned):
     between). Not rounded to blocks: that would swallow moves of less than half a block, and could stall."""
     age: int = 0
     """Steps since the cuts were laid. The first moves are the largest: the mean of all quantiles so far."""
+    room: float = later()
+    """Of a row, over what is expected in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +86,10 @@ class ExDyna(Exclusive[State]):
         threshold = previous.threshold if previous else 0.0
         pieces = world if self.speeds is None else world * _FINER
         cuts = torch.arange(pieces + 1, dtype=torch.float64, device="cpu") * n / pieces
-        return State(n=n, threshold=threshold, share=float(self.k(n)), curve=no_curve(), cuts=cuts)
+        share = float(self.k(n))
+        # Before anything was seen: an eighth, and a standard deviation of a count that is random.
+        room = previous.room if previous else 1.125 + 1 / math.sqrt(max(1.0, share / world))
+        return State(n=n, threshold=threshold, share=share, curve=no_curve(), room=room, cuts=cuts)
 
     def step(self, acc: Tensor | Vector, state: State, ctx: Ctx) -> Program[Outcome[State]]:
         n, world = state.n, ctx.world
@@ -92,7 +102,7 @@ class ExDyna(Exclusive[State]):
         cuts[-1] = n
         # 2. and 3.
         quotas = quota(parts, state.share, ctx.step).numpy()
-        capacity = min(n, room(state.share * float(parts.numpy().max())))
+        capacity = min(n, math.ceil(state.room * state.share * float(parts.numpy().max())) or 1)
         gathered = yield from gather_selected(acc, cuts, quotas, capacity, state.threshold, ctx)
         # 4.
         update, spent = yield from sum_values(acc, gathered, self.values, ctx)
@@ -100,7 +110,7 @@ class ExDyna(Exclusive[State]):
         new = absorb(state, gathered)
         if self.balance:
             new = replace(new, cuts=_balanced(state, gathered))
-        return Outcome(update, spent, replace(new, age=state.age + 1))
+        return Outcome(update, spent, replace(new, age=state.age + 1, room=_room(state, new.cut)))
 
 
 @stage("partition")
@@ -109,6 +119,14 @@ def _in_proportion(cuts: Edges, parts: Edges) -> Edges:
     place = np.concatenate([[0.0], parts.cumsum()]) * (cuts.size - 1)
     moved: Edges = np.interp(place, np.arange(cuts.size), cuts)
     return moved
+
+
+def _room(state: State, cut: float) -> float:
+    """A little more where more rows were cut than may be, else a little less: rows become as long as demands
+    scatter, whatever makes them scatter."""
+    if not state.threshold:  # an exact selection has the length that is expected
+        return state.room
+    return min(max(state.room * math.exp(_LENGTHEN * (cut - _CUT)), _SHORTEST), _LONGEST)
 
 
 @stage("partition")
