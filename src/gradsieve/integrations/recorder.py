@@ -72,6 +72,7 @@ class Recorder:
             world=pipeline.world,
             parameters=pipeline.parameters,
             every=self.every,
+            period=pipeline.treatment.every,
         )
 
     def after_step(self) -> None:
