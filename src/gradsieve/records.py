@@ -13,7 +13,6 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -203,13 +202,13 @@ def _json(text: str) -> dict[str, Any]:
 Entry = TypeVar("Entry", Header, Line)
 
 
-@cache
-def _kinds(kind: type[Header] | type[Line]) -> dict[str, str]:
-    return {each.name: str(each.type) for each in fields(kind)}
+_KINDS: dict[type, dict[str, str]] = {
+    kind: {each.name: str(each.type) for each in fields(kind)} for kind in (Header, Line)
+}
 
 
 def _entry(kind: type[Entry], found: dict[str, Any], where: str) -> Entry:
-    kinds = _kinds(kind)
+    kinds = _KINDS[kind]
     if found.keys() != kinds.keys():
         wrong = sorted(set(found) ^ set(kinds))
         raise Malformed(f"{where}: not as a record has it, in {', '.join(map(_shown, wrong[:6]))}")
@@ -244,7 +243,7 @@ _MOST_LETTERS = 500
 
 
 def _in_range(name: str, value: Any) -> bool:
-    """Whether a recorder could have seen it. What it is told (the loss) or finds in vectors may be anything."""
+    """Whether a recorder could have seen it. What it is told (the loss) or finds in vectors is not judged."""
     if name in _LEAST:
         return bool(_LEAST[name] <= value <= _LARGEST)
     if name in _SHARES:
