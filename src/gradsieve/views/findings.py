@@ -141,8 +141,8 @@ def _age(training: Training) -> Finding:
     change = None
     if value is not None and value > STALE:
         change = (
-            f"What is sent is old: raise density= about {2 * value / STALE:.0f} times, or send everything now "
-            "and then with preset=gradsieve.Treatment(refresh=1000)."
+            f"What is sent is old: raise density= about {2 * value / STALE:.0f} times, or send everything "
+            "now and then with preset=gradsieve.Treatment(refresh=1000)."
         )
     return Finding(rule, None if value is None else f"{value:,.0f} steps", limit, change)
 

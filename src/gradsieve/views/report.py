@@ -153,8 +153,8 @@ def charts(training: Training) -> list[Chart]:
     found = [
         _over_steps(training, "Loss", "loss, as noted", {"loss": columns["loss"]}),
         _over_steps(
-            training, "Bits a step", "bits a parameter and step", {"bits": _sparse(training, columns["bits"])},
-            note=_flush_note(training), from_zero=True,
+            training, "Bits a step", "bits a parameter and step",
+            {"bits": _sparse(training, columns["bits"])}, note=_flush_note(training), from_zero=True,
         ),
         _link(training),
         _stages(training),
