@@ -92,11 +92,11 @@ def test_prometheus_is_served_on_this_host_until_it_is_closed(recorded: Path) ->
     sink.begin(HEADER)
     sink.take(line_of(5))
     place = f"http://127.0.0.1:{sink.port}/metrics"
-    with urllib.request.urlopen(place, timeout=5) as answer:  # noqa: S310 - our own
+    with urllib.request.urlopen(place, timeout=5) as answer:
         assert 'gradsieve_waiting_age_steps{rank="0",run="run"} 12.0' in answer.read().decode()
     sink.close()
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(place, timeout=5)  # noqa: S310
+        urllib.request.urlopen(place, timeout=5)
     with pytest.raises(ConfigError, match="already"):
         Prometheus(port=None, registry=sink.registry)
 
