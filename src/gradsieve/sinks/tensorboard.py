@@ -39,21 +39,22 @@ _STAGE = "seconds/stage {}"
 LAYOUT: dict[str, dict[str, list[Any]]] = {
     "Does it train?": {
         "loss": ["Multiline", [r"^training/loss$"]],
-        "steps that wait": ["Multiline", [r"^waiting/age in steps$"]],
-        "norm of what waits": ["Multiline", [r"^waiting/norm$"]],
+        "age of what waits, steps": ["Multiline", [r"^waiting/age in steps$"]],
     },
     "Where does a step's time go?": {
-        "whole step and stages, s": ["Multiline", [r"^seconds/"]],
-        "waited for by the training, s": ["Multiline", [r"^seconds/stage waiting$", r"^seconds/whole step$"]],
+        "whole step, s": ["Multiline", [r"^seconds/whole step$"]],
+        "training waits for the exchange, s": ["Multiline", [r"^seconds/stage waiting$"]],
+        "in collectives, s: the others wait for the lowest": ["Multiline", [r"^seconds/stage exchange$"]],
+        "selection, s": ["Multiline", [r"^seconds/stage select$"]],
     },
     "What is sent?": {
         "bits a parameter and step": ["Multiline", [r"^exchange/bits a parameter$"]],
         "density": ["Multiline", [r"^selection/density$"]],
-        "f(t), 1 is balanced": ["Multiline", [r"^selection/imbalance f\(t\)$"]],
-        "threshold": ["Multiline", [r"^selection/threshold$"]],
+        "imbalance f(t), 1 is balanced": ["Multiline", [r"^selection/imbalance f\(t\)$"]],
+        "norm of what waits": ["Multiline", [r"^waiting/norm$"]],
     },
 }
-"""Of Custom Scalars; tags are regular expressions there."""
+"""Of Custom Scalars; tags are regular expressions there. One tag a chart: colours are for ranks."""
 
 
 class TensorBoard:

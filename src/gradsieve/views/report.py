@@ -324,4 +324,4 @@ def _timeline(training: Training) -> list[Chart | None]:
         if len(order) < len(counts)
         else ""
     )
-    return [Chart(title, picture, legend, note), Chart("Who is waited for", bars, [(_ORANGE, unit)], more)]
+    return [Chart(title, picture, legend, note), Chart("Who is waited for", bars, [], more)]
