@@ -9,25 +9,27 @@ import re
 import socket
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from gradsieve.bench import overhead
+from gradsieve.comm.meter import Meter
 from gradsieve.errors import ConfigError
+from gradsieve.feedback.treatment import Treatment
 from gradsieve.integrations.recorder import Recorder
 from gradsieve.records import Header, Line, read
+from gradsieve.schemes.exdyna import ExDyna
 from gradsieve.sinks import FIGURES, Sink, replay
 from gradsieve.sinks import prometheus as prometheus_sink
 from gradsieve.sinks import tensorboard as tensorboard_sink
 from gradsieve.sinks.otel import OpenTelemetry
 from gradsieve.sinks.prometheus import METRICS, Prometheus
 from gradsieve.sinks.tensorboard import TAGS, TensorBoard
+from gradsieve.sync.base import Stats
 from unit.recorded import HEADER, line_of, write
 
 STEPS = 12
@@ -201,27 +203,33 @@ class Kept:
 
 
 @pytest.fixture
-def ranks() -> Iterator[list[overhead.Rank]]:
-    with torch.no_grad():
-        yield [overhead.Rank(overhead.Case("exdyna", "steps", 2, 100, 0.1), rank) for rank in range(2)]
+def pipeline() -> Any:
+    """What a recorder looks at, of a pipeline that sends nothing."""
+    return SimpleNamespace(
+        observer=None, rank=0, world=2, units=[SimpleNamespace(n=100)], scheme=ExDyna(density=0.1),
+        exchanges_gradients=False, parameters=100, treatment=Treatment(every=3), step=0,
+        stats=Stats(Meter(0, 2)), outcomes=[], bits=lambda: 1.5,
+    )  # fmt: skip
 
 
 def test_sinks_are_told_what_the_file_says(
-    ranks: list[overhead.Rank], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    pipeline: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     good, bad, unclosed = Kept(), Kept("take"), Kept("close")
     sinks: list[Sink] = [bad, good, unclosed]
-    recorder = Recorder(ranks[0].pipeline, tmp_path / "run", every=1, sinks=sinks)
+    recorder = Recorder(pipeline, tmp_path / "run", sinks=sinks)
     with caplog.at_level(logging.WARNING, "gradsieve"):
-        for _ in range(3):
-            overhead.step(ranks)
+        for step in (1, 2, 3):
+            pipeline.step = step
+            recorder.after_step()
+            recorder.note_loss(0.5 * step)
         recorder.close()
     record = read(recorder.path)
     assert good.told[0] == record.header
-    assert [line.step for line in good.told[1:-1]] == [line.step for line in record.lines] == [1, 2, 3]
-    assert [line.bits for line in good.told[1:-1]] == pytest.approx(
-        [line.bits for line in record.lines], 1e-5
-    )
+    assert record.header.period == 3
+    told = [(line.step, line.loss, line.bits) for line in good.told[1:-1]]
+    assert told == [(line.step, line.loss, line.bits) for line in record.lines]
+    assert told == [(1, 0.5, 1.5), (2, 1.0, 1.5), (3, 1.5, 1.5)]
     assert good.told[-1] is None
     assert len(bad.told) == 1, "only begun"
     assert [text for text in caplog.messages if "Kept" in text] == [
@@ -230,12 +238,12 @@ def test_sinks_are_told_what_the_file_says(
     ]
 
 
-def test_a_sink_that_cannot_begin_stops_the_recorder(ranks: list[overhead.Rank], tmp_path: Path) -> None:
+def test_a_sink_that_cannot_begin_stops_the_recorder(pipeline: Any, tmp_path: Path) -> None:
     first = Kept()
     with pytest.raises(OSError, match="no route"):
-        Recorder(ranks[0].pipeline, tmp_path / "run", sinks=[first, Kept("begin")])
+        Recorder(pipeline, tmp_path / "run", sinks=[first, Kept("begin")])
     assert first.told[-1] is None, "it is closed again"
-    assert ranks[0].pipeline.observer is None
+    assert pipeline.observer is None
 
 
 # -- the dashboard -----------------------------------------------------------------------------------------
