@@ -123,7 +123,7 @@ def test_opentelemetry_exports_the_record(recorded: Path) -> None:
 
     total = totals(recorded)
     for figure in FIGURES:
-        assert value(figure.dotted) == last(recorded, figure.field), figure
+        assert value(f"gradsieve.{figure.dotted}") == last(recorded, figure.field), figure
     assert value("gradsieve.exchange.io") == pytest.approx(total["bytes"])
     assert value("gradsieve.exchange.count") == total["exchanges"]
     assert value("gradsieve.recorded.time") == pytest.approx(total["recorded"])

@@ -36,30 +36,38 @@ class Figure:
 
     field: str
     metric: str
-    """In Prometheus, behind `gradsieve_`; OpenTelemetry has dots for the underscores of `group`."""
-    group: str
+    """In Prometheus, behind `gradsieve_`, with its unit."""
+    dotted: str
+    """In OpenTelemetry, behind `gradsieve.`: the unit has a place of its own there."""
     unit: str
-    """In UCUM, as OpenTelemetry asks; Prometheus has it in the name."""
+    """In UCUM, as OpenTelemetry asks."""
     meaning: str
-
-    @property
-    def dotted(self) -> str:
-        """`gradsieve.waiting.age`: without the unit, which has a place of its own there."""
-        return f"gradsieve.{self.group}.{self.field}"
 
 
 FIGURES = (
-    Figure("step", "step", "training", "{step}", "Exchanges committed since the training began"),
-    Figure("loss", "loss", "training", "1", "As it was noted"),
-    Figure("bits", "bits_per_parameter", "exchange", "bit", "Moved by this rank, a parameter and step"),
-    Figure("density", "density_ratio", "selection", "1", "Elements in the update over all"),
-    Figure("threshold", "threshold", "selection", "1", "Above which elements are sent"),
-    Figure("imbalance", "imbalance_ratio", "selection", "1", "f(t): the longest selection over the mean"),
-    Figure("cut", "cut_ratio", "selection", "1", "Ranks that could not send all they selected"),
-    Figure("waiting", "waiting_norm", "waiting", "1", "Norm of what waits on this rank"),
-    Figure("age", "waiting_age_steps", "waiting", "{step}", "For which what is sent now has waited"),
-    Figure("contraction", "contraction_ratio", "waiting", "1", "Energy that an exchange leaves behind"),
-    Figure("xi", "xi_ratio", "waiting", "1", "Ok-Topk's Assumption 1; of virtual ranks"),
+    Figure("step", "step", "training.step", "{step}", "Exchanges committed since the training began"),
+    Figure("loss", "loss", "training.loss", "1", "As it was noted"),
+    Figure("bits", "bits_per_parameter", "exchange.bits", "bit", "Moved by this rank, a parameter and step"),
+    Figure("density", "density_ratio", "selection.density", "1", "Elements in the update over all"),
+    Figure("threshold", "threshold", "selection.threshold", "1", "Above which elements are sent"),
+    Figure(
+        "imbalance",
+        "imbalance_ratio",
+        "selection.imbalance",
+        "1",
+        "f(t): the longest selection over the mean",
+    ),
+    Figure("cut", "cut_ratio", "selection.cut", "1", "Ranks that could not send all they selected"),
+    Figure("waiting", "waiting_norm", "waiting.norm", "1", "Norm of what waits on this rank"),
+    Figure("age", "waiting_age_steps", "waiting.age", "{step}", "For which what is sent now has waited"),
+    Figure(
+        "contraction",
+        "contraction_ratio",
+        "waiting.contraction",
+        "1",
+        "Energy that an exchange leaves behind",
+    ),
+    Figure("xi", "xi_ratio", "waiting.xi", "1", "Ok-Topk's Assumption 1; of virtual ranks"),
 )
 """Gauges: a line without such a figure leaves the last one."""
 

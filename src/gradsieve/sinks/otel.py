@@ -14,6 +14,7 @@ from typing import Any
 from gradsieve.records import Header, Line
 from gradsieve.sinks import FIGURES, known, missing, moved_bytes
 
+_PREFIX = "gradsieve."
 COUNTERS = {
     "gradsieve.exchange.count": ("{exchange}", "Exchanges committed while recording"),
     "gradsieve.exchange.io": ("By", "Moved by this rank: sent or received, whichever is more"),
@@ -36,7 +37,9 @@ class OpenTelemetry:
             for name, (unit, text) in COUNTERS.items()
         }
         self._gauges = {
-            figure.field: meter.create_gauge(figure.dotted, unit=figure.unit, description=figure.meaning)
+            figure.field: meter.create_gauge(
+                _PREFIX + figure.dotted, unit=figure.unit, description=figure.meaning
+            )
             for figure in FIGURES
         }
         self._target = meter.create_gauge(_TARGET, unit="1", description="That the scheme was given")
