@@ -8,26 +8,14 @@ from itertools import accumulate
 from typing import Any
 
 from gradsieve.bench.figure_data import Curve, Row, Training, labels
-from gradsieve.bench.timeline_plot import STAGE_COLOURS
 from gradsieve.errors import ConfigError
+from gradsieve.views.stages import EXCHANGE_STAGES, STAGE_COLOURS
 
 _COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "C8", "C9")
 """matplotlib's but for its gray, which is too near to dense's black."""
 _MARKERS = "os^Dv"
 _WINDOWS = 40
 """Running means over as many parts of a training: steps are noisy, trends are what a figure shows."""
-_STAGES = [
-    "accumulate",
-    "select",
-    "partition",
-    "encode",
-    "exchange",
-    "decode",
-    "apply",
-    "threshold",
-    "commit",
-]
-"""From the bottom of a bar to its top. `waiting` is another thread's, at the same time."""
 _REFERENCES = ("dense", "noop")
 
 
@@ -87,7 +75,7 @@ def over_seconds(axes: Any, curves: Sequence[Curve]) -> None:
 def breakdown(axes: Any, trainings: Sequence[Training]) -> None:
     """Stacked bars, one a training; a mark for the whole step, behind which the exchange may hide."""
     found = [training.stages() for training in trainings]
-    names = [name for name in _STAGES if any(name in stages for stages in found)]
+    names = [name for name in EXCHANGE_STAGES if any(name in stages for stages in found)]
     places, bottom = range(len(found)), [0.0] * len(found)
     for name in names:
         heights = [1e3 * stages.get(name, 0.0) for stages in found]

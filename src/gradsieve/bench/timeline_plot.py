@@ -8,24 +8,8 @@ from typing import Any
 
 from gradsieve.bench.step import Plan
 from gradsieve.bench.timeline import THREADS, Event, Step, hidden
+from gradsieve.views.stages import OTHER, STAGE_COLOURS
 
-STAGE_COLOURS = {
-    "forward": "#c6dbef",
-    "backward": "#6baed6",
-    "waiting": "#d62728",
-    "apply": "#9467bd",
-    "commit": "#c5b0d5",
-    "check": "#8c6d31",
-    "optimizer": "#74c476",
-    "accumulate": "#17becf",
-    "select": "#bcbd22",
-    "partition": "#7b9e3b",
-    "threshold": "#1f4e79",
-    "encode": "#e377c2",
-    "exchange": "#ff9f40",
-    "decode": "#8c564b",
-}
-_OTHER = "#7f7f7f"
 _LANE, _BAND = 0.42, 1.1
 """Height of a thread's lane, and from one rank to the next."""
 
@@ -49,7 +33,7 @@ def plot(steps: Sequence[Step], plan: Plan, path: Path) -> None:
     names = {event.name for step in steps for events in step.ranks for event in events}
     known = [name for name in STAGE_COLOURS if name in names]
     shown = [*known, *sorted(names - set(known))]
-    handles = [Patch(color=STAGE_COLOURS.get(name, _OTHER), label=name) for name in shown]
+    handles = [Patch(color=STAGE_COLOURS.get(name, OTHER), label=name) for name in shown]
     figure.legend(handles=handles, loc="outside right upper", frameon=False)
     figure.savefig(path, dpi=150)
 
@@ -84,6 +68,6 @@ def _bar(axes: Any, event: Event, zero: float, middle: float) -> None:
         1e3 * (event.stop - event.start),
         left=1e3 * (event.start - zero),
         height=0.9 * _LANE,
-        color=STAGE_COLOURS.get(event.name, _OTHER),
+        color=STAGE_COLOURS.get(event.name, OTHER),
         linewidth=0,
     )

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from gradsieve.cli import bench, figure, lab
+from gradsieve.cli import bench, figure, lab, report, watch
 from gradsieve.errors import GradsieveError
 
 
@@ -31,6 +31,8 @@ def _parser() -> argparse.ArgumentParser:
     lab.add_parser(commands)
     bench.add_parser(commands)
     figure.add_parser(commands)
+    watch.add_parser(commands)
+    report.add_parser(commands)
     return parser
 
 

@@ -7,7 +7,8 @@
 
 What a step tells by itself (counts, thresholds, spans) is written in every line. Norms need a pass over all
 that waits: they are taken every `every` steps, piece by piece, and are exact then. A step's line is written
-when the next one is committed: only then are all of its seconds known.
+when the next one is committed: only then are all of its seconds known. It goes to the sinks as well, if some
+were given (`gradsieve/sinks/`).
 
 All of it happens on the thread that exchanges; without a recorder a step looks at one attribute.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from gradsieve.integrations.gradient_sync import GradientSync
 from gradsieve.records import Header, Line, path_of, text_of
 from gradsieve.schemes import SCHEMES
 from gradsieve.schemes.base import Scheme
+from gradsieve.sinks import Sink
 from gradsieve.sync import GradientPipeline, StepPipeline
 from gradsieve.types import Outcome, Sparse, Vector, to_host
 
@@ -44,7 +46,13 @@ _PIECE = 1 << 17
 class Recorder:
     """Watches the pipeline of one rank and writes its file."""
 
-    def __init__(self, pipeline: GradientPipeline | StepPipeline, stem: Path, every: int = EVERY) -> None:
+    def __init__(
+        self,
+        pipeline: GradientPipeline | StepPipeline,
+        stem: Path,
+        every: int = EVERY,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
         if every < 1:
             raise ConfigError(f"every must be at least 1 step, not {every}")
         if pipeline.observer is not None:
@@ -53,12 +61,21 @@ class Recorder:
         self._elements = sum(unit.n for unit in pipeline.units)
         self._line: Line | None = None
         self._start = time.perf_counter()
+        self._sinks: list[Sink] = []
+        header = self._header(stem.name)
         try:
             stem.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("w", buffering=1)  # by lines: what was written is whole
-            self._file.write(text_of(self._header(stem.name)))
+            self._file.write(text_of(header))
         except OSError as error:
             raise ConfigError(f"the record cannot be written: {error}") from error
+        try:
+            for sink in sinks:
+                sink.begin(header)
+                self._sinks.append(sink)
+        except BaseException:
+            self._end()
+            raise
         pipeline.observer = self
 
     def _header(self, name: str) -> Header:
@@ -72,6 +89,7 @@ class Recorder:
             world=pipeline.world,
             parameters=pipeline.parameters,
             every=self.every,
+            period=pipeline.treatment.every,
         )
 
     def after_step(self) -> None:
@@ -119,6 +137,13 @@ class Recorder:
         except OSError as error:  # a full disk is no reason to lose a training
             _log.warning("rank %d: recording ends: %s", self.pipeline.rank, error)
             self.pipeline.observer = None
+        for sink in list(self._sinks):
+            try:
+                sink.take(self._line)
+            except Exception as error:  # nor is whatever others do with it
+                name = type(sink).__name__
+                _log.warning("rank %d: %s takes no more lines: %r", self.pipeline.rank, name, error)
+                self._sinks.remove(sink)
         self._line = None
 
     def close(self) -> None:
@@ -127,7 +152,16 @@ class Recorder:
             return
         self._write()
         self.pipeline.observer = None
+        self._end()
+
+    def _end(self) -> None:
         self._file.close()
+        for sink in self._sinks:
+            try:
+                sink.close()
+            except Exception as error:
+                name = type(sink).__name__
+                _log.warning("rank %d: %s was not closed: %r", self.pipeline.rank, name, error)
 
     def __enter__(self) -> Recorder:
         return self
@@ -136,11 +170,14 @@ class Recorder:
         self.close()
 
 
-def record(sync: GradientSync, path: str | Path, *, every: int = EVERY) -> Recorder:
+def record(
+    sync: GradientSync, path: str | Path, *, every: int = EVERY, sinks: Sequence[Sink] = ()
+) -> Recorder:
     """Write one line of JSON a step to `path`.rank0.jsonl, and so on for each rank; norms every `every`
-    steps. Call it on the ranks that are to be recorded; docs/recording.md tells the fields."""
+    steps. The lines go to `sinks` too. Call it on the ranks that are to be recorded; docs/recording.md tells
+    the fields, docs/telemetry.md the sinks."""
     sync.take_over()
-    return Recorder(sync.fitted.pipeline, Path(path), every)
+    return Recorder(sync.fitted.pipeline, Path(path), every, sinks)
 
 
 def spec_of(scheme: Scheme[Any]) -> str:

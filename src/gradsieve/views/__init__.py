@@ -1,0 +1,1 @@
+"""What people see of records: `gradsieve watch` and `gradsieve report`."""
