@@ -16,7 +16,8 @@ from gradsieve.views.stages import WAITING
 
 WAITED, HIDDEN, IDLE_LINK = 0.15, 0.02, 0.4
 """Of a step: waited for the exchange; not worth a word; under way with time to spare."""
-UNEVEN, CUT, OFF_TARGET = 1.5, 0.05, 0.25
+UNEVEN, CUT, OFF_TARGET = 1.5, 0.25, 0.25
+"""ExDyna's rows are as long as leaves 0.15 of them cut."""
 STALE = 1000.0
 """Steps: the limit of `integrations/advice.py`, beyond which trainings ended visibly worse."""
 DENSE_STEPS, LATE_STEPS, LATE_COST = 0.5, 0.5, 0.1
