@@ -32,7 +32,13 @@ class One(Replica):
     def __init__(self, number: int, scheme: str = "stripes", **settings: Any) -> None:
         self.number, self.steps, self.model = number, 0, Small()
         optimizer = sgd(self.model.parameters())
-        settings = {"scheme": scheme, "density": 0.1, "dense_if_faster": False, "bucket_cap_mb": 2e-4, **settings}
+        settings = {
+            "scheme": scheme,
+            "density": 0.1,
+            "dense_if_faster": False,
+            "bucket_cap_mb": 2e-4,
+            **settings,
+        }
         super().__init__(self.model.named_parameters(), optimizer, f"replica {number}", settings)
 
     def step(self) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import random
 import shutil
 import signal
 import socket
@@ -47,6 +48,7 @@ class Faults:
 class _Running:
     """One life of a replica."""
 
+    name: str
     process: Any
     pipe: connection.Connection
     log: Path
@@ -65,9 +67,12 @@ class _Course:
     """Replicas that were killed or stopped and took a step again."""
     away: dict[int, float] = field(default_factory=dict)
     """Replicas that have not done so yet."""
-    failed_at: float | None = None
+    due: float | None = None
+    """When the next fault strikes."""
+    struck: tuple[float, int] | None = None
+    """When the last one did, and in which step, until the others are over it."""
     gone: list[float] = field(default_factory=list)
-    """Seconds from a fault to the next step of a replica that it did not hit."""
+    """Seconds from a fault until the others have made an exchange that began after it."""
 
 
 @contextlib.contextmanager
@@ -103,6 +108,9 @@ class Campaign:
         self._lives = dict.fromkeys(range(plan.replicas), 0)
         self._course = _Course()
         self._is_going = False
+        self._kills = False
+        self._chance = random.Random(plan.seed)
+        self._step_seconds = 0.1
 
     def run(self, advance: Callable[[int], None] = lambda steps: None) -> dict[str, Any]:
         try:
@@ -119,6 +127,8 @@ class Campaign:
                         self._stepped(number, told["step"])
                         advance(max(0, told["step"] - done))
                         done = max(done, told["step"])
+                        self._step_seconds = (heard - start) / max(1, done)
+                self._strike_if_due()
                 self._continue_stopped()
                 if time.monotonic() - heard > _SILENCE:
                     raise GradsieveError(f"no replica has said anything for {_SILENCE:g} s:\n{self._logs()}")
@@ -141,7 +151,7 @@ class Campaign:
         )
         process.start()
         theirs.close()
-        self._running[number] = _Running(process, ours, log)
+        self._running[number] = _Running(f"{number}.{life}", process, ours, log)
 
     def _all_ready(self) -> bool:
         return all(one.step >= 0 for one in self._running.values())
@@ -152,7 +162,7 @@ class Campaign:
 
     def _messages(self) -> Iterator[tuple[int, dict[str, Any]]]:
         pipes = {one.pipe: number for number, one in self._running.items() if one.ended is None}
-        for pipe in connection.wait(list(pipes), 0.05):
+        for pipe in connection.wait(list(pipes), 0.01):
             number = pipes[pipe]  # type: ignore[index]  # these are all that it is given
             one = self._running[number]
             try:
@@ -160,8 +170,7 @@ class Campaign:
             except (EOFError, OSError):
                 one.process.join()
                 raise GradsieveError(
-                    f"replica {number} ended by itself, with code {one.process.exitcode}:\n"
-                    f"{one.log.read_text()[-3000:]}"
+                    f"replica {number} ended by itself, with code {one.process.exitcode}:\n{self._logs()}"
                 ) from None
             if told["event"] == "ready":
                 one.step = 0
@@ -174,52 +183,58 @@ class Campaign:
             yield number, told
 
     def _is_over(self) -> bool:
-        """All have ended but those that came back too late for the last exchange."""
-        ended = [number for number, one in self._running.items() if one.ended is not None]
-        return bool(ended) and all(number in ended or number in self._course.away for number in self._running)
+        """All that made the last exchange have ended; who came back too late for it waits in vain."""
+        ended = {one.name: one.ended for one in self._running.values() if one.ended is not None}
+        return bool(ended) and all(set(told["present"]) <= ended.keys() for told in ended.values())
 
     def _logs(self) -> str:
         for one in self._running.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(one.process.pid, signal.SIGUSR1)
         time.sleep(1.0)
-        return "\n".join(f"-- {one.log.name}\n{one.log.read_text()[-3000:]}" for one in self._running.values())
+        return "\n".join(
+            f"-- {one.log.name}\n{one.log.read_text()[-3000:]}" for one in self._running.values()
+        )
 
     # -- faults -----------------------------------------------------------------------------------------
 
     def _stepped(self, number: int, step: int) -> None:
         course, faults = self._course, self.faults
         if number in course.away:
-            if not self._running[number].is_stopped:
+            if step >= max(one.step for one in self._running.values()):  # not what it had begun before
                 del course.away[number]
                 course.back += 1
-        elif course.failed_at is not None:
-            course.gone.append(time.monotonic() - course.failed_at)
-            course.failed_at = None
-        if step >= self.plan.steps:
-            return
-        if faults.kill_every and step // faults.kill_every > course.kills:
-            course.kills += 1
-            self._strike(course.kills, kill=True)
-        elif faults.stop_every and step // faults.stop_every > course.stops:
-            course.stops += 1
-            self._strike(course.stops, kill=False)
+        elif course.struck is not None and step >= course.struck[1] + 2:
+            course.gone.append(time.monotonic() - course.struck[0])
+            course.struck = None
+        kills = bool(faults.kill_every) and step // faults.kill_every > course.kills
+        stops = bool(faults.stop_every) and step // faults.stop_every > course.stops
+        if (kills or stops) and course.due is None and step < self.plan.steps:
+            # Anywhere in the next step: in its forward, its quorum, its exchange or its vote.
+            course.due = time.monotonic() + self._chance.random() * self._step_seconds
+            course.kills, course.stops = course.kills + kills, course.stops + (stops and not kills)
+            self._kills = kills
 
-    def _strike(self, count: int, kill: bool) -> None:
+    def _strike_if_due(self) -> None:
         """One after the other, of those that are there."""
-        there = [number for number in self._running if number not in self._course.away]
-        number = there[count % len(there)]
-        one = self._running[number]
-        self._course.failed_at = time.monotonic()
-        if not kill:
-            self._course.away[number] = time.monotonic() + self.faults.stop_seconds
+        course = self._course
+        if course.due is None or time.monotonic() < course.due:
+            return
+        there = [number for number in self._running if number not in course.away]
+        number = there[(course.kills + course.stops) % len(there)]
+        one, now = self._running[number], time.monotonic()
+        course.due, course.struck = None, (now, max(each.step for each in self._running.values()))
+        if one.ended is not None:
+            return
+        if not self._kills:
+            course.away[number] = now + self.faults.stop_seconds
             one.is_stopped = True
             os.kill(one.process.pid, signal.SIGSTOP)
             return
         os.kill(one.process.pid, signal.SIGKILL)
         one.process.join()
         one.pipe.close()
-        self._course.away[number] = time.monotonic()
+        course.away[number] = now
         self._start(number)
 
     def _continue_stopped(self) -> None:

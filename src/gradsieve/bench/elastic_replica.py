@@ -51,7 +51,9 @@ class Learner:
         self.plan, self.number = plan, number
         self.training = tasks.build(plan.task, plan.seed, plan.steps)
         # Another life draws other examples of the same share: which were drawn before is not known any more.
-        self.batches = own_batches(self.training, number, plan.replicas, mixed=True, seed=plan.seed + 7 * life)
+        self.batches = own_batches(
+            self.training, number, plan.replicas, mixed=True, seed=plan.seed + 7 * life
+        )
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._meeting = Meeting()
         self.manager = Manager(
@@ -92,7 +94,12 @@ class Learner:
         self.sync.flush()
         metrics = self.sync.metrics()
         told = {name: value for name, value in metrics.items() if name.startswith(("replicas", "lost"))}
-        told |= {"event": "ended", "losses": self.sync.losses, "exchanges_failed": metrics["exchanges_failed"]}
+        told |= {
+            "event": "ended",
+            "losses": self.sync.losses,
+            "exchanges_failed": metrics["exchanges_failed"],
+        }
+        told["present"] = self.sync.present
         told["digest"] = int(digest(p.detach() for p in self.training.model.parameters()))
         if self._meeting.place is not None and self._meeting.place.rank == 0:
             told["final"] = self.training.evaluate()

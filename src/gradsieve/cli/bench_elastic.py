@@ -28,7 +28,9 @@ columns:
 
 The exit code is 1 if replicas differ at the end, or the loss is more than 2 % above the undisturbed one.
 """
-_EXAMPLE = "example:\n  gradsieve bench elastic --replicas 4 --steps 300 --kill-every 30 --json elastic.json\n"
+_EXAMPLE = (
+    "example:\n  gradsieve bench elastic --replicas 4 --steps 300 --kill-every 30 --json elastic.json\n"
+)
 WITHIN = 0.02
 
 

@@ -231,8 +231,9 @@ class Replica:
             "returned": self.accounts.returned,
         }
 
-    def take(self, state: Mapping[str, Any]) -> None:
-        """A peer's state, of an exchange that is ahead of this replica's."""
+    def take(self, state: Mapping[str, Any]) -> bool:
+        """A peer's state, of an exchange that is ahead of this replica's. Whether the model is another now:
+        it is not where all that was missing here had been prepared here."""
         shared: dict[str, Tensor] = state["shared"]
         unlike = [n for n, p in self.parameters.items() if n not in shared or shared[n].numel() != p.numel()]
         if unlike or len(shared) != len(self.parameters):
@@ -250,12 +251,17 @@ class Replica:
                 one.load_state_dict(stored)
             self.leave_group()
             self._kept = {f"{kind}/{n}": v for n, v in shared.items() for kind in ("shared", "own", "mark")}
+            self._agreed = None
         else:
             self._settle_held(accounts)
             self.leave_group()
-            self._keep_what_waits(shared)
-        self.accounts = accounts
+        before, self.accounts = self._agreed, accounts
         self._agreed = None if state["agreed"] is None else Agreed(**state["agreed"])
+        if before is not None and self._agreed is not None and before.step == self._agreed.step:
+            return False
+        if self._last is not None:
+            self._keep_what_waits(shared)
+        return True
 
     def _settle_held(self, accounts: Accounts) -> None:
         """What was prepared here was committed with this replica's part, or it was not."""

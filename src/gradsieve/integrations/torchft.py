@@ -100,43 +100,53 @@ class ElasticSync:
         self._manager, self._meeting, self._timeout = manager, meeting, timeout
         self._replica = Replica(parameters, optimizer, name or f"replica {id(self):x}", settings)
         self._place: Place | None = None
-        self._brought_up = False
+        self._is_met = False
+        """Whether this replica has joined the members of a quorum, and owes them an exchange."""
+        self._is_brought_up = self._is_replaced = False
+        """In this quorum; and whether that replaced the model since the last step."""
         manager.register_state_dict_fn("gradsieve", self._bring_up, self._replica.state)
 
     def reduce(self) -> bool:
         """Exchange, between backward and the optimizer's step, with whoever is there, as often as it takes
         until it counts. False where the step is to be skipped: this replica was brought up from a peer, and
         its gradient is of the model it had before."""
-        self._brought_up = False
-        if self._replica.sync is None or self._replica.pipeline.begins_exchange():
+        self._is_replaced = False
+        if self._is_met or self._replica.sync is None or self._replica.pipeline.begins_exchange():
             while not self._attempt("training"):
                 pass
-        return not self._brought_up
+        return not self._is_replaced
 
     def flush(self) -> None:
         """Send everything that waits, at the end of a training, on all replicas. One that joins only now has
         nothing to add, and is not waited for."""
-        while not self._attempt("flush()"):
+        while not self._attempt("flush()") or self._is_met:
             pass
 
     def _attempt(self, call: str) -> bool:
-        """One quorum, one exchange, one vote. How many may fail in a row is the manager's max_retries."""
+        """One quorum, one exchange, one vote: whether it counts. One that is brought up in between goes back
+        to its training first, since the others may be at its end, and exchanges when it comes again. How many
+        may fail in a row is the manager's max_retries."""
         manager, replica = self._manager, self._replica
-        manager.start_quorum(shrink_only=call != "training")
-        if manager.errored() is None:
-            try:
-                self._enter()
+        try:
+            if not self._is_met:
+                self._is_brought_up = False
+                manager.start_quorum(shrink_only=call != "training")
+                self._is_met = manager.errored() is None and self._enter()
+                if self._is_met and self._is_brought_up:
+                    return True
+            if self._is_met:
                 replica.exchange(call)
-            except PeerError as error:
-                _log.warning("replica %s, exchange %d: %s", replica.name, manager.current_step(), error)
-                manager.report_error(error)
+        except PeerError as error:
+            _log.warning("replica %s, exchange %d: %s", replica.name, manager.current_step(), error)
+            manager.report_error(error)
+        self._is_met = False
         if manager.should_commit():
             replica.commit()
             return True
         replica.hold()
         return False
 
-    def _enter(self) -> None:
+    def _enter(self) -> bool:
         """The group of this quorum, if it is another than before."""
         place, replica = self._meeting.place, self._replica
         if place is self._place or place is None:
@@ -145,7 +155,7 @@ class ElasticSync:
                     f"replica {replica.name}, exchange {self._manager.current_step()}: torchft gave the same "
                     "quorum again after a failure, and no group can be made twice: restart this replica"
                 )
-            return
+            return True
         self._place = place
         replica.leave_group()
         if dist.is_initialized():
@@ -159,16 +169,24 @@ class ElasticSync:
                 timeout=self._timeout,
             )
         except RuntimeError as error:
-            raise PeerError(f"the {place.world} members of quorum {place.quorum} did not meet: {error}") from None
+            raise PeerError(
+                f"replica {replica.name}: the {place.world} members of quorum {place.quorum} did not meet: {error}"
+            ) from None
         replica.join(place.quorum)
+        return True
 
     def _bring_up(self, state: dict[str, Any]) -> None:
-        self._brought_up = True
-        self._replica.take(state)
+        self._is_brought_up = True
+        self._is_replaced |= self._replica.take(state)
+
+    @property
+    def present(self) -> list[str]:
+        """Names of those that made the last exchange together."""
+        return [each.name for each in self._replica.accounts.present.values()]
 
     @property
     def losses(self) -> list[dict[str, Any]]:
-        """Replicas that are gone, and the norm of what waited on each after its last exchange."""
+        """Replicas that are missing, and the norm of what waited on each after its last exchange."""
         every = self._replica.accounts.missing.values()
         return [{"name": e.name, "exchange": e.exchange, "waiting": e.waiting} for e in every]
 
