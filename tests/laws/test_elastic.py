@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsieve import DivergenceError, MismatchError
+from gradsieve import DivergenceError, MismatchError, Treatment
 from gradsieve.errors import ConfigError
 from gradsieve.integrations.elastic import Replica
 from laws.checks import same_bits
@@ -141,7 +141,7 @@ def test_a_death_loses_what_waited_there_and_says_how_much(scheme: str) -> None:
 
 def test_what_the_optimizers_move_is_all_that_changes_in_a_smaller_group() -> None:
     """Exactly: no rounding in whole numbers and a world of 2."""
-    settings = {"density": 0.25, "preset": __import__("gradsieve").Treatment(small=6, preview=1.0)}
+    settings = {"density": 0.25, "preset": Treatment(small=6, preview=1.0)}
     ones = [One(number, "topk", **settings) for number in range(4)]
     with Group(1, ones) as group:
         group.train(3)

@@ -13,10 +13,10 @@ from gradsieve.errors import ConfigError
 _DESCRIPTION = """\
 Whether a training inside torchft that loses replicas ends as one that does not.
 
-Trains a task twice on real processes, with a real torchft_lighthouse: undisturbed, and with one replica killed
-(SIGKILL, and started again) or stopped (SIGSTOP, and continued later) every so many steps. The others go on;
-who comes back takes the model of a peer. What was killed takes along what waited on it: its norm, as of its
-last exchange, is added up. What was stopped keeps it.
+Trains a task twice on real processes, with a real torchft_lighthouse: undisturbed, and with one replica
+killed (SIGKILL, and started again) or stopped (SIGSTOP, and continued later) every so many steps. The others
+go on; who comes back takes the model of a peer. What was killed takes along what waited on it: its norm, as
+of its last exchange, is added up. What was stopped keeps it.
 
 columns:
   final       the metric after the last step and a flush: loss on unseen data, or test accuracy
@@ -63,12 +63,13 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("give --bits or --density, and not both")
     results.writable(args.json)
     from gradsieve.bench import elastic
+    from gradsieve.bench.elastic_replica import Plan
     from gradsieve.bench.tasks import TASKS
 
     settings = {"scheme": args.sync, "density": args.density}
     if args.density is None:
         settings = {"bits": args.bits or 1.0}
-    plan = elastic.Plan(
+    plan = Plan(
         args.task,
         args.replicas,
         args.steps,

@@ -10,8 +10,8 @@ committed by another although it was not here, and can then still be: the result
 prepared on one of them was committed by nobody. That is why no step is ever counted twice, or not at all.
 
 A member that is gone takes along what waited on it: of that the others know the norm, as of its last
-exchange, and count it as missing until it is back. A member that was away keeps what waits on it and takes the
-others' shared model. One that is new takes the mean of what waits on the others:
+exchange, and count it as missing until it is back. A member that was away keeps what waits on it and takes
+the others' shared model. One that is new takes the mean of what waits on the others:
 
     e' = mean of e over those who have trained         so that w - mean e stays where it was
 """
@@ -273,8 +273,8 @@ class Replica:
         elif last != self._last:
             raise DivergenceError(
                 f"replica {self.name}: its last exchange {self._last} is not the last that the others made "
-                f"with it, {last}: it went on by itself while they did without it. Restart it: it joins anew, "
-                "and what waits here is lost, as the others have counted"
+                f"with it, {last}: it went on by itself while they did without it. Restart it: it joins "
+                "anew, and what waits here is lost, as the others have counted"
             )
 
     def _keep_what_waits(self, shared: Mapping[str, Tensor]) -> None:

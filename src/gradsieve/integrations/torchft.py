@@ -170,7 +170,8 @@ class ElasticSync:
             )
         except RuntimeError as error:
             raise PeerError(
-                f"replica {replica.name}: the {place.world} members of quorum {place.quorum} did not meet: {error}"
+                f"replica {replica.name}: the {place.world} members of quorum {place.quorum} did not meet: "
+                f"{error}"
             ) from None
         replica.join(place.quorum)
         return True
