@@ -6,7 +6,6 @@ By torchrun's own agent, on ranks that are forked from a process which has torch
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import multiproc.harness  # noqa: F401  # tells the fork server what to load
+from gradsieve import kernels
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
@@ -38,7 +38,8 @@ def launched(run: Path, **settings: Any) -> dict[int, str]:
 
 def one_rank(run: str, settings: dict[str, Any]) -> str:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    return restarts.main(run, steps=18, save_every=6, **settings)
+    with kernels.using("torch"):  # loading compiled ones would take longer than the rest
+        return restarts.main(run, steps=8, save_every=3, **settings)
 
 
 def digest(words: str) -> str:
@@ -50,11 +51,7 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint_and_no_bit(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     clean = launched(tmp_path / "clean")
-    killed = launched(tmp_path / "killed", die_at=15)
-    assert all(words.startswith("began at step 0,") for words in clean.values())
-    assert all(words.startswith("began at step 12,") for words in killed.values())
+    killed = launched(tmp_path / "killed", die_at=7)
+    assert all(words.startswith("steps 0 to") for words in clean.values())
+    assert all(words.startswith("steps 6 to") for words in killed.values())
     assert {digest(words) for words in (*clean.values(), *killed.values())} == {digest(clean[0])}
-    # The twin: from the checkpoint before, with the batches of the one that was lost left out, it would not be.
-    shutil.rmtree(tmp_path / "killed" / "step-000012")
-    (tmp_path / "killed" / "step-000006").rename(tmp_path / "killed" / "step-000012")
-    assert digest(launched(tmp_path / "killed")[0]) != digest(clean[0])
