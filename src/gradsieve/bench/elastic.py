@@ -249,7 +249,7 @@ class Campaign:
         course, gone = self._course, self._course.gone
         return {
             "training": "disturbed" if course.kills + course.stops else "undisturbed",
-            "final": next(each["final"] for each in ended if "final" in each),
+            "final": next((each["final"] for each in ended if "final" in each), None),
             "seconds": seconds,
             "kills": course.kills,
             "stops": course.stops,

@@ -43,6 +43,8 @@ class Plan:
     """Seconds for which an exchange waits for a replica that lives and does not come."""
     least: int
     """Replicas without which nobody goes on."""
+    judged: bool = True
+    """Whether the model is evaluated at the end."""
 
 
 class Learner:
@@ -101,7 +103,8 @@ class Learner:
         }
         told["present"] = self.sync.present
         told["digest"] = int(digest(p.detach() for p in self.training.model.parameters()))
-        if self._meeting.place is not None and self._meeting.place.rank == 0:
+        place = self._meeting.place
+        if self.plan.judged and place is not None and place.rank == 0:
             told["final"] = self.training.evaluate()
         tell(told)
 
