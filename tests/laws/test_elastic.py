@@ -104,7 +104,7 @@ class Group:
 
 def brought_up(newcomer: One, peer: One) -> One:
     """As torchft does: by a copy of the peer's state."""
-    newcomer.take(copy.deepcopy(peer.state()))
+    assert newcomer.take(copy.deepcopy(peer.state())), "the model is said to be the one it had"
     return newcomer
 
 
@@ -210,7 +210,7 @@ def test_an_exchange_that_only_some_committed_is_counted_once(committed_by: int)
                 assert one.sync is not None
                 assert one.sync._under_way is None, "an optimizer's step would apply it"
     for one in ones[committed_by:] if committed_by else ():
-        brought_up(one, ones[0])
+        assert not one.take(copy.deepcopy(ones[0].state())), "its gradient would be thrown away"
     with Group(2, ones) as group:
         close(group.leads_to(), aim)
         assert group.share_one_model()

@@ -137,7 +137,12 @@ class ElasticSync:
             if self._is_met:
                 replica.exchange(call)
         except PeerError as error:
-            _log.warning("replica %s, exchange %d: %s", replica.name, manager.current_step(), error)
+            _log.warning(
+                "replica %s: exchange %d failed and is made again with whoever is there: %s",
+                replica.name,
+                manager.current_step(),
+                error,
+            )
             manager.report_error(error)
         self._is_met = False
         if manager.should_commit():
