@@ -72,7 +72,7 @@ class _Course:
     struck: tuple[float, int] | None = None
     """When the last one did, and in which step, until the others are over it."""
     gone: list[float] = field(default_factory=list)
-    """Seconds from a fault until the others have made an exchange that began after it."""
+    """Seconds from a fault until the others are two steps further: the first may have been under way."""
 
 
 @contextlib.contextmanager

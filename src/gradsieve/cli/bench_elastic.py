@@ -23,7 +23,7 @@ columns:
   back        replicas that were hit and have taken a step again
   failed      exchanges that did not count at once, of the replica with most; each was made again
   lost_mass   sum over the dead of the norm of what waited on them
-  gone_s      seconds from a fault to the next step of the others, the median
+  gone_s      seconds from a fault until the others are two steps further, computing included; the median
   alike       whether all replicas ended with the same bits
 
 The exit code is 1 if replicas differ at the end, or the loss is more than 2 % above the undisturbed one.

@@ -11,8 +11,8 @@
 
 Who is there (quorum), whether an exchange counts (`should_commit`) and how a replica is brought up (a peer's
 state over torchft's transport) are torchft's. The exchange is ours, in a gloo group of every quorum's
-members that fails at once, with a name, when one of them dies: torchft's own groups carry no exchange
-from rank to rank. What becomes of what waits: `elastic.py`.
+members that fails, with a name, soon after one of them dies: torchft's own groups are not registered with
+torch.distributed, which messages from rank to rank need here. What becomes of what waits: `elastic.py`.
 
 A replica is one process, and torch.distributed's default group belongs to the sync.
 """
