@@ -8,6 +8,7 @@ from pathlib import Path
 from gradsieve.cli import (
     bench_accuracy,
     bench_bits,
+    bench_elastic,
     bench_exchange,
     bench_lost,
     bench_memory,
@@ -64,6 +65,7 @@ def add_parser(subparsers: Commands) -> None:
     bench_lost.add_parser(commands)
     bench_accuracy.add_parser(commands)
     bench_resize.add_parser(commands)
+    bench_elastic.add_parser(commands)
 
 
 def _add_traffic(commands: Commands) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import queue
 import threading
 import time
@@ -70,7 +71,9 @@ class Engine:
 
     def _begin_watch(self, users: dist.ProcessGroup) -> Watch:
         count = _engines[users] = _engines.get(users, 0) + 1
-        prefix = f"gradsieve/{users.group_name}/{count}"
+        # torchrun's store outlives a restart: those after it must not hear what was said of the dead.
+        life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        prefix = f"gradsieve/{life}/{users.group_name}/{count}"
         store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         self._store_port = _port(store)
         hosts_store = sockets.listens_on(self._store_port)

@@ -264,6 +264,16 @@ class StepPipeline(Pipeline):
         dense = (local.waiting_dense(self.own) for local in self.local)
         return math.hypot(*(float(part.norm()) for part in (*dense, *self.waiting())))
 
+    def remaining_norm(self) -> float:
+        """Of all that will wait once what is staged is taken over."""
+        norms = []
+        for local, staged in zip(self.local, self._staged, strict=True):
+            sparse, dense = local.waiting(self.own).between(0, local.unit.n), local.waiting_dense(self.own)
+            staged.outcome.spent.subtract_from(sparse)
+            staged.dense.spent.subtract_from(dense)
+            norms += [float(sparse.norm()), float(dense.norm())]
+        return math.hypot(*norms)
+
     def kept(self) -> dict[str, Tensor]:
         return self.memories() | {f"own/{name}": own for name, own in self.own.items()}
 
