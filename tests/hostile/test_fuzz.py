@@ -60,6 +60,8 @@ def test_the_same_seed_and_number_are_the_same_message() -> None:
         (door.name, frame) for _, door, frame in map(again.case, range(50))
     ]
     assert [each[2] for each in made] != [other.case(number)[2] for number in range(50)]
+    for number in (300, 7, 256, 8):  # in any order: the one that was found is made again without the others
+        assert again.case(number)[2] == [cases.case(each)[2] for each in range(number + 1)][-1]
 
 
 @pytest.mark.usefixtures("few")

@@ -76,6 +76,8 @@ def with_budget(scheme: str, rank: int) -> Rank:
 def with_fallback(scheme: str, rank: int) -> Rank:
     pipeline = _steps(scheme, rank)
     pipeline.fall_back(Links(1e-4, 1e-8))
+    # Measured ones ride along and would make an honest message another one each time.
+    pipeline.seconds = lambda index=None: 1e-3  # type: ignore[method-assign]
     return Rank(pipeline, pipeline.own)
 
 

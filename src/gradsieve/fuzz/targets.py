@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from random import Random
 
 from gradsieve.errors import ConfigError
 from gradsieve.fuzz import exchanges, pipelines, readers
 from gradsieve.fuzz.door import Door
-from gradsieve.fuzz.mutate import mutant
+from gradsieve.fuzz.mutate import mutant, one_of
+
+_BLOCK = 256
+"""Messages that are made from one seeding."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,7 @@ class Family:
     name: str
     share: float
     doors: Callable[[], Iterable[Door]]
+    alter: Callable[[Random, Door], bytearray] = mutant
 
 
 TARGETS: dict[str, tuple[Family, ...]] = {
@@ -41,17 +47,24 @@ class Cases:
             raise ConfigError(f"no target is called {target!r}; there are: {', '.join(TARGETS)}")
         self.families = TARGETS[target]
         self.doors = [list(family.doors()) for family in self.families]
-        self._shares = [family.share for family in self.families]
+        self._edges = list(accumulate(family.share for family in self.families))
         self._seed = seed
         self._source = Random()
+        self._next = -1
 
     def case(self, number: int) -> tuple[int, Door, bytearray]:
-        """Which family, which door, and what is handed in there."""
-        source = self._source
-        source.seed(self._seed << 48 | number)
-        point, family = source.random() * sum(self._shares), 0
-        while point >= self._shares[family] and family < len(self._shares) - 1:
-            point -= self._shares[family]
-            family += 1
-        door = source.choice(self.doors[family])
-        return family, door, mutant(source, door)
+        """Which family, which door, and what is handed in there. Seeding takes longer than making a message:
+        it is done once a block, whose messages are made one after the other."""
+        if number != self._next or not number % _BLOCK:
+            block = number // _BLOCK
+            self._source.seed(self._seed << 48 | block)
+            for _ in range(block * _BLOCK, number):
+                self._make()
+        self._next = number + 1
+        return self._make()
+
+    def _make(self) -> tuple[int, Door, bytearray]:
+        source, edges = self._source, self._edges
+        family = min(bisect(edges, source.random() * edges[-1]), len(edges) - 1)
+        door = one_of(source, self.doors[family])
+        return family, door, self.families[family].alter(source, door)
