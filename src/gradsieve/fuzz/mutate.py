@@ -29,8 +29,13 @@ def mutant(source: Random, door: Door) -> bytearray:
         return bytearray(source.randbytes(len(door.honest[0])))
     frame = bytearray(door.honest[0] if way < 0.9 else _of_same_length(source, door))
     for _ in range(how_many(source)):
-        one_of(source, _EDITS)(source, frame, door)
+        edit(source, frame, door)
     return frame
+
+
+def edit(source: Random, frame: bytearray, door: Door) -> None:
+    """One alteration of a message, which keeps its length."""
+    one_of(source, _EDITS)(source, frame, door)
 
 
 def how_many(source: Random) -> int:

@@ -9,8 +9,9 @@ from itertools import accumulate
 from random import Random
 
 from gradsieve.errors import ConfigError
-from gradsieve.fuzz import exchanges, pipelines, readers
+from gradsieve.fuzz import exchanges, files, pipelines, readers
 from gradsieve.fuzz.door import Door
+from gradsieve.fuzz.forge import altered
 from gradsieve.fuzz.mutate import mutant, one_of
 
 _BLOCK = 256
@@ -35,8 +36,13 @@ TARGETS: dict[str, tuple[Family, ...]] = {
         Family("exchanges", 0.012, exchanges.doors),
         Family("pipelines", 0.001, pipelines.doors),
     ),
+    "checkpoints": (
+        Family("files of tensors", 0.54, files.of_tensors, altered),
+        Family("folders", 0.45, files.of_folders, altered),
+        Family("large files", 0.01, files.large, altered),
+    ),
 }
-"""By name. Files that are read, such as checkpoints, have their own line here."""
+"""By name."""
 
 
 class Cases:
