@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from gradsieve.fuzz.door import Door
-from gradsieve.fuzz.pipelines import WORLD, Rank, gradients, parameters, trained, with_budget
+from gradsieve.fuzz.exchanges import WORLD
+from gradsieve.fuzz.pipelines import Rank, gradients, parameters, trained, with_budget
 from gradsieve.integrations import folder as files
 from gradsieve.integrations import saving
 from gradsieve.sync.base import Pipeline
