@@ -201,6 +201,28 @@ def test_a_distributed_checkpoint_keeps_the_residuals_of_all_ranks(
         assert differing(saved[rank], loaded[rank]) == []
 
 
+def load_anothers_with_dcp(rank: int, folder: str) -> tuple[str, list[str]]:
+    run = Run(rank, Plan("stripes"))
+    before = run.sync.state_dict()
+    with pytest.raises(Exception, match=".") as refusal:
+        dcp.load({"sync": run.sync}, checkpoint_id=folder)
+    return str(refusal.value), differing(before, run.sync.state_dict())
+
+
+def test_a_distributed_checkpoint_of_another_number_of_ranks_is_refused_with_what_to_do(
+    pool: Pool, two: Ranks, tmp_path: Path
+) -> None:
+    """Fewer: by the sync. More: by DCP itself, which knows no key of the new ranks."""
+    two.run(save_with_dcp, "stripes", str(tmp_path))
+    ((said, changed),) = pool(1).run(load_anothers_with_dcp, str(tmp_path))
+    assert "2 ranks saved this checkpoint and 1 load it" in said
+    assert "load with sync.load(folder)" in said
+    assert changed == []
+    for said, changed in pool(3).run(load_anothers_with_dcp, str(tmp_path)):
+        assert "rank2/" in said
+        assert changed == []
+
+
 def parts_of(learning: Learning) -> dict[str, Any]:
     """As docs/checkpoints.md says: every rank's optimizer under a key of its own."""
     optimizer = get_optimizer_state_dict(learning.model, learning.optimizer)
