@@ -45,6 +45,9 @@ class Scripted(targets.Cases):
 
 
 if __name__ == "__main__":
-    targets.TARGETS["faulty"] = (targets.Family("faulty", 1.0, lambda: [Door("it", (b"\0",), (), enter)]),)
+    harmless = Door("it", (b"\0",), (), enter)
+    targets.TARGETS["faulty"] = (
+        targets.Family("faulty", 1.0, lambda: [harmless], lambda source, door: bytearray(1)),
+    )
     worker.Cases = Scripted  # type: ignore[misc]
     sys.exit(worker.main("faulty", "0", *sys.argv[1:]))

@@ -14,8 +14,9 @@ from gradsieve.fuzz.door import Door
 from gradsieve.fuzz.forge import altered
 from gradsieve.fuzz.mutate import mutant, one_of
 
-_BLOCK = 256
-"""Messages that are made from one seeding."""
+_BLOCK, _RUN = 256, 32
+"""Messages that are made from one seeding; and that go to one door after each other, while its code and data
+are in the processor's caches, which makes them a third cheaper."""
 
 
 @dataclass(frozen=True)
@@ -56,21 +57,25 @@ class Cases:
         self._edges = list(accumulate(family.share for family in self.families))
         self._seed = seed
         self._source = Random()
-        self._next = -1
+        self._next, self._left = -1, 0
 
     def case(self, number: int) -> tuple[int, Door, bytearray]:
         """Which family, which door, and what is handed in there. Seeding takes longer than making a message:
-        it is done once a block, whose messages are made one after the other."""
+        it is done once a block, whose messages are made in order."""
         if number != self._next or not number % _BLOCK:
             block = number // _BLOCK
             self._source.seed(self._seed << 48 | block)
+            self._left = 0
             for _ in range(block * _BLOCK, number):
                 self._make()
         self._next = number + 1
         return self._make()
 
     def _make(self) -> tuple[int, Door, bytearray]:
-        source, edges = self._source, self._edges
-        family = min(bisect(edges, source.random() * edges[-1]), len(edges) - 1)
-        door = one_of(source, self.doors[family])
-        return family, door, self.families[family].alter(source, door)
+        source = self._source
+        if not self._left:
+            self._left = _RUN
+            self._family = min(bisect(self._edges, source.random() * self._edges[-1]), len(self._edges) - 1)
+            self._door = one_of(source, self.doors[self._family])
+        self._left -= 1
+        return self._family, self._door, self.families[self._family].alter(source, self._door)
