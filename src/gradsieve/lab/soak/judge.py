@@ -23,9 +23,9 @@ class Look:
     step: int
     memory_kb: float
     """Resident."""
-    objects: int
-    files: int
-    threads: int
+    objects: float
+    files: float
+    threads: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

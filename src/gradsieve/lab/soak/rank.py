@@ -1,6 +1,6 @@
 """A rank's program: a small training over several units that uses everything, and looks at itself.
 
-Messages are JSON, each with its `event`: `looks` now and then, with all looks so far; `ended`.
+It tells one message at its end, JSON: all its looks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import json
 import os
 import sys
 import time
-from dataclasses import astuple, dataclass
+from array import array
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,9 @@ class SoakTraining:
             self.model, self.optimizer, dense_if_faster=False, **SETTINGS[soak.scheme]
         )
         self.recorder = record(self.sync, Path(soak.folder) / soak.scheme)
-        self.looks: list[Look] = []
+        # Of one size from the beginning: what is seen to grow is not the list of what was seen.
+        self._room = array("d", [0.0]) * (len(fields(Look)) * (2 * _LOOKS + 2))
+        self._taken = 0
         self._chance = torch.Generator(device="cpu").manual_seed(rank)
 
     def run(self) -> int:
@@ -86,12 +89,10 @@ class SoakTraining:
             if not self.rank and not step % 1000:
                 said = f"{soak.scheme}: {step} of {soak.steps} steps, {time.monotonic() - began:.0f} s"
                 print(said, file=sys.stderr, flush=True)
-        self._tell_looks()
-        units = len(self.sync.pipeline.units)
         self.recorder.close()
         self.sync.close()
         dist.destroy_process_group()
-        self.tell({"event": "ended", "units": units})
+        self.tell({"event": "looks", "looks": self.looks()})
         return DONE
 
     def step(self, step: int) -> None:
@@ -122,14 +123,14 @@ class SoakTraining:
         gc.collect()  # so that what is seen is what is held
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         kilobytes = pages * os.sysconf("SC_PAGE_SIZE") / 1024
-        objects = len(gc.get_objects()) - len(self.looks)  # which are not the training's
         files, threads = (len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task"))
-        self.looks.append(Look(step, kilobytes, objects, files, threads))
-        if not len(self.looks) % 20:
-            self._tell_looks()
+        for figure in (step, kilobytes, len(gc.get_objects()), files, threads):
+            self._room[self._taken] = figure
+            self._taken += 1
 
-    def _tell_looks(self) -> None:
-        self.tell({"event": "looks", "looks": [astuple(look) for look in self.looks]})
+    def looks(self) -> list[tuple[float, ...]]:
+        width = len(fields(Look))
+        return [tuple(self._room[at : at + width]) for at in range(0, self._taken, width)]
 
 
 def be_rank(rank: int, soak: Soak, pipe: Any) -> None:

@@ -34,7 +34,7 @@ def soaked(
                 f"{scheme}: rank {rank} ended with code {ending.exit_code} instead of {steps} steps; "
                 f"{ending.stacks[-1500:] or 'its error stands above'}"
             )
-        looks = [Look(*each) for each in ending.told("looks").get("looks", [])]
+        looks = [Look(int(each[0]), *each[1:]) for each in ending.told("looks").get("looks", [])]
         lines += judge(scheme, rank, looks, steps)
         seen.append(looks)
     return lines, seen
