@@ -43,7 +43,7 @@ class _Optimizer:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._state = {
             number: {
-                "step": torch.tensor(4.0, device="cpu"),
+                "step": torch.tensor(4.0, dtype=torch.float32, device="cpu"),
                 "exp_avg": tensor.clone(),
                 "exp_avg_sq": tensor**2,
             }
@@ -84,7 +84,9 @@ def of_tensors() -> Iterator[Door]:
     """The layout by itself."""
     for name, build in _KINDS.items():
         yield Door(f"tensors of {name}", _shards(build)[1], (8, 240, WORLD), _enter_tensors)
-    tiny = {f"a/{number}": torch.tensor([number % 7], device="cpu") for number in range(_MANY)}
+    tiny = {
+        f"a/{number}": torch.tensor([number % 7], dtype=torch.int64, device="cpu") for number in range(_MANY)
+    }
     yield Door("many tiny tensors", (_written(tiny),), (_MANY,), _enter_tensors)
 
 
