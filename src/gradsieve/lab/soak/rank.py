@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from gradsieve.errors import GradsieveError
 from gradsieve.feedback.treatment import Treatment
 from gradsieve.integrations.ddp import DdpSync, attach
 from gradsieve.integrations.recorder import record
@@ -30,7 +31,7 @@ from gradsieve.lab.soak.judge import Look
 EVALUATES, FLUSHES, SAVES, ASKS = 50, 400, 500, 10
 """Steps from one to the next."""
 _LOOKS = 200
-_UNIT_MB = 0.0045
+_UNIT_MB, _UNITS = 0.004, 3
 _WIDTH = 32
 SETTINGS: dict[str, dict[str, Any]] = {
     "stripes": {"bits": 1.0},
@@ -62,7 +63,7 @@ class SoakTraining:
             timeout=timedelta(seconds=60),
         )
         torch.manual_seed(1)
-        layers = [nn.Linear(_WIDTH, _WIDTH), nn.Tanh(), nn.Linear(_WIDTH, _WIDTH), nn.Tanh()]
+        layers = [layer for _ in range(_UNITS) for layer in (nn.Linear(_WIDTH, _WIDTH), nn.Tanh())]
         self.model = nn.parallel.DistributedDataParallel(
             nn.Sequential(*layers, nn.Linear(_WIDTH, 1)), bucket_cap_mb=_UNIT_MB
         )
@@ -70,6 +71,8 @@ class SoakTraining:
         self.sync: DdpSync = attach(
             self.model, self.optimizer, dense_if_faster=False, **SETTINGS[soak.scheme]
         )
+        if len(self.sync.pipeline.units) != _UNITS:
+            raise GradsieveError(f"{len(self.sync.pipeline.units)} units, where the soak is of {_UNITS}")
         self.recorder = record(self.sync, Path(soak.folder) / soak.scheme)
         # Of one size from the beginning: what is seen to grow is not the list of what was seen.
         self._room = array("d", [0.0]) * (len(fields(Look)) * (2 * _LOOKS + 2))
