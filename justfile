@@ -16,8 +16,12 @@ soak:       # 2,000 sequences of 30 actions in any order, on virtual ranks: abou
 mutants *words: # every fault in tools/mutants.toml, put into a copy of the source, turns its test red
     python tools/mutants.py {{words}}
 
-fuzz:       # a million altered messages wherever a peer's bytes are read
+long-run:   # 20,000 steps on real ranks: memory, files and threads must not grow
+    gradsieve lab soak --steps 20000
+
+fuzz:       # altered messages wherever a peer's bytes are read, and altered checkpoints
     gradsieve lab fuzz --target frames --count 1e6 --seed 1
+    gradsieve lab fuzz --target checkpoints --count 1e5 --seed 1
 
 bench:      # the headline measurement (needs root for the lab)
     gradsieve bench step --hosts 4 --rate 1gbit --workload mlp --params 25e6 --density 0.001

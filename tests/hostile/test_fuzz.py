@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from pathlib import Path
 from random import Random
 
@@ -10,12 +11,14 @@ import pytest
 
 from gradsieve.cli.main import main
 from gradsieve.errors import ConfigError
-from gradsieve.fuzz import guided, pipelines, readers, targets
+from gradsieve.fuzz import files, guided, pipelines, readers, targets
 from gradsieve.fuzz.door import REFUSED, Door
+from gradsieve.fuzz.forge import altered
 from gradsieve.fuzz.mutate import mutant
 from gradsieve.fuzz.run import Fuzz
 
 DOORS = [*readers.on_the_host(), *readers.on_the_device(), *pipelines.doors()]
+FILES = [*files.of_tensors(), *files.of_folders()]
 A_FEW = (
     targets.Family("readers", 0.9, readers.on_the_host),
     targets.Family("pipelines", 0.1, pipelines.doors),
@@ -40,15 +43,31 @@ def test_honest_messages_are_let_in_and_altered_ones_read_or_refused(door: Door)
             continue
 
 
+@pytest.mark.parametrize("door", FILES, ids=lambda door: door.name)
+def test_honest_files_are_let_in_and_altered_ones_read_or_refused(door: Door) -> None:
+    source, refused, lengths = Random(0), set[int | None](), set[int]()
+    door.enter(bytearray(door.honest[0]))
+    for _ in range(60):
+        forged = altered(source, door)
+        lengths.add(len(forged) - len(door.honest[0]))
+        try:
+            door.enter(forged)
+        except REFUSED as error:
+            refused.add(traceback.extract_tb(error.__traceback__)[-1].lineno)
+    assert min(lengths) < 0 < max(lengths)
+    assert len(refused) > 1  # by several checks, and not all by the first
+
+
 def test_every_fault_is_found_with_its_number_and_the_rest_is_still_read() -> None:
     """Crashes and hangs end a process; where there are more messages, another one goes on."""
     faulty = Path(__file__).with_name("faulty_worker.py")
     report = Fuzz([sys.executable, str(faulty)], lambda *_: None, hangs=1.0).run(7, 1)
     found = {finding.case: finding.what for finding in report.findings}
-    assert sorted(found) == [2, 3, 4, 6]
+    assert sorted(found) == [2, 3, 4, 5, 6]
     assert "IndexError: out of range" in found[2]
     assert "MemoryError" in found[3]
     assert "died of SIGABRT" in found[4]
+    assert "MemoryError" in found[5]  # three copies; two are as many as may be
     assert "hung for 1 s" in found[6]
 
 
@@ -60,6 +79,8 @@ def test_the_same_seed_and_number_are_the_same_message() -> None:
         (door.name, frame) for _, door, frame in map(again.case, range(50))
     ]
     assert [each[2] for each in made] != [other.case(number)[2] for number in range(50)]
+    for number in (300, 7, 256, 8):  # in any order: the one that was found is made again without the others
+        assert again.case(number)[2] == [cases.case(each)[2] for each in range(number + 1)][-1]
 
 
 @pytest.mark.usefixtures("few")

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from gradsieve import Malformed
@@ -199,6 +200,29 @@ def test_a_distributed_checkpoint_keeps_the_residuals_of_all_ranks(
     assert set(residuals) <= set(differing(saved[0], saved[1])), "ranks with equal residuals show nothing"
     for rank in range(2):
         assert differing(saved[rank], loaded[rank]) == []
+
+
+def load_anothers_with_dcp(rank: int, folder: str) -> tuple[str, list[str]]:
+    run = Run(rank, Plan("stripes"))
+    before = run.sync.state_dict()
+    with pytest.raises((Malformed, CheckpointException), match="rank") as refusal:
+        dcp.load({"sync": run.sync}, checkpoint_id=folder)
+    return str(refusal.value), differing(before, run.sync.state_dict())
+
+
+def test_a_distributed_checkpoint_of_another_number_of_ranks_is_refused_with_what_to_do(
+    pool: Callable[[int], Ranks], two: Ranks, tmp_path: Path
+) -> None:
+    """Fewer: by the sync. More: by DCP itself, which finds no key of the new ranks."""
+    two.run(save_with_dcp, "stripes", str(tmp_path / "two"))
+    ((said, changed),) = pool(1).run(load_anothers_with_dcp, str(tmp_path / "two"))
+    assert "2 ranks saved this checkpoint and 1 load it" in said
+    assert "load with sync.load(folder)" in said
+    assert changed == []
+    pool(1).run(save_with_dcp, "stripes", str(tmp_path / "one"))
+    for said, changed in two.run(load_anothers_with_dcp, str(tmp_path / "one")):
+        assert "rank1/" in said
+        assert changed == []
 
 
 def parts_of(learning: Learning) -> dict[str, Any]:

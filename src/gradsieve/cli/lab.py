@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from gradsieve.cli import lab_chaos, lab_faults, lab_fuzz
+from gradsieve.cli import lab_chaos, lab_faults, lab_fuzz, lab_soak
 from gradsieve.errors import GradsieveError
 from gradsieve.lab import Lab
 
@@ -49,6 +49,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     lab_faults.add_parsers(commands)
     lab_fuzz.add_parser(commands)
     lab_chaos.add_parsers(commands)
+    lab_soak.add_parser(commands)
 
 
 def run_lab(args: argparse.Namespace) -> int:

@@ -209,5 +209,5 @@ def check_lawful(sparse: Sparse, n: int) -> None:
     indices = sparse.indices.numpy()
     if indices.dtype != np.int64 or len(indices) != sparse.count:
         raise AssertionError("not one value for each index")
-    if len(indices) and (indices[0] < 0 or indices[-1] >= n or not (np.diff(indices) > 0).all()):
+    if len(indices) and (indices[0] < 0 or indices[-1] >= n or not (indices[1:] > indices[:-1]).all()):
         raise AssertionError("indices that are not sorted, unique and inside")

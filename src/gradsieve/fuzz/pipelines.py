@@ -66,29 +66,31 @@ def doors() -> Iterator[Door]:
                 yield Door(title, honest, (WORLD, _STEPS, 240), _enter(victim, heard, number))
 
 
-def with_budget(scheme: str, rank: int) -> Rank:
-    pipeline = _steps(scheme, rank)
-    pipeline.budget = Adaptive.over(Links(1e-4, 1e-8), 240, WORLD)
+def with_budget(scheme: str, rank: int, world: int = WORLD) -> Rank:
+    pipeline = _steps(scheme, rank, world)
+    pipeline.budget = Adaptive.over(Links(1e-4, 1e-8), 240, world)
     pipeline.times = Times(0.1, 0.05, 0.01, 0.02)
     return Rank(pipeline, pipeline.own)
 
 
 def with_fallback(scheme: str, rank: int) -> Rank:
-    pipeline = _steps(scheme, rank)
+    pipeline = _steps(scheme, rank, WORLD)
     pipeline.fall_back(Links(1e-4, 1e-8))
+    # Measured ones ride along and would make an honest message another one each time.
+    pipeline.seconds = lambda index=None: 1e-3  # type: ignore[method-assign]
     return Rank(pipeline, pipeline.own)
 
 
-def _steps(scheme: str, rank: int) -> StepPipeline:
-    return StepPipeline(_parameters().items(), parse(scheme, 0.2), rank, WORLD)
+def _steps(scheme: str, rank: int, world: int) -> StepPipeline:
+    return StepPipeline(parameters().items(), parse(scheme, 0.2), rank, world)
 
 
-def gradients(scheme: str, rank: int) -> Rank:
-    pipeline = GradientPipeline(_parameters().items(), parse(scheme, 0.2), rank, WORLD)
-    return Rank(pipeline, {name: tensor.flatten() for name, tensor in _parameters().items()})
+def gradients(scheme: str, rank: int, world: int = WORLD) -> Rank:
+    pipeline = GradientPipeline(parameters().items(), parse(scheme, 0.2), rank, world)
+    return Rank(pipeline, {name: tensor.flatten() for name, tensor in parameters().items()})
 
 
-def _parameters() -> dict[str, Tensor]:
+def parameters() -> dict[str, Tensor]:
     return {name: torch.zeros(shape, dtype=torch.float32, device="cpu") for name, shape in _SHAPES.items()}
 
 

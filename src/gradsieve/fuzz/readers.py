@@ -116,7 +116,7 @@ def _enter_codec(codec: indices.IndexCodec, capacity: int, span: int) -> Callabl
 
 
 def _check_rising(found: Host, n: int) -> None:
-    if len(found) and (found[0] < 0 or found[-1] >= n or not (np.diff(found) > 0).all()):
+    if len(found) and (found[0] < 0 or found[-1] >= n or not (found[1:] > found[:-1]).all()):
         raise AssertionError("indices that are not sorted, unique and inside")
 
 
@@ -191,15 +191,17 @@ def _value_codecs() -> Iterator[Door]:
 
 def _enter_values(codec: ValueCodec, count: int) -> Callable[[bytearray], None]:
     room = torch.full((count + 32,), _CANARY, dtype=torch.float32, device="cpu")
+    values, seen = room[16 : 16 + count], room.numpy()
+    before, after, untouched = seen[:16], seen[16 + count :], seen[:16].tobytes()
     shape = Shape(codec, 1, count, torch.float32, torch.device("cpu"))
 
     def enter(forged: bytearray) -> None:
         row = torch.frombuffer(forged, dtype=torch.uint8)
-        codec.decode_into(row, room[16 : 16 + count])
-        if bool((room[:16] != _CANARY).any()) or bool((room[16 + count :] != _CANARY).any()):
+        codec.decode_into(row, values)
+        if before.tobytes() != untouched or after.tobytes() != untouched:
             raise AssertionError("written beside the values")
-        bounded = bool(Coded(shape, row[None]).bounds().isfinite().all())
-        if bounded and not bool(room.isfinite().all()):
+        bounded = np.isfinite(Coded(shape, row[None]).bounds().numpy()).all()
+        if bounded and not np.isfinite(seen).all():
             raise AssertionError("not finite, and the bounds are")
 
     return enter

@@ -63,6 +63,7 @@ class Worker:
             [*command, str(first), str(stop), str(self._place)],
             stdout=subprocess.PIPE,
             stderr=self._errors,
+            env={**os.environ, "TMPDIR": str(folder)},  # what a process that is killed leaves goes with it
         )
         assert self.process.stdout is not None
         self.lines = self.process.stdout

@@ -9,6 +9,7 @@ hangs.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -20,6 +21,7 @@ import struct
 import sys
 import time
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -32,8 +34,9 @@ ALLOWED = 1 << 20
 _OWN = 2 << 20
 """And for the interpreter, which takes memory a MiB at a time."""
 _LARGE = 1 << 16
-"""Bytes from which on memory is mapped for itself, and so counts against the limit to the byte."""
-_WARM_UP = 2000
+"""Bytes from which on memory is mapped for itself, and so counts against the cap to the byte."""
+_WARM_UP = 10
+"""Altered messages at each door, before the cap."""
 _TELL = 1.0
 """Seconds between two lines."""
 _MOST_FINDINGS = 20
@@ -46,33 +49,48 @@ def main(target: str, seed: str, first: str, stop: str, place: str) -> int:
     with Path(place).open("r+b") as file, mmap.mmap(file.fileno(), 8) as here:
         torch.set_grad_enabled(False)  # as the thread that exchanges has it
         _warm_up(cases)
-        _confine(ALLOWED + _OWN + 2 * max(len(door.honest[0]) for doors in cases.doors for door in doors))
-        return _run(cases, int(first), int(stop), here)
+        return _run(cases, int(first), int(stop), here, Cap())
 
 
 def _warm_up(cases: Cases) -> None:
     """Every door lets in what honest ranks send; and whatever is loaded or kept once is there afterwards."""
-    for doors in cases.doors:
+    source = Random(0)
+    for family, doors in zip(cases.families, cases.doors, strict=True):
         for door in doors:
             door.enter(bytearray(door.honest[0]))
-    for number in range(_WARM_UP):
-        _hand_in(cases, (1 << 47) + number)
+            for _ in range(_WARM_UP):
+                with contextlib.suppress(Exception):  # what is found is found again, under its number
+                    door.enter(family.alter(source, door))
     gc.collect()
 
 
-def _confine(room: int) -> None:
-    """From now on this process can have so much more memory, and no more."""
-    libc = ctypes.CDLL(None)
-    libc.mallopt(-3, _LARGE)  # M_MMAP_THRESHOLD
-    libc.malloc_trim(0)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * os.sysconf("SC_PAGE_SIZE") + room
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+class Cap:
+    """How much more memory this process can have than it has now, from message to message."""
+
+    def __init__(self) -> None:
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-3, _LARGE)  # M_MMAP_THRESHOLD
+        libc.malloc_trim(0)
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        self._before = pages * os.sysconf("SC_PAGE_SIZE") + ALLOWED + _OWN
+        self._most = resource.getrlimit(resource.RLIMIT_AS)[1]
+
+    def fit(self, length: int) -> None:
+        """A message of so many bytes is there and will be read: itself, and twice as much."""
+        resource.setrlimit(resource.RLIMIT_AS, (self._before + 3 * length, self._most))
+
+    def lift(self) -> None:
+        """Whoever alters a message may take what it likes."""
+        resource.setrlimit(resource.RLIMIT_AS, (self._most, self._most))
 
 
-def _hand_in(cases: Cases, number: int) -> tuple[int, str, str]:
+def _hand_in(cases: Cases, number: int, cap: Cap | None = None) -> tuple[int, str, str]:
     """Of a message its family, what became of it, and the finding, if it is one."""
+    if cap is not None:
+        cap.lift()
     family, door, frame = cases.case(number)
+    if cap is not None:
+        cap.fit(len(frame))
     try:
         door.enter(frame)
     except REFUSED:
@@ -82,13 +100,13 @@ def _hand_in(cases: Cases, number: int) -> tuple[int, str, str]:
     return family, "read", ""
 
 
-def _run(cases: Cases, first: int, stop: int, here: mmap.mmap) -> int:
+def _run(cases: Cases, first: int, stop: int, here: mmap.mmap, cap: Cap) -> int:
     said = time.monotonic()
     seen = _nothing(cases)
     findings = 0
     for number in range(first, stop):
         struct.pack_into("<q", here, 0, number)
-        family, what, finding = _hand_in(cases, number)
+        family, what, finding = _hand_in(cases, number, cap)
         seen[cases.families[family].name][what] += 1
         if finding:
             findings += 1

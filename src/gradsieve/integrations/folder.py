@@ -83,6 +83,18 @@ class Manifest:
         return _file(rank, self.world, self.hash_of(rank))
 
 
+def as_text(manifest: Manifest) -> str:
+    return _TEXT.format(
+        version=VERSION,
+        world=manifest.world,
+        step=manifest.step,
+        scheme=manifest.scheme,
+        layout=manifest.layout,
+        optimizers=int(manifest.optimizers),
+        hashes=manifest.hashes,
+    )
+
+
 # -- out ------------------------------------------------------------------------------------------------
 
 
@@ -180,16 +192,7 @@ def _commit(folder: Path, manifest: Manifest) -> None:
             f"rank 0 does not see {missing[0]} in {folder}, which another rank has written: the folder has "
             "to be one that all ranks share"
         )
-    text = _TEXT.format(
-        version=VERSION,
-        world=manifest.world,
-        step=manifest.step,
-        scheme=manifest.scheme,
-        layout=manifest.layout,
-        optimizers=int(manifest.optimizers),
-        hashes=manifest.hashes,
-    )
-    _write(folder, "manifest.part", [memoryview(text.encode())])
+    _write(folder, "manifest.part", [memoryview(as_text(manifest).encode())])
     for name in there - named:
         if _OURS.fullmatch(name):
             with contextlib.suppress(OSError):

@@ -153,8 +153,9 @@ def part_of(sync: GradientSync, stored: Mapping[str, Tensor], rank: int, world: 
     if world != pipeline.world and prefix + "format" not in stored:
         raise Malformed(
             f"{world} ranks saved this checkpoint and {pipeline.world} load it: rank {sync.engine.rank} then "
-            f"needs what {list_ranks(parts_for(sync, world))} had, and is not given that of rank {rank}. "
-            "Give it all of them, or use save() and load()"
+            f"needs what {list_ranks(parts_for(sync, world))} had, and is not given that of rank {rank} "
+            "(dcp.load reads no parts of ranks that are no more). Save with sync.save(folder) and load with "
+            "sync.load(folder), or give load_state_dict() all of these parts: docs/checkpoints.md"
         )
     for key, expected in (("format", checkpoint.FORMAT), ("world", world)):
         found = int(checkpoint.take(stored, prefix + key, (), torch.int64))

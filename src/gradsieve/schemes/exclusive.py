@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -127,16 +127,22 @@ def read_rows(
     span = max(1, int(spans.max()))
     demands = rows[:, :8].copy().view(np.int64).flatten()
     tails = rows[:, 8:HEADER].copy().view(np.float32).flatten()
-    counts_within(demands, np.roll(spans, -turn), f"elements in step {step}")
+    counts_within(demands, _turned(spans, world - turn), f"elements in step {step}")
     tails_within(tails, f"in step {step}")
     sent = demands.clip(max=capacity)
     places = codec.decode(rows[:, HEADER:], sent, capacity, span)
     rank = np.repeat(np.arange(world), sent)
     owned = (rank + step) % world  # the partition of each index
     inside_its_partition(places, spans[owned], rank, f"in step {step}")
-    picked = np.roll(places + cuts[owned], sent[world - turn :].sum())
-    sent, demands, tails = np.roll(sent, turn), np.roll(demands, turn), np.roll(tails, turn)
+    picked = _turned(places + cuts[owned], int(sent[world - turn :].sum()))
+    sent, demands, tails = _turned(sent, turn), _turned(demands, turn), _turned(tails, turn)
     return Gathered(picked, sent, demands, capacity, tails.astype(np.float64))
+
+
+def _turned(row: NDArray[Any], by: int) -> NDArray[Any]:
+    """The last `by` of a row before its first: `np.roll` of short rows, in a fraction of its time."""
+    cut = len(row) - by
+    return np.concatenate((row[cut:], row[:cut]))
 
 
 def _select(

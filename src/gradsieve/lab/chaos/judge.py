@@ -13,7 +13,7 @@ from gradsieve.lab.chaos.schedule import Chance
 from gradsieve.lab.faults.fleet import Ending
 from gradsieve.lab.faults.kinds import KINDS as ENDINGS
 from gradsieve.lab.faults.trained import DONE, FAILED, PEER_FAILED
-from gradsieve.lab.faults.verdicts import quantiles
+from gradsieve.lab.faults.verdicts import as_hex, longest_ms, quantiles, wrong_code
 
 Clean = Mapping[int, Sequence[Sequence[int]]]
 """Of an undisturbed run, by step and rank: digests of what is shared, and of all that the rank has."""
@@ -89,11 +89,11 @@ def judge(
         op=fired.get("op", ""),
         delay_ms=round(1000 * chance.delay, 1),
         deadline=chance.deadline,
-        detection_ms=round(1000 * max(seconds), 1) if seconds else None,
+        detection_ms=longest_ms(seconds),
         exit_codes=[ending.exit_code for ending in endings],
         errors=[ending.told("ended").get("said", "")[:400] for ending in endings],
         outcome=outcome,
-        digest=" ".join(f"{each % (1 << 64):016x}" for each in sorted(reached)),
+        digest=as_hex(reached),
         resumed_at=resumed_at,
         kept_at=kept_at,
         lost_steps=max(0, farthest - kept_at) if ended else 0,
@@ -159,10 +159,9 @@ def _wrong_with_other(ending: Ending, chance: Chance, endings: Sequence[Ending])
 def _wrong_with_victim(ending: Ending, chance: Chance, endings: Sequence[Ending]) -> list[str]:
     match chance.must:
         case Must.DEATH:
-            expected = ENDINGS[chance.kind]
-            return [] if ending.exit_code == expected else [f"exit code {ending.exit_code}, not {expected}"]
+            return wrong_code(ending, ENDINGS[chance.kind])
         case Must.FAIL:
-            return [] if ending.exit_code == FAILED else [f"exit code {ending.exit_code}, not {FAILED}"]
+            return wrong_code(ending, FAILED)
         case Must.STALL:
             named = ending.exit_code == PEER_FAILED
             return (

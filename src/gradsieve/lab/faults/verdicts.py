@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -55,7 +55,7 @@ def judge(fault: Fault, task: Task, endings: Sequence[Ending], clean: Sequence[i
     if seconds and max(seconds) > allowed:
         wrong.append(f"took {max(seconds):.1f} s, and {allowed:g} are allowed")
     wrong += [f"rank {fault.rank}: {each}" for each in _faults_of_victim(endings[fault.rank], fault)]
-    digests = {ending.told("ended").get("digests", [None])[-1] for ending in survivors.values()}
+    digests = {ending.told("ended")["digests"][-1] for ending in survivors.values() if ending.told("ended")}
     return Line(
         scheme=task.scheme,
         seed=task.seed,
@@ -65,10 +65,10 @@ def judge(fault: Fault, task: Task, endings: Sequence[Ending], clean: Sequence[i
         op=fault.op,
         op_name=op_name,
         deadline=task.deadline,
-        detection_ms=round(1000 * max(seconds), 1) if seconds else None,
+        detection_ms=longest_ms(seconds),
         exit_codes=[ending.exit_code for ending in endings],
         outcome="; ".join(wrong) or "named",
-        digest=" ".join(f"{each % (1 << 64):016x}" for each in sorted(digests - {None})),
+        digest=as_hex(digests),
     )
 
 
@@ -96,8 +96,7 @@ def _faults_of(ending: Ending, fault: Fault, clean: Sequence[int]) -> list[str]:
 
 def _faults_of_victim(ending: Ending, fault: Fault) -> list[str]:
     if fault.is_death:
-        expected = KINDS[fault.kind]
-        return [] if ending.exit_code == expected else [f"exit code {ending.exit_code}, not {expected}"]
+        return wrong_code(ending, KINDS[fault.kind])
     if ending.exit_code is None:
         return [f"hung after it was continued, at {ending.stacks[-800:]}"]
     told = ending.told("ended")
@@ -122,6 +121,22 @@ def summary(lines: Sequence[Line], seconds: float) -> dict[str, Any]:
         "stalls_beyond_deadline_ms": quantiles(stalls),
         "seconds": round(seconds, 1),
     }
+
+
+# -- what judges of other faults take as well --------------------------------------------------------------
+
+
+def wrong_code(ending: Ending, expected: int | None) -> list[str]:
+    return [] if ending.exit_code == expected else [f"exit code {ending.exit_code}, not {expected}"]
+
+
+def longest_ms(seconds: Sequence[float]) -> float | None:
+    return round(1000 * max(seconds), 1) if seconds else None
+
+
+def as_hex(digests: Set[int]) -> str:
+    """One, unless ranks differ."""
+    return " ".join(f"{each % (1 << 64):016x}" for each in sorted(digests))
 
 
 def quantiles(times: Sequence[float | None]) -> dict[str, float]:
