@@ -47,6 +47,8 @@ _CUT = 0.15
 """Share of the rows that may be too short for what is above the threshold; what does not fit waits."""
 _LENGTHEN = 0.05
 """How much longer rows become, as a logarithm, for rows cut in excess of that share."""
+_TRAVELLED = 32
+"""Steps in which cuts find their places: until then what overflows is theirs to mend."""
 _SHORTEST, _LONGEST = 1.05, 2.0
 """Rows over what is expected in them. Longer ones would cost more than they carry."""
 
@@ -124,7 +126,7 @@ def _in_proportion(cuts: Edges, parts: Edges) -> Edges:
 def _room(state: State, cut: float) -> float:
     """A little more where more rows were cut than may be, else a little less: rows become as long as demands
     scatter, whatever makes them scatter."""
-    if not state.threshold:  # an exact selection has the length that is expected
+    if not state.threshold or state.age < _TRAVELLED:  # an exact selection has the length that is expected
         return state.room
     return min(max(state.room * math.exp(_LENGTHEN * (cut - _CUT)), _SHORTEST), _LONGEST)
 
