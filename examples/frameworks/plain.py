@@ -23,7 +23,7 @@ def main(words=None):
     optimizer = torch.optim.AdamW(model.parameters(), task.RATE, weight_decay=0)
     sync = gradsieve.attach(ddp, optimizer, **task.EXCHANGE)
 
-    saved, begin = args.folder / f"step-{args.save_at}", 0
+    saved, begin, judged = args.folder / f"step-{args.save_at}", 0, {}
     if args.resume:
         model.load_state_dict(torch.load(saved / "model.pt", weights_only=True))
         sync.load(saved / "gradsieve")
@@ -39,12 +39,13 @@ def main(words=None):
         optimizer.step()
         optimizer.zero_grad()
         if step + 1 == args.save_at:
+            judged = {"saved_accuracy": task.accuracy(model), "saved_bits": task.bits(model)}
             sync.save(saved / "gradsieve")  # every rank
             if task.RANK == 0:
                 torch.save(model.state_dict(), saved / "model.pt")
 
     sync.flush()
-    task.report("plain", model, sync)
+    task.report("plain", model, sync, **judged)
     sync.close()
 
 

@@ -25,7 +25,7 @@ class Learner(lightning.LightningModule):
 
 
 class Batches:
-    """Lightning saves and loads a loader's state, where it has one; else it would begin at the first batch."""
+    """Lightning saves and loads the state of a loader that has one; else it begins at the first batch."""
 
     def __init__(self, data):
         self.all, self.next = list(torch.utils.data.DataLoader(data, task.BATCH)), 0

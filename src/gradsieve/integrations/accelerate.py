@@ -3,7 +3,7 @@
     model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
     sync = gradsieve.integrations.accelerate.attach(accelerator, model, optimizer)      # the one new line
 
-`accelerator.save_state` and `load_state` then keep every rank's state, in the folder `gradsieve` within theirs.
+`accelerator.save_state` and `load_state` then keep every rank's state, in a folder `gradsieve` within.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def attach(accelerator: Accelerator, model: Any, optimizer: Any, **settings: Any
     unprepared = [one for one in every if one not in accelerator._optimizers]
     if unprepared:
         raise ConfigError(
-            f"rank {accelerator.process_index}: {type(unprepared[0]).__name__} was not prepared by this accelerator, "
-            "so that it would not save it: give attach() what accelerator.prepare() returned"
+            f"rank {accelerator.process_index}: {type(unprepared[0]).__name__} was not prepared by this "
+            "accelerator, so that it would not save it: give attach() what accelerator.prepare() returned"
         )
     sync = ddp.attach(model, every, **settings)
     _Checkpoints(accelerator, sync, as_list(every))
@@ -66,8 +66,8 @@ class _Checkpoints:
         if sync is not None and any(each is sync for each in self._accelerator._custom_objects):
             raise ConfigError(
                 f"rank {self._accelerator.process_index}: the sync is saved by attach() already; with "
-                "register_for_checkpointing(sync) one rank's state would be saved as well, for all of them: leave "
-                "that line out"
+                "register_for_checkpointing(sync) one rank's state would be saved as well, for all of them: "
+                "leave that line out"
             )
         save_into(sync, Path(folder) / FOLDER)
 

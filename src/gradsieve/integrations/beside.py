@@ -29,8 +29,8 @@ def save_into(sync: GradientSync | None, folder: str | Path) -> bool:
         return False
     if "://" in str(folder):
         raise ConfigError(
-            f"{_where(sync)}: {folder} is not on a file system that is mounted here, and every rank writes its "
-            "own file: save to a folder that all ranks see, and copy it from there"
+            f"{_where(sync)}: {folder} is not on a file system that is mounted here, and every rank writes "
+            "its own file: save to a folder that all ranks see, and copy it from there"
         )
     sync.save(folder)
     return True
@@ -57,8 +57,8 @@ def is_seen_by_all(sync: GradientSync, folder: str | Path, is_there: bool) -> bo
     blind = [rank for rank, sees in enumerate(seen) if not sees]
     if 0 < len(blind) < len(seen):
         raise MismatchError(
-            f"{_where(sync)}: {list_ranks(blind)} of {len(seen)} do not see {folder}: the checkpoint has to be in "
-            "a folder that all ranks share"
+            f"{_where(sync)}: {list_ranks(blind)} of {len(seen)} do not see {folder}: the checkpoint has "
+            "to be in a folder that all ranks share"
         )
     return not blind
 

@@ -280,12 +280,13 @@ def attach(
 def _refuse_unfit(ddp: DistributedDataParallel) -> None:
     if not isinstance(ddp, DistributedDataParallel):
         raise ConfigError(
-            f"attach() wants a DistributedDataParallel model, not {type(ddp).__name__}. Accelerate and Trainer "
-            "wrap none in a single process: start several, with torchrun"
+            f"attach() wants a DistributedDataParallel model, not {type(ddp).__name__}. Accelerate and "
+            "Trainer wrap none in a single process: start several, with torchrun"
         )
     if getattr(ddp, "_use_python_reducer", False):
         raise ConfigError(
-            'with torch._dynamo.config.optimize_ddp = "python_reducer" DDP hands over no buckets: leave it at True'
+            'with torch._dynamo.config.optimize_ddp = "python_reducer" DDP hands over no buckets: set it to '
+            "True before the model is wrapped"
         )
     door = door_of(ddp)
     if door is not None and door.sync is not None:

@@ -17,8 +17,8 @@ from lightning import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from gradsieve.integrations.ddp import DdpSync, attach
 from gradsieve.integrations.beside import load_from, save_into
+from gradsieve.integrations.ddp import DdpSync, attach
 
 _MARK = "gradsieve"
 """In a checkpoint with a folder beside it: one without it is of plain DDP, or of the end of a training."""
@@ -28,7 +28,7 @@ class GradsieveStrategy(DDPStrategy):
     """DDP with the exchange of `gradsieve.attach`. Takes the settings of both, by name."""
 
     def __init__(self, **settings: Any) -> None:
-        ours = attach.__kwdefaults__
+        ours = attach.__kwdefaults__ or {}
         super().__init__(**{name: value for name, value in settings.items() if name not in ours})
         self._settings = {name: value for name, value in settings.items() if name in ours}
         self.sync: DdpSync | None = None
@@ -72,7 +72,8 @@ class GradsieveStrategy(DDPStrategy):
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
         self._loading = _beside(os.path.realpath(checkpoint_path))  # `last.ckpt` may be a link
-        return super().load_checkpoint(checkpoint_path, weights_only)
+        loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        return loaded
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """One rank's on all of them, and then each its own."""

@@ -72,9 +72,9 @@ def state_of(sync: GradientSync) -> dict[str, Tensor]:
     if sys._getframe(2).f_globals.get("__name__") == "accelerate.checkpointing":
         # It keeps what rank 0 returns and gives it to all ranks: they would find out when they load it.
         raise ConfigError(
-            f"rank {sync.engine.rank}, step {sync.pipeline.step}: register_for_checkpointing(sync) saves one rank's "
-            "state for all of them. Leave it out, and attach by gradsieve.integrations.accelerate.attach(accelerator, "
-            "model, optimizer): save_state() then saves every rank's"
+            f"rank {sync.engine.rank}, step {sync.pipeline.step}: register_for_checkpointing(sync) saves one "
+            "rank's state for all of them. Leave it out, and attach by gradsieve.integrations.accelerate."
+            "attach(accelerator, model, optimizer): save_state() then saves every rank's"
         )
     return {key: part.clone() for key, part in _tensors(sync, frozenset()).items()}
 

@@ -53,8 +53,8 @@ class GradsieveCallback(TrainerCallback):
         """The model is wrapped, and the Trainer has loaded model and optimizer, if it was to."""
         if state.is_hyper_param_search:
             raise ConfigError(
-                f"rank {args.process_index}: a hyperparameter search puts checkpoints where callbacks are not told: "
-                "search with plain DDP, then attach() to the Trainer of the training itself"
+                f"rank {args.process_index}: a hyperparameter search puts checkpoints where callbacks "
+                "are not told: search with plain DDP, then attach() to the Trainer of the training itself"
             )
         if self.sync is not None and not self.sync.is_closed:
             self.sync.close()  # a training that broke off: `auto_find_batch_size` begins anew

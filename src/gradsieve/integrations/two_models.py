@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Set
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from gradsieve.errors import ConfigError
 from gradsieve.feedback.units import flat_view, shaped_like
@@ -108,7 +109,7 @@ class TwoModels:
 def _apart(part: Tensor) -> Tensor:
     """The same memory as a storage of its own. All parameters are parts of one long vector; savers take
     tensors in one storage for tied ones and keep one of them (Accelerate), or write all of it for each."""
-    return part if part.numel() == 0 else torch.from_dlpack(part.detach())
+    return part if part.numel() == 0 else from_dlpack(part.detach())
 
 
 def _check_place(name: str, parameter: Tensor, expected: Tensor) -> None:
