@@ -25,14 +25,7 @@ NAMES = ("plain", "with_accelerate", "with_lightning", "with_trainer")
 
 def trained(name: str, folder: Path, args: argparse.Namespace, *words: str) -> list[dict[str, Any]]:
     """How each rank ended."""
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(args.ranks),
-    ]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
     settings = ["--steps", str(args.steps), "--save-at", str(args.save_at), *words]
     done = subprocess.run(  # noqa: S603 - our own scripts
         [*launch, str(EXAMPLES / f"{name}.py"), str(folder), *settings],
@@ -46,14 +39,14 @@ def trained(name: str, folder: Path, args: argparse.Namespace, *words: str) -> l
     return sorted(ends, key=lambda end: end["rank"])
 
 
-def saved(names: tuple[str, ...], folder: Path, step: int) -> list[dict[str, Any]]:
+def saved(name: str, folder: Path, step: int) -> dict[str, Any]:
     """Accuracy and bits of what is on disk."""
     sys.path.insert(0, str(EXAMPLES))
     import task
     from saved import model_saved_by
 
-    models = {name: model_saved_by(name, folder / name, step) for name in names}
-    return [{"accuracy": task.accuracy(model), "bits": task.bits(model)} for model in models.values()]
+    model = model_saved_by(name, folder, step)
+    return {"accuracy": task.accuracy(model), "bits": task.bits(model)}
 
 
 def main() -> None:
@@ -70,12 +63,12 @@ def main() -> None:
         for name in names:
             begin = time.perf_counter()
             whole = trained(name, folder / name, args)
+            found = saved(name, folder / name, args.save_at)  # now: Lightning saves again when it goes on
             resumed = trained(name, folder / name, args, "--resume")
             seconds = round(time.perf_counter() - begin, 1)
-            rows.append({"name": name, "whole": whole, "resumed": resumed, "seconds": seconds})
+            row = {"name": name, "whole": whole, "resumed": resumed, "saved": found, "seconds": seconds}
+            rows.append(row)
             print(name, whole[0]["accuracy"], seconds, "s", flush=True)
-        for row, found in zip(rows, saved(names, folder, args.save_at), strict=True):
-            row["saved"] = found
     ends = [end for row in rows for end in row["whole"] + row["resumed"]]
     first = rows[0]["whole"][0]
     assert len({end["bits"] for end in ends}) == 1, "not the same bits"

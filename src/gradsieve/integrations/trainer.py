@@ -77,8 +77,10 @@ class GradsieveCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """What still waits goes into the model, which is then a plain one; nothing waits for one that
-        `load_best_model_at_end` has loaded."""
-        if self.sync is not None and not self.sync.is_closed:
+        """What still waits goes into the model, which is then a plain one. Not into the best one, if that was
+        loaded: it stays what was judged and saved, also where it is the last."""
+        if self.sync is None or self.sync.is_closed:
+            return
+        if not args.load_best_model_at_end or state.best_model_checkpoint is None:
             self.sync.flush()
-            self.sync.close()
+        self.sync.close()
