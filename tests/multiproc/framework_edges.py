@@ -130,7 +130,7 @@ def best_at_the_end(folder: Path) -> dict[str, Any]:
     run = trainer_in(
         folder, 6, eval_strategy="steps", eval_steps=2, save_total_limit=1, load_best_model_at_end=True
     )
-    callback = trainer.attach(run, **SETTINGS)
+    callback, lines = trainer.attach(run, **SETTINGS), Lines()
     run.train()
     assert callback.sync is not None
     best = Path(str(run.state.best_model_checkpoint))
@@ -143,6 +143,7 @@ def best_at_the_end(folder: Path) -> dict[str, Any]:
         "is the best": all(map(torch.equal, plain.parameters(), run.model.parameters())),
         "kept": sorted(str(path.relative_to(folder)) for path in folder.rglob("manifest.json")),
         "closed": callback.sync.is_closed,
+        "lines": lines.lines,
     }
 
 

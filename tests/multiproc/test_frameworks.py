@@ -67,6 +67,7 @@ def test_trainer_judges_keeps_and_loads_the_shared_model() -> None:
     for end in (first, second):
         assert end["is the best"]
         assert end["closed"]
+        assert end["lines"] == [], "nothing was left behind"
         assert len(end["kept"]) == 1, "ours went with the checkpoints that the Trainer removed"
 
 

@@ -141,9 +141,13 @@ class DdpSync(GradientSync):
             self._before_load = self._fingerprint()
 
     def after_loading(self, module: torch.nn.Module) -> None:
-        """Another model was loaded: all ranks go on from it, and what waited belonged to the one before."""
-        if isinstance(self.pipeline, StepPipeline) and self._fingerprint() != self._before_load:
-            assert self.models is not None
+        """Another model was loaded: what waited belonged to the one before."""
+        if self.models is not None and self._fingerprint() != self._before_load:
+            self.drop_what_waits()
+
+    def drop_what_waits(self) -> None:
+        """All ranks go on from the shared model as it is."""
+        if isinstance(self.pipeline, StepPipeline) and self.models is not None:
             self.models.show_own()  # notes what was written
             self.pipeline.adopt(self.parameters.keys())
             self.pipeline.loads += 1

@@ -81,6 +81,8 @@ class GradsieveCallback(TrainerCallback):
         loaded: it stays what was judged and saved, also where it is the last."""
         if self.sync is None or self.sync.is_closed:
             return
-        if not args.load_best_model_at_end or state.best_model_checkpoint is None:
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self.sync.drop_what_waits()
+        else:
             self.sync.flush()
         self.sync.close()
