@@ -12,7 +12,9 @@ import lightning
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
@@ -20,6 +22,7 @@ from transformers import Trainer, TrainingArguments
 import gradsieve
 from gradsieve.integrations import accelerate, trainer
 from gradsieve.integrations.lightning import GradsieveStrategy
+from gradsieve.integrations.optimizers import as_list
 from multiproc.outside import Lines
 
 SETTINGS: dict[str, Any] = {"bits": 0.75, "dense_if_faster": False}
@@ -103,6 +106,27 @@ def of_plain_ddp(folder: Path) -> dict[str, Any]:
     sync.close()
     accelerator.save_state(folder / "closed")
     return {"same": same, "lines": lines.lines, "closed": (folder / "closed" / "gradsieve").exists()}
+
+
+def skipped_by_a_scaler(folder: Path) -> dict[str, Any]:
+    """On rank 1 alone, whose gradient overflows once; Accelerate has no scaler of its own on a processor."""
+    accelerator, model, _ = prepared()
+    inside = torch.optim.AdamW(model.parameters(), 1e-2)
+    optimizer = AcceleratedOptimizer(inside, scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
+    sync, skipped = gradsieve.attach(model, optimizer, **SETTINGS), []
+    for number in range(4):
+        overflows = number == 2 and accelerator.process_index == 1
+        with accelerator.accumulate(model):
+            loss = model(**whole(10 * number + accelerator.process_index))["loss"]
+            optimizer.scaler.scale(loss * (float("inf") if overflows else 1.0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        skipped.append(optimizer.step_was_skipped)
+    sync.flush()
+    sync.close()
+    finite = all(bool(p.isfinite().all()) for p in model.parameters())
+    total = float(sum(p.detach().double().sum() for p in model.parameters()))
+    return {"skipped": skipped, "finite": finite, "total": total}
 
 
 # -- Trainer --------------------------------------------------------------------------------------------
@@ -199,17 +223,32 @@ def last_of_lightning(folder: Path) -> dict[str, Any]:
         ends.append(strategy.sync.pipeline.step)
         return run
 
-    fitted(4)
+    run = fitted(4)
+    assert isinstance(run.lightning_module.optimizers(), LightningOptimizer)
+    unwrapped = as_list(run.lightning_module.optimizers()) == run.optimizers
     kept = sorted(path.name for path in folder.iterdir())
     lines = Lines()
     run = fitted(6, ckpt_path=str(folder / "last.ckpt"), weights_only=True)
     went_on = list(lines.lines)
     run.save_checkpoint(folder / "end.ckpt")
     fitted(8, ckpt_path=str(folder / "end.ckpt"), weights_only=True)
-    return {"kept": kept, "exchanges": ends, "went on": went_on, "after the end": lines.lines}
+    return {
+        "kept": kept,
+        "exchanges": ends,
+        "unwrapped": unwrapped,
+        "went on": went_on,
+        "after the end": lines.lines,
+    }
 
 
-EDGES = (registered_by_the_user, of_plain_ddp, best_at_the_end, lost_folder, last_of_lightning)
+EDGES = (
+    registered_by_the_user,
+    of_plain_ddp,
+    skipped_by_a_scaler,
+    best_at_the_end,
+    lost_folder,
+    last_of_lightning,
+)
 
 
 def main(folder: Path) -> list[str]:

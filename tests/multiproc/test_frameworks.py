@@ -56,6 +56,14 @@ def test_a_checkpoint_of_plain_ddp_is_gone_on_from() -> None:
         assert len(said) == (end["rank"] == 0)
 
 
+def test_a_step_that_a_scaler_skips_is_one_ranks_own() -> None:
+    first, second = of("skipped_by_a_scaler")
+    assert first["skipped"] == [False] * 4
+    assert second["skipped"] == [False, False, True, False]
+    assert first["finite"]
+    assert first["total"] == second["total"]
+
+
 # -- Trainer --------------------------------------------------------------------------------------------
 
 
@@ -85,5 +93,6 @@ def test_lightning_removes_links_and_ends() -> None:
         assert end["kept"] == ["last.ckpt", "step=4.ckpt", "step=4.ckpt.gradsieve"]
         # 4 and a flush; 4 loaded, 2 and a flush; 2 and a flush from a model with nothing waiting
         assert end["exchanges"] == [5, 7, 3]
+        assert end["unwrapped"]
         assert end["went on"] == []
         assert any("with nothing waiting" in line for line in end["after the end"]) == (end["rank"] == 0)

@@ -157,6 +157,10 @@ def takes(rank: int) -> dict[str, bool]:
         torch.allclose(p, q, atol=1e-6) for p, q in zip(averaged.module.parameters(), average, strict=True)
     ]
     out["update_parameters"] = all(close)
+    # savers take tensors in one storage for tied ones, and leave some out
+    storages = [part.untyped_storage() for part in run.model.state_dict().values()]
+    out["storages"] = [each.nbytes() for each in storages] == [4 * part.numel() for part in shared]
+    out["apart"] = len({each.data_ptr() for each in storages}) == len(storages)
     assert not same_bits(run.own, [part.flatten() for part in shared])
     return out
 
