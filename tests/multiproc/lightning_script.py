@@ -1,27 +1,20 @@
-"""One rank of a training by Lightning's Trainer, or by the same loop written by hand; prints how it ended.
-
-torchrun --nproc-per-node 2 tests/multiproc/lightning_script.py trainer|hand [nan]
-"""
+"""One rank of a training by Lightning's Trainer, or by the same loop written by hand; tells how it ended."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
-import sys
-import warnings
 from typing import Any
 
 import lightning
 import torch
-import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
 from gradsieve.feedback.digest import digest
+from gradsieve.integrations.lightning import GradsieveStrategy
 
 STEPS, ACCUMULATED, CLIP, VALIDATED_EVERY = 40, 2, 1.0, 10
 SETTINGS: dict[str, Any] = {"density": 0.05, "dense_if_faster": False}
@@ -59,17 +52,13 @@ class Learner(lightning.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
-    def on_train_start(self) -> None:
-        sync = gradsieve.attach(self.trainer.model, self.trainer.optimizers, **SETTINGS)
-        object.__setattr__(self, "sync", sync)
-
 
 def by_trainer(spoiled: int) -> Learner:
-    learner = Learner()
+    learner, strategy = Learner(), GradsieveStrategy(process_group_backend="gloo", **SETTINGS)
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=DDPStrategy(process_group_backend="gloo"),
+        strategy=strategy,
         max_steps=STEPS,
         accumulate_grad_batches=ACCUMULATED,
         gradient_clip_val=CLIP,
@@ -83,12 +72,12 @@ def by_trainer(spoiled: int) -> Learner:
     )
     data = batches(0, STEPS * ACCUMULATED, RANK, spoiled)
     trainer.fit(learner, DataLoader(data), DataLoader(batches(10_000, 4, 0)))
+    learner.sync = strategy.sync
     return learner
 
 
 def by_hand(spoiled: int) -> Learner:
     learner = Learner()
-    dist.init_process_group("gloo")
     ddp, optimizer = DistributedDataParallel(learner), learner.configure_optimizers()
     learner.sync = gradsieve.attach(ddp, optimizer, **SETTINGS)
     for number, batch in enumerate(batches(0, STEPS * ACCUMULATED, RANK, spoiled), start=1):
@@ -105,6 +94,8 @@ def by_hand(spoiled: int) -> Learner:
                 for each in batches(10_000, 4, 0):
                     learner.validation_step(each)
             learner.train()
+    learner.sync.flush()
+    learner.sync.close()
     return learner
 
 
@@ -112,32 +103,26 @@ def DataLoader(data: list[Any]) -> Any:  # noqa: N802 - it stands for torch's
     return torch.utils.data.DataLoader(data, batch_size=None)
 
 
-def main() -> None:
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning").setLevel(logging.ERROR)
-    way, spoiled = sys.argv[1], 20 if "nan" in sys.argv else -1
-    learner = (by_trainer if way == "trainer" else by_hand)(spoiled)
+def ended(way: str, again: int = 0) -> str:
+    """A line of JSON."""
+    spoiled = 20 if way == "nan" else -1
+    learner = by_hand(spoiled) if way == "hand" else by_trainer(spoiled)
     sync = learner.sync
     assert sync is not None
-    judged, skipped, steps = learner.judged, sync.pipeline.skipped, sync.pipeline.step
     learner.eval()
-    shared = float(torch.stack([learner(batch).detach() for batch in batches(20_000, 8, 0)]).mean())
-    sync.flush()
     loss = float(torch.stack([learner(batch).detach() for batch in batches(20_000, 8, 0)]).mean())
     end = {
+        "name": f"lightning {way} {again}",
         "rank": RANK,
         "bits": int(digest([p.detach() for p in learner.parameters()])),
         "loss": loss,
-        "loss_before_flush": shared,
-        "judged": judged,
-        "skipped": skipped,
-        "exchanges": steps,
+        "judged": learner.judged,
+        "skipped": sync.pipeline.skipped,
+        "exchanges": sync.pipeline.step,
         "finite": all(bool(p.isfinite().all()) for p in learner.parameters()),
     }
-    os.write(1, f"{json.dumps(end)}\n".encode())  # in one piece: both ranks write to one pipe
-    sync.close()
+    return json.dumps(end)
 
 
-if __name__ == "__main__":
-    main()
-    os._exit(0)  # torch's threads and the end of Python race, with plain DDP too: not what is tested here
+def main() -> list[str]:
+    return [ended("trainer"), ended("trainer", again=1), ended("hand"), ended("nan")]

@@ -48,5 +48,5 @@ def test_without_the_data_set_the_line_that_installs_it_is_printed(tmp_path: Pat
 
 
 def test_examples_stay_short() -> None:
-    for path in (ROOT / "examples").glob("*.py"):
+    for path in (ROOT / "examples").rglob("*.py"):
         assert len(path.read_text().splitlines()) < 100, path

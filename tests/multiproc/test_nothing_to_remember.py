@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
@@ -156,6 +157,10 @@ def takes(rank: int) -> dict[str, bool]:
         torch.allclose(p, q, atol=1e-6) for p, q in zip(averaged.module.parameters(), average, strict=True)
     ]
     out["update_parameters"] = all(close)
+    # savers take tensors in one storage for tied ones, and leave some out
+    storages = [part.untyped_storage() for part in run.model.state_dict().values()]
+    out["storages"] = [each.nbytes() for each in storages] == [4 * part.numel() for part in shared]
+    out["apart"] = len({each.data_ptr() for each in storages}) == len(storages)
     assert not same_bits(run.own, [part.flatten() for part in shared])
     return out
 
@@ -247,15 +252,35 @@ def test_narrow_parameters_show_the_shared_model_rounded(two: Ranks) -> None:
 # -- torch.compile --------------------------------------------------------------------------------------
 
 
-def compiled(rank: int, where: str) -> list[Tensor]:
+class Net(nn.Module):
+    """Not a Sequential: dynamo skips torch's own modules where it has to begin anew inside DDP's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, 8))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs).tanh()
+
+
+def compiled(rank: int, where: str, attached: bool = True) -> tuple[list[Tensor], int, int]:
+    """The model, and how many graphs and breaks between them there were; evaluated after each step."""
+    torch._dynamo.reset()
+    counters.clear()
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, 8))
-    if where == "inside":
-        model = torch.compile(model, backend="eager")
-    ddp: nn.Module = DistributedDataParallel(model)
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    model = Net()
+    ddp: Any = DistributedDataParallel(
+        torch.compile(model, backend=backend) if where == "inside" else model  # type: ignore[arg-type]
+    )
+    run = torch.compile(ddp, backend=backend) if where == "around" else ddp
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sync = gradsieve.attach(ddp, optimizer, density=0.05, dense_if_faster=False)  # type: ignore[arg-type]
-    run = torch.compile(ddp, backend="eager") if where == "around" else ddp
+    sync = gradsieve.attach(run, optimizer, density=0.05, dense_if_faster=False) if attached else None
     for step in range(6):
         optimizer.zero_grad()
         inputs = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step + 50 * rank))
@@ -265,12 +290,29 @@ def compiled(rank: int, where: str) -> list[Tensor]:
         with torch.no_grad():
             run(inputs)
         run.train()
-    sync.flush()
-    return [p.detach().clone() for p in model.parameters()]
+    if sync is not None:
+        sync.flush()
+    breaks = sum(counters["graph_break"].values())
+    return [p.detach().clone() for p in model.parameters()], len(graphs), breaks
 
 
 @pytest.mark.parametrize("where", ["inside", "around"])
 def test_compiled_models_train_as_others_do(two: Ranks, where: str) -> None:
     plain, seen = two.run(compiled, "nowhere"), two.run(compiled, where)
-    assert same_bits(seen[0], seen[1])
-    assert same_bits(seen[0], plain[0])
+    assert same_bits(seen[0][0], seen[1][0])
+    assert same_bits(seen[0][0], plain[0][0])
+    without = two.run(compiled, where, attached=False)
+    assert without[0][1] > 0, "nothing was compiled"
+    assert [each[1:] for each in seen] == [each[1:] for each in without], "other graphs than with plain DDP"
+
+
+def by_python_reducer(rank: int) -> str:
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        ddp = DistributedDataParallel(nn.Linear(WIDTH, 8))
+    with pytest.raises(gradsieve.ConfigError) as caught:
+        gradsieve.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
+    return str(caught.value)
+
+
+def test_dynamos_own_reducer_is_refused(two: Ranks) -> None:
+    assert all("python_reducer" in each for each in two.run(by_python_reducer))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gradsieve.errors import ConfigError
 from gradsieve.integrations.optimizers import Optimizers, as_list, uncovered
+from gradsieve.integrations.wrappers import model_in
 
 
 class Notes:
@@ -137,3 +138,24 @@ def test_what_none_of_them_has_is_named(parameters: dict[str, nn.Parameter]) -> 
     first, second = (torch.optim.SGD([parameter], lr=0.1) for parameter in parameters.values())
     assert uncovered(parameters, as_list(first)) == ["b"]
     assert uncovered(parameters, as_list([first, second])) == []
+
+
+class Around:
+    """As a framework puts it around an optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+
+def test_what_a_framework_puts_around_an_optimizer_is_taken_off(parameters: dict[str, nn.Parameter]) -> None:
+    inside = torch.optim.SGD(parameters.values(), lr=0.1)
+    framework = type("AcceleratedOptimizer", (Around,), {"__module__": "accelerate.optimizer"})
+    assert as_list(framework(framework(inside))) == [inside]
+    lookahead = Around(inside)
+    assert as_list([lookahead]) == [lookahead], "a rule of its own, whose state would not be saved"
+
+
+def test_what_compile_puts_around_a_model_is_taken_off() -> None:
+    model = nn.Linear(2, 2)
+    assert model_in(torch.compile(model, backend="eager")) is model
+    assert model_in(model) is model

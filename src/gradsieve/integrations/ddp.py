@@ -27,6 +27,7 @@ from gradsieve.errors import ConfigError
 from gradsieve.feedback.digest import digest
 from gradsieve.integrations.door import door_of, open_door
 from gradsieve.integrations.gradient_sync import GradientSync
+from gradsieve.integrations.wrappers import model_in
 from gradsieve.presets import Preset
 from gradsieve.schemes.base import Scheme
 from gradsieve.sync import UNIT_CAP_MB, GradientPipeline, StepPipeline
@@ -48,6 +49,7 @@ class DdpSync(GradientSync):
         scaler: torch.amp.GradScaler | None = None,
         dense_if_faster: bool = True,
     ) -> None:
+        ddp = model_in(ddp)
         _refuse_unfit(ddp)
         # Weak: DDP's reducer holds the hook's state, and the collector cannot see through its C++ part.
         self._ddp = weakref.ref(ddp)
@@ -139,9 +141,13 @@ class DdpSync(GradientSync):
             self._before_load = self._fingerprint()
 
     def after_loading(self, module: torch.nn.Module) -> None:
-        """Another model was loaded: all ranks go on from it, and what waited belonged to the one before."""
-        if isinstance(self.pipeline, StepPipeline) and self._fingerprint() != self._before_load:
-            assert self.models is not None
+        """Another model was loaded: what waited belonged to the one before."""
+        if self.models is not None and self._fingerprint() != self._before_load:
+            self.drop_what_waits()
+
+    def drop_what_waits(self) -> None:
+        """All ranks go on from the shared model as it is."""
+        if isinstance(self.pipeline, StepPipeline) and self.models is not None:
             self.models.show_own()  # notes what was written
             self.pipeline.adopt(self.parameters.keys())
             self.pipeline.loads += 1
@@ -254,7 +260,8 @@ def attach(
     density), it is used instead, bucket by bucket. Which steps that are depends on time: runs that must be
     the same bits again want `dense_if_faster=False`.
 
-    `optimizer` is the one that steps the model, or a list of several.
+    `optimizer` is the one that steps the model, or a list of several. What `torch.compile` and frameworks put
+    around model and optimizer is taken off: docs/frameworks.md.
 
     Call it after wrapping the model and before the first backward. Evaluate and save as ever: but for the
     time from a training forward to the optimizer's step, the parameters hold the model that all ranks share,
@@ -276,7 +283,15 @@ def attach(
 
 def _refuse_unfit(ddp: DistributedDataParallel) -> None:
     if not isinstance(ddp, DistributedDataParallel):
-        raise ConfigError(f"attach() wants a DistributedDataParallel model, not {type(ddp).__name__}")
+        raise ConfigError(
+            f"attach() wants a DistributedDataParallel model, not {type(ddp).__name__}. Accelerate and "
+            "Trainer wrap none in a single process: start several, with torchrun"
+        )
+    if getattr(ddp, "_use_python_reducer", False):
+        raise ConfigError(
+            'with torch._dynamo.config.optimize_ddp = "python_reducer" DDP hands over no buckets: set it to '
+            "True before the model is wrapped"
+        )
     door = door_of(ddp)
     if door is not None and door.sync is not None:
         raise ConfigError("a sync is attached to this model already: close() it first")

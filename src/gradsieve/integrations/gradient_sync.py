@@ -307,7 +307,6 @@ class GradientSync:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Memories and scheme state of this rank, tensors only, keys unique to the rank."""
-        saving.come_to_rest(self)
         return saving.state_of(self)
 
     def load_state_dict(self, stored: Mapping[str, Tensor]) -> None:

@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 )
 
 from gradsieve.errors import ConfigError
+from gradsieve.integrations.wrappers import optimizer_in
 
 
 class Listener(Protocol):
@@ -116,7 +117,7 @@ _TWO_STEPS = (
 
 def as_list(optimizers: Any) -> list[Any]:
     """One optimizer or several, checked for what cannot work."""
-    every = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
+    every = [optimizer_in(one) for one in (optimizers if isinstance(optimizers, Iterable) else [optimizers])]
     if not every:
         raise ConfigError("there is no optimizer: give the one, or the ones, that step the model")
     for one in every:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,14 @@ class Offer:
 
 def state_of(sync: GradientSync) -> dict[str, Tensor]:
     """Always under the same keys: distributed checkpointing asks a fresh sync which to read."""
+    come_to_rest(sync)
+    if sys._getframe(2).f_globals.get("__name__") == "accelerate.checkpointing":
+        # It keeps what rank 0 returns and gives it to all ranks: they would find out when they load it.
+        raise ConfigError(
+            f"rank {sync.engine.rank}, step {sync.pipeline.step}: register_for_checkpointing(sync) saves one "
+            "rank's state for all of them. Leave it out, and attach by gradsieve.integrations.accelerate."
+            "attach(accelerator, model, optimizer): save_state() then saves every rank's"
+        )
     return {key: part.clone() for key, part in _tensors(sync, frozenset()).items()}
 
 

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Set
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from gradsieve.errors import ConfigError
 from gradsieve.feedback.units import flat_view, shaped_like
@@ -30,7 +31,9 @@ class TwoModels:
         self._parameters, self._pipeline = parameters, pipeline
         self._own = {name: parameter.data for name, parameter in parameters.items()}
         shown = pipeline.shown()
-        self._shared = {name: shaped_like(shown[name], parameter) for name, parameter in parameters.items()}
+        self._shared = {
+            name: _apart(shaped_like(shown[name], parameter)) for name, parameter in parameters.items()
+        }
         self._showing_shared: dict[str, int] = {}
         """Parameters that hold the shared model, and their version when they began to."""
 
@@ -101,6 +104,12 @@ class TwoModels:
         if parameter.data_ptr() != own.data_ptr():
             _check_place(name, parameter, own)
             own.copy_(parameter.detach())
+
+
+def _apart(part: Tensor) -> Tensor:
+    """The same memory as a storage of its own. All parameters are parts of one long vector; savers take
+    tensors in one storage for tied ones and keep one of them (Accelerate), or write all of it for each."""
+    return part if part.numel() == 0 else from_dlpack(part.detach())
 
 
 def _check_place(name: str, parameter: Tensor, expected: Tensor) -> None:

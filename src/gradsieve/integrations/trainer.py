@@ -1,0 +1,88 @@
+"""The Trainer of transformers: `attach` once it is made.
+
+    trainer = Trainer(model, args, ...)
+    gradsieve.integrations.trainer.attach(trainer)                                      # the one new line
+    trainer.train()
+
+Every rank's state goes to the folder `gradsieve` within each `checkpoint-N`, and is removed with it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+
+from gradsieve.errors import ConfigError
+from gradsieve.integrations import ddp
+from gradsieve.integrations.beside import FOLDER, load_from, save_into
+
+_MARK = "gradsieve"
+"""In the state of a Trainer whose checkpoints have our folder."""
+
+
+def attach(trainer: Trainer, **settings: Any) -> GradsieveCallback:
+    """Exchange as `gradsieve.attach` would, whose settings it takes, in each `train()` of this trainer. The
+    callback that does it has the `sync`."""
+    callback = GradsieveCallback(trainer, settings)
+    trainer.add_callback(callback)
+    train = trainer.train
+
+    def noting(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Callbacks are not told which checkpoint a training goes on from."""
+        callback.resumed_from = resume_from_checkpoint
+        return train(resume_from_checkpoint, *args, **kwargs)
+
+    trainer.train = noting
+    return callback
+
+
+class GradsieveCallback(TrainerCallback):
+    """Use `attach`."""
+
+    def __init__(self, trainer: Trainer, settings: dict[str, Any]) -> None:
+        self._trainer, self._settings = trainer, settings
+        self.sync: ddp.DdpSync | None = None
+        self.resumed_from: str | bool | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """The model is wrapped, and the Trainer has loaded model and optimizer, if it was to."""
+        if state.is_hyper_param_search:
+            raise ConfigError(
+                f"rank {args.process_index}: a hyperparameter search puts checkpoints where callbacks "
+                "are not told: search with plain DDP, then attach() to the Trainer of the training itself"
+            )
+        if self.sync is not None and not self.sync.is_closed:
+            self.sync.close()  # a training that broke off: `auto_find_batch_size` begins anew
+        self.sync = ddp.attach(self._trainer.model_wrapped, self._trainer.optimizer, **self._settings)
+        source = self.resumed_from
+        if source is True:
+            source = get_last_checkpoint(args.output_dir)
+        if source:
+            load_from(self.sync, Path(source) / FOLDER, promised=_MARK in state.stateful_callbacks)
+        state.stateful_callbacks[_MARK] = {}
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """On all ranks, after the Trainer's own files."""
+        if not args.save_only_model:
+            folder = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            save_into(self.sync, Path(args.output_dir) / folder / FOLDER)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """What still waits goes into the model, which is then a plain one. Not into the best one, if that was
+        loaded: it stays what was judged and saved, also where it is the last."""
+        if self.sync is None or self.sync.is_closed:
+            return
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self.sync.drop_what_waits()
+        else:
+            self.sync.flush()
+        self.sync.close()

@@ -1,0 +1,260 @@
+"""What users do with frameworks beside training to the end: run on every rank, told by what it returns."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+
+import gradsieve
+from gradsieve.integrations import accelerate, trainer
+from gradsieve.integrations.lightning import GradsieveStrategy
+from gradsieve.integrations.optimizers import as_list
+from multiproc.outside import Lines
+
+SETTINGS: dict[str, Any] = {"bits": 0.75, "dense_if_faster": False}
+
+
+class Fit(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.net(inputs) - labels).square().mean()}
+
+
+def rows(count: int, seed: int) -> list[dict[str, Tensor]]:
+    inputs = torch.randn(count, 16, generator=torch.Generator().manual_seed(seed))
+    return [{"inputs": each, "labels": each[:4].sin()} for each in inputs]
+
+
+def whole(seed: int) -> dict[str, Tensor]:
+    every = rows(32, seed)
+    return {key: torch.stack([row[key] for row in every]) for key in ("inputs", "labels")}
+
+
+def said(call: Callable[[], Any]) -> str:
+    """The error that it ends with."""
+    try:
+        call()
+    except (gradsieve.ConfigError, gradsieve.Malformed, gradsieve.MismatchError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+# -- Accelerate -----------------------------------------------------------------------------------------
+
+
+def prepared() -> tuple[Accelerator, Any, Any]:
+    accelerator, model = Accelerator(cpu=True), Fit()
+    accelerator.gradient_accumulation_steps = 1  # it is of the process, and others came before
+    return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3))
+
+
+def step(accelerator: Accelerator, model: Any, optimizer: Any, seed: int) -> None:
+    with accelerator.accumulate(model):
+        accelerator.backward(model(**whole(10 * seed + accelerator.process_index))["loss"])
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def registered_by_the_user(folder: Path) -> dict[str, str]:
+    """By `gradsieve.attach` alone, which takes what `prepare` gave; and beside ours."""
+    out = {}
+    accelerator, model, optimizer = prepared()
+    sync = gradsieve.attach(model, optimizer, **SETTINGS)
+    step(accelerator, model, optimizer, 1)
+    accelerator.register_for_checkpointing(sync)
+    out["alone"] = said(lambda: accelerator.save_state(folder / "wrong"))
+    sync.close()
+    accelerator, model, optimizer = prepared()
+    out["unprepared"] = said(lambda: accelerate.attach(accelerator, model, optimizer.optimizer, **SETTINGS))
+    sync = accelerate.attach(accelerator, model, optimizer, **SETTINGS)
+    accelerator.register_for_checkpointing(sync)
+    out["beside"] = said(lambda: accelerator.save_state(folder / "wrong"))
+    sync.close()
+    return out
+
+
+def of_plain_ddp(folder: Path) -> dict[str, Any]:
+    """A checkpoint from before gradsieve is gone on from, with a word about it; one of after its end too."""
+    accelerator, model, optimizer = prepared()
+    step(accelerator, model, optimizer, 1)
+    accelerator.save_state(folder / "plain")
+    before = [p.detach().clone() for p in model.parameters()]
+    dist.barrier()
+    accelerator, model, optimizer = prepared()
+    sync, lines = accelerate.attach(accelerator, model, optimizer, **SETTINGS), Lines()
+    accelerator.load_state(folder / "plain")
+    same = all(map(torch.equal, before, model.parameters()))
+    step(accelerator, model, optimizer, 2)
+    sync.close()
+    accelerator.save_state(folder / "closed")
+    return {"same": same, "lines": lines.lines, "closed": (folder / "closed" / "gradsieve").exists()}
+
+
+def skipped_by_a_scaler(folder: Path) -> dict[str, Any]:
+    """On rank 1 alone, whose gradient overflows once; Accelerate has no scaler of its own on a processor."""
+    accelerator, model, _ = prepared()
+    inside = torch.optim.AdamW(model.parameters(), 1e-2)
+    optimizer = AcceleratedOptimizer(inside, scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
+    sync, skipped = gradsieve.attach(model, optimizer, **SETTINGS), []
+    for number in range(4):
+        overflows = number == 2 and accelerator.process_index == 1
+        with accelerator.accumulate(model):
+            loss = model(**whole(10 * number + accelerator.process_index))["loss"]
+            optimizer.scaler.scale(loss * (float("inf") if overflows else 1.0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        skipped.append(optimizer.step_was_skipped)
+    sync.flush()
+    sync.close()
+    finite = all(bool(p.isfinite().all()) for p in model.parameters())
+    total = float(sum(p.detach().double().sum() for p in model.parameters()))
+    return {"skipped": skipped, "finite": finite, "total": total}
+
+
+# -- Trainer --------------------------------------------------------------------------------------------
+
+
+def trainer_in(folder: Path, steps: int, **more: Any) -> Trainer:
+    args = TrainingArguments(
+        str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=8,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        save_steps=2,
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        **more,
+    )
+    return Trainer(Fit(), args, train_dataset=rows(256, 1), eval_dataset=rows(32, 2))
+
+
+def best_at_the_end(folder: Path) -> dict[str, Any]:
+    """Evaluated and saved every two steps, one checkpoint kept, the best one loaded at the end."""
+    run = trainer_in(
+        folder, 6, eval_strategy="steps", eval_steps=2, save_total_limit=1, load_best_model_at_end=True
+    )
+    callback, lines = trainer.attach(run, **SETTINGS), Lines()
+    run.train()
+    assert callback.sync is not None
+    best = Path(str(run.state.best_model_checkpoint))
+    plain = Fit()
+    plain.load_state_dict(load_file(best / "model.safetensors"))
+    judged = [line["eval_loss"] for line in run.state.log_history if "eval_loss" in line]
+    return {
+        "judged": judged,
+        "of the file": float(plain(**whole(2))["loss"]),
+        "is the best": all(map(torch.equal, plain.parameters(), run.model.parameters())),
+        "kept": sorted(str(path.relative_to(folder)) for path in folder.rglob("manifest.json")),
+        "closed": callback.sync.is_closed,
+        "lines": lines.lines,
+    }
+
+
+def lost_folder(folder: Path) -> dict[str, str]:
+    """A Trainer's checkpoint whose folder of ours is gone, as after a crash between the two."""
+    run = trainer_in(folder, 2)
+    trainer.attach(run, **SETTINGS)
+    run.train()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder / "checkpoint-2" / "gradsieve")
+    dist.barrier()
+    again = trainer_in(folder, 4)
+    trainer.attach(again, **SETTINGS)
+    return {"lost": said(lambda: again.train(resume_from_checkpoint=True))}
+
+
+# -- Lightning ------------------------------------------------------------------------------------------
+
+
+class Learner(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fit = Fit()
+
+    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.fit(**batch)["loss"]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def last_of_lightning(folder: Path) -> dict[str, Any]:
+    """One checkpoint kept and a link to it, gone on from by the link; then one of the finished training."""
+    ends: list[int] = []
+
+    def fitted(steps: int, **how: Any) -> lightning.Trainer:
+        keep = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_last="link")
+        strategy = GradsieveStrategy(process_group_backend="gloo", **SETTINGS)
+        run = lightning.Trainer(
+            strategy=strategy,
+            accelerator="cpu",
+            devices=dist.get_world_size(),
+            max_steps=steps,
+            callbacks=[keep],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        loader = torch.utils.data.DataLoader(rows(256, 1), batch_size=8)
+        run.fit(Learner(), loader, **how)
+        assert strategy.sync is not None
+        ends.append(strategy.sync.pipeline.step)
+        return run
+
+    run = fitted(4)
+    assert isinstance(run.lightning_module.optimizers(), LightningOptimizer)
+    unwrapped = as_list(run.lightning_module.optimizers()) == run.optimizers
+    kept = sorted(path.name for path in folder.iterdir())
+    lines = Lines()
+    run = fitted(6, ckpt_path=str(folder / "last.ckpt"), weights_only=True)
+    went_on = list(lines.lines)
+    run.save_checkpoint(folder / "end.ckpt")
+    fitted(8, ckpt_path=str(folder / "end.ckpt"), weights_only=True)
+    return {
+        "kept": kept,
+        "exchanges": ends,
+        "unwrapped": unwrapped,
+        "went on": went_on,
+        "after the end": lines.lines,
+    }
+
+
+EDGES = (
+    registered_by_the_user,
+    of_plain_ddp,
+    skipped_by_a_scaler,
+    best_at_the_end,
+    lost_folder,
+    last_of_lightning,
+)
+
+
+def main(folder: Path) -> list[str]:
+    """A line of JSON for each."""
+    out = []
+    for edge in EDGES:
+        found = edge(folder / edge.__name__)
+        out.append(json.dumps({"name": edge.__name__, "rank": dist.get_rank(), **found}))
+    return out

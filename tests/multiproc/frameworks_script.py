@@ -1,0 +1,102 @@
+"""All trainings by frameworks, on two ranks; prints a line of JSON for each end.
+
+    python tests/multiproc/frameworks_script.py FOLDER STEPS SAVE_AT
+
+To import the frameworks takes longer than the trainings: it is done once, and ranks are forked from here.
+Gradsieve is imported in the ranks alone, so that what they saved is looked at without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import accelerate  # noqa: F401 - for the ranks, as those below
+import lightning  # noqa: F401
+import safetensors.torch  # noqa: F401
+import torch.distributed as dist
+import transformers.trainer  # noqa: F401
+
+WORLD = 2
+EXAMPLES = ("plain", "with_accelerate", "with_lightning", "with_trainer")
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "examples" / "frameworks")]
+
+
+def on_ranks(call: Callable[[], None]) -> None:
+    """In new processes; the end of all where one fails."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    alive = set()
+    for rank in range(WORLD):
+        pid = os.fork()
+        if pid == 0:
+            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
+            names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none"}
+            os.environ.update({name: str(value) for name, value in names.items()})
+            as_rank(call)
+        alive.add(pid)
+    while alive:
+        pid, status = os.wait()
+        alive.discard(pid)
+        if status != 0:
+            for other in alive:
+                os.kill(other, signal.SIGKILL)
+            sys.exit(f"a rank ended with status {status}")
+
+
+def as_rank(call: Callable[[], None]) -> None:
+    code = 1
+    try:
+        dist.init_process_group("gloo")
+        call()
+        dist.barrier()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)  # torch's threads and the end of Python race, with plain DDP too: not what is tested here
+
+
+def tell(line: str) -> None:
+    os.write(1, f"{line}\n".encode())  # in one piece: both ranks write to one pipe
+
+
+def main(folder: str, steps: str, save_at: str) -> None:
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning").setLevel(logging.ERROR)
+
+    def examples(*words: str) -> None:
+        for name in EXAMPLES:
+            each = [f"{folder}/{name}", "--steps", steps, "--save-at", save_at, *words]
+            importlib.import_module(name).main(each)
+
+    def others() -> None:
+        from multiproc import framework_edges, lightning_script
+
+        for line in framework_edges.main(Path(folder)) + lightning_script.main():
+            tell(line)
+
+    on_ranks(lambda: (examples(), others()))  # type: ignore[func-returns-value]
+    import task
+    from saved import model_saved_by
+
+    assert "gradsieve" not in sys.modules
+    models = [model_saved_by(name, Path(folder) / name, int(save_at)) for name in EXAMPLES]
+    found = [[task.bits(model), task.accuracy(model)] for model in models]
+    for name in ("task", "saved"):
+        del sys.modules[name]  # a rank's has another rank in it
+    tell(json.dumps({"name": "saved", "rank": 0, "found": found}))
+    tell(json.dumps({"name": "resume"}))
+    on_ranks(lambda: examples("--resume"))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,98 @@
+"""The same training by hand, by Accelerate, by Lightning and by transformers' Trainer; saved by each of them,
+gone on from in new processes, and what they saved used without gradsieve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multiproc.frameworks import STEPS, ends
+
+NAMES = ("plain", "accelerate", "lightning", "trainer")
+DATA = Path("/usr/share/datasets/fashion-mnist")
+pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason=f"{DATA} is missing: see examples")
+
+
+def of(name: str) -> list[dict[str, Any]]:
+    return ends()[0][name]
+
+
+def test_all_frameworks_end_with_the_same_bits() -> None:
+    every = [end for name in NAMES for end in of(name)]
+    assert len({end["bits"] for end in every}) == 1
+    assert [end["exchanges"] for end in every] == [STEPS + 1] * 8  # and the flush at the end
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gone_on_from_in_new_processes(name: str) -> None:
+    assert [end["bits"] for end in ends()[1][name]] == [of("plain")[0]["bits"]] * 2
+    assert of("plain")[0]["saved_bits"] != of("plain")[0]["bits"], "the twin: there were steps in between"
+
+
+def test_what_was_saved_is_the_shared_model_without_gradsieve() -> None:
+    plain = of("plain")[0]
+    assert of("saved")[0]["found"] == [[plain["saved_bits"], plain["saved_accuracy"]]] * 4
+
+
+# -- Accelerate -----------------------------------------------------------------------------------------
+
+
+def test_a_sync_that_the_user_registers_is_refused_before_anything_is_saved() -> None:
+    for end in of("registered_by_the_user"):
+        where = f"ConfigError: rank {end['rank']}"
+        assert end["alone"].startswith(f"{where}, step 1: register_for_checkpointing(sync) saves one rank's")
+        assert "gradsieve.integrations.accelerate.attach(accelerator, model, optimizer)" in end["alone"]
+        assert end["beside"].startswith(f"{where}: the sync is saved by attach() already")
+        assert "AdamW was not prepared by this accelerator" in end["unprepared"]
+
+
+def test_a_checkpoint_of_plain_ddp_is_gone_on_from() -> None:
+    for end in of("of_plain_ddp"):
+        assert end["same"]
+        assert not end["closed"], "what is closed has nothing to save"
+        said = [line for line in end["lines"] if "with nothing waiting" in line]
+        assert len(said) == (end["rank"] == 0)
+
+
+def test_a_step_that_a_scaler_skips_is_one_ranks_own() -> None:
+    first, second = of("skipped_by_a_scaler")
+    assert first["skipped"] == [False] * 4
+    assert second["skipped"] == [False, False, True, False]
+    assert first["finite"]
+    assert first["total"] == second["total"]
+
+
+# -- Trainer --------------------------------------------------------------------------------------------
+
+
+def test_trainer_judges_keeps_and_loads_the_shared_model() -> None:
+    first, second = of("best_at_the_end")
+    assert first["judged"] == second["judged"]
+    assert len(first["judged"]) == 3
+    assert min(first["judged"]) == pytest.approx(first["of the file"], rel=1e-5)
+    for end in (first, second):
+        assert end["is the best"]
+        assert end["closed"]
+        assert end["lines"] == [], "nothing was left behind"
+        assert len(end["kept"]) == 1, "ours went with the checkpoints that the Trainer removed"
+
+
+def test_a_checkpoint_that_lost_our_folder_is_refused() -> None:
+    for end in of("lost_folder"):
+        assert end["lost"].startswith(f"Malformed: rank {end['rank']}, step 0: nothing was loaded")
+        assert "checkpoint-2/gradsieve/manifest.json cannot be read" in end["lost"]
+
+
+# -- Lightning ------------------------------------------------------------------------------------------
+
+
+def test_lightning_removes_links_and_ends() -> None:
+    for end in of("last_of_lightning"):
+        assert end["kept"] == ["last.ckpt", "step=4.ckpt", "step=4.ckpt.gradsieve"]
+        # 4 and a flush; 4 loaded, 2 and a flush; 2 and a flush from a model with nothing waiting
+        assert end["exchanges"] == [5, 7, 3]
+        assert end["unwrapped"]
+        assert end["went on"] == []
+        assert any("with nothing waiting" in line for line in end["after the end"]) == (end["rank"] == 0)
