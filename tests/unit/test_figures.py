@@ -129,20 +129,32 @@ def test_a_running_mean_begins_with_what_there_is() -> None:
     assert running_mean([2.0, 4.0], 0) == [2.0, 4.0]
 
 
-def test_of_several_rates_the_best_is_drawn() -> None:
+def drawn(*rows: Row) -> list[tuple[float, float]]:
+    """The line of the one sync, against bits."""
     from matplotlib.figure import Figure as Canvas
 
-    def row(sync: str, bits: float, gap: float | None) -> Row:
-        return Row(sync, 4, {"bits": bits, "gap": gap})
-
     axes = Canvas().add_subplot()
-    gap_against_bits(
-        axes,
-        [
-            *(row("diloco:every=9", 0.75, 3.0), row("diloco:every=9", 0.75, 1.0)),
-            row("diloco:every=9", 0.75, None),
-            row("diloco:every=36", 0.25, 2.0),
-        ],
-    )
+    gap_against_bits(axes, rows)
     (line,) = [each for each in axes.lines if len(each.get_xdata()) == 2 and each.get_marker() == "o"]
-    assert list(zip(line.get_xdata(), line.get_ydata(), strict=True)) == [(0.25, 2.0), (0.75, 1.0)]
+    return list(zip(line.get_xdata(), line.get_ydata(), strict=True))
+
+
+def diloco(every: int, bits: float, gap: float | None, seeds: int = 1) -> Row:
+    return Row(f"diloco:every={every}", 4, {"bits": bits, "gap": gap, "seeds": seeds})
+
+
+def test_of_several_rates_the_best_is_drawn() -> None:
+    rates = diloco(9, 0.75, 3.0), diloco(9, 0.75, 1.0), diloco(9, 0.75, None)
+    assert drawn(*rates, diloco(36, 0.25, 2.0)) == [(0.25, 2.0), (0.75, 1.0)]
+
+
+def test_more_seeds_are_drawn_though_fewer_ended_better() -> None:
+    seeds = diloco(9, 0.75, 1.0), diloco(9, 0.75, 1.5, seeds=3), diloco(9, 0.75, 1.2)
+    assert drawn(*seeds, diloco(36, 0.25, 2.0)) == [(0.25, 2.0), (0.75, 1.5)]
+
+
+def test_a_setting_that_another_beats_with_as_many_bits_is_not_on_the_line() -> None:
+    assert drawn(diloco(8, 0.76, 1.0), diloco(9, 0.72, 3.0), diloco(36, 0.25, 2.0)) == [
+        (0.25, 2.0),
+        (0.76, 1.0),
+    ]

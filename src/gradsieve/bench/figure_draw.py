@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -139,7 +139,8 @@ def against_teams(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def gap_against_bits(axes: Any, rows: Sequence[Row]) -> None:
-    """One line a sync, a point each of its settings at the best of its rates, with the spread over seeds."""
+    """One line a sync through its settings that no other of it beats with as many bits, each at the best of
+    its rates and with the spread over seeds; the other settings as points."""
     best: dict[str, dict[tuple[str, float | None, float | None], Row]] = {}
     for row in rows:
         name, figures = row.sync.partition(":")[0], row.figures
@@ -147,27 +148,41 @@ def gap_against_bits(axes: Any, rows: Sequence[Row]) -> None:
             continue
         own = best.setdefault(name, {})
         setting = (row.sync, figures.get("density"), figures.get("budget"))
-        if setting not in own or figures["gap"] < own[setting].figures["gap"]:
+        if setting not in own or _worth(row) > _worth(own[setting]):
             own[setting] = row
     if not best:
         raise ConfigError("none of the files has gap and bits: see gradsieve figure --list for the command")
     for number, (name, own) in enumerate(best.items()):
         points = sorted((row.figures for row in own.values()), key=lambda figures: figures["bits"])
+        look = {"marker": _MARKERS[number % 5], **_look(name, number)}
+        beaten = [p for p in points if any(_beats(other, p) for other in points)]
+        axes.scatter(*_places(beaten), color=look["color"], marker=look["marker"], alpha=0.35)
+        kept = [p for p in points if p not in beaten]
         axes.errorbar(
-            [point["bits"] for point in points],
-            [point["gap"] for point in points],
-            [point.get("gap_spread") or 0.0 for point in points],
-            label=name,
-            marker=_MARKERS[number % 5],
-            capsize=3,
-            **_look(name, number),
+            *_places(kept), [p.get("gap_spread") or 0.0 for p in kept], label=name, capsize=3, **look
         )
     axes.axhline(0.0, color="black", linewidth=2.5, label="dense")
     axes.set_xscale("log")
-    axes.set_yscale("symlog", linthresh=5.0)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    for which in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+        which(lambda value, _: f"{value:.2g}")
     axes.set_xlabel("bits a parameter and step, sent or received by the busiest rank")
     axes.set_ylabel("worse than dense by: per cent of the loss, or points")
+
+
+def _worth(row: Row) -> tuple[float, float]:
+    """Of two rows with one setting: more seeds say more, then the better rate."""
+    return row.figures.get("seeds") or 1, -row.figures["gap"]
+
+
+_AS_MANY_BITS = 1.1
+
+
+def _beats(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return bool(one["bits"] < _AS_MANY_BITS * other["bits"] and one["gap"] < other["gap"])
+
+
+def _places(points: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
+    return [point["bits"] for point in points], [point["gap"] for point in points]
 
 
 def _by_sync(rows: Sequence[Row], column: str) -> dict[str, list[Row]]:
