@@ -103,7 +103,7 @@ def DataLoader(data: list[Any]) -> Any:  # noqa: N802 - it stands for torch's
     return torch.utils.data.DataLoader(data, batch_size=None)
 
 
-def ended(way: str, again: int = 0) -> str:
+def ended(way: str) -> str:
     """A line of JSON."""
     spoiled = 20 if way == "nan" else -1
     learner = by_hand(spoiled) if way == "hand" else by_trainer(spoiled)
@@ -112,7 +112,7 @@ def ended(way: str, again: int = 0) -> str:
     learner.eval()
     loss = float(torch.stack([learner(batch).detach() for batch in batches(20_000, 8, 0)]).mean())
     end = {
-        "name": f"lightning {way} {again}",
+        "name": f"lightning {way}",
         "rank": RANK,
         "bits": int(digest([p.detach() for p in learner.parameters()])),
         "loss": loss,
@@ -125,4 +125,4 @@ def ended(way: str, again: int = 0) -> str:
 
 
 def main() -> list[str]:
-    return [ended("trainer"), ended("trainer", again=1), ended("hand"), ended("nan")]
+    return [ended("trainer"), ended("hand"), ended("nan")]
