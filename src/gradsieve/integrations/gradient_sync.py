@@ -98,35 +98,34 @@ class GradientSync:
         self.is_closed = False
         self.watch = Stopwatch()
         kernels.active()  # numba is loaded here and not in the first step
-        rank, world = dist.get_rank(group), dist.get_world_size(group)
-        # Before there is a group: who leaves one at once, refused, breaks it up for those that still come.
-        self.fitted = Fitted(
-            self.parameters, self._given, self.scheme, self.treatment, rank, world, bucket_cap_mb
-        )
+        self.engine = Engine(group)
         try:
-            self._set_up(group, dense_if_faster and preset != "paper")
+            self._set_up(bucket_cap_mb, dense_if_faster and preset != "paper")
+            self.enter()
         except BaseException:
-            self.fitted.give_back()
+            self.engine.close()
             raise
         sayings.what_is_set(self.pipeline, self.parameters, self._given)
 
-    def _set_up(self, group: dist.ProcessGroup | None, dense_if_faster: bool) -> None:
+    def _set_up(self, bucket_cap_mb: float, dense_if_faster: bool) -> None:
+        rank, world = self.engine.rank, self.engine.world
+        self.fitted = Fitted(
+            self.parameters, self._given, self.scheme, self.treatment, rank, world, bucket_cap_mb
+        )
         self.pipeline = self.fitted.pipeline
         self.device = self.pipeline.units[0].device
         self.models: TwoModels | None = None
         if isinstance(self.pipeline, StepPipeline):
             self.models = TwoModels(self.parameters, self.pipeline)
-        adaptive = not all(isinstance(one, torch.optim.SGD) for one in self._given)
-        self.engine = Engine(group)
         try:
-            if self.engine.world > 1 and not self.scheme.silent:
+            if world > 1 and not self.scheme.silent:
                 replicas.start_alike(self, dense_if_faster)
                 self._find_a_budget(dense_if_faster)
-            self._advisor = Advisor(self.scheme, adaptive, self.engine.rank)
-            self.enter()
         except BaseException:
-            self.engine.close()
+            self.fitted.give_back()
             raise
+        adaptive = not all(isinstance(one, torch.optim.SGD) for one in self._given)
+        self._advisor = Advisor(self.scheme, adaptive, rank)
 
     def _find_a_budget(self, dense_if_faster: bool) -> None:
         """Which density does not give: by what the links hold, where nobody fixed it."""
