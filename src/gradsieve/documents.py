@@ -85,7 +85,8 @@ class Table:
                 raise self.error(f"{key!r} is missing")
 
     def text(self, key: str) -> str:
-        return self._of(key, str, 'text in quotes, such as "rack"')
+        value: str = self._of(key, str, 'text in quotes, such as "rack"')
+        return value
 
     def whole(self, key: str, least: int, most: int) -> int:
         value: int = self._of(key, int, "a whole number")

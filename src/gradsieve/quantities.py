@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import TypeAlias
 
-Units: TypeAlias = Mapping[str, float]
+Units: TypeAlias = dict[str, float]
 """What each unit is in the base unit, the smallest first."""
 
 BITS: Units = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}

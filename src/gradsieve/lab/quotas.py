@@ -44,9 +44,10 @@ def enter(name: str, pid: int) -> None:
 def remove(doomed: Collection[str]) -> None:
     """Groups of hosts whose processes have ended; those that do not exist are passed over."""
     folder = _folder()
-    for name in doomed if folder is not None else ():
-        with contextlib.suppress(OSError):
-            (folder / name).rmdir()
+    if folder is not None:
+        for name in doomed:
+            with contextlib.suppress(OSError):
+                (folder / name).rmdir()
 
 
 def existing() -> set[str]:
