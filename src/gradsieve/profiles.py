@@ -1,7 +1,8 @@
 """A profile: what a group's network and hosts were measured to do, as a TOML file with units.
 
 `gradsieve doctor --profile FILE` writes it; whoever predicts reads it, with checks. A person may write one
-too, for a cluster that is not rented yet: tables [made] and [pairs] may be missing, and [model] if none is meant.
+too, for a cluster that is not rented yet: tables [made] and [pairs] may be missing, and [model] if there is
+none.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ SECONDS: Units = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 BYTES_A_SECOND: Units = {"kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
 ELEMENTS_A_SECOND: Units = {"k/s": 1e3, "M/s": 1e6, "G/s": 1e9}
 
+_SPOKEN = {"kbit": "kbit/s", "mbit": "Mbit/s", "gbit": "Gbit/s"}
 _NUMBER_AND_UNIT = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([a-zA-Z/]{1,4})", re.ASCII)
 
 
@@ -26,9 +27,19 @@ def parse(text: str, units: Units) -> float | None:
 
 
 def write(value: float, units: Units, digits: int = 4) -> str:
-    """As `parse` reads it, in the largest unit of which it is at least one."""
+    """As `parse` reads it."""
+    return "".join(_parts(value, units, digits))
+
+
+def spoken(value: float, units: Units, digits: int = 4) -> str:
+    """For a sentence: "20 ms", "1 Gbit/s"."""
+    number, unit = _parts(value, units, digits)
+    return f"{number} {_SPOKEN.get(unit, unit)}"
+
+
+def _parts(value: float, units: Units, digits: int) -> tuple[str, str]:
+    """In the largest unit of which it is at least one."""
     unit = next((name for name in reversed(units) if value >= units[name]), next(iter(units)))
     number = value / units[unit]
-    places = max(0, digits - len(str(int(number))))
-    text = f"{number:.{places}f}"
-    return (text.rstrip("0").rstrip(".") if "." in text else text) + unit
+    text = f"{number:.{max(0, digits - len(str(int(number))))}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text, unit

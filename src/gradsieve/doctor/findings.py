@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from gradsieve.doctor.facts import Facts
 from gradsieve.doctor.model import ModelFigures
-from gradsieve.quantities import BITS, SECONDS, write
+from gradsieve.quantities import BITS, SECONDS, spoken
 
 Severity: TypeAlias = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
@@ -61,8 +61,8 @@ def address_of(each: Facts) -> str:
 
 
 def rate(bits: float) -> str:
-    return write(bits, BITS, 3)
+    return spoken(bits, BITS, 3)
 
 
 def span(seconds: float) -> str:
-    return write(seconds, SECONDS, 3)
+    return spoken(seconds, SECONDS, 3)

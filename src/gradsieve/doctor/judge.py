@@ -26,12 +26,14 @@ def before(facts: Sequence[Facts], world: int) -> list[Finding]:
 
 def after(facts: Sequence[Facts], measured: Measured, timeout: float | None) -> list[Finding]:
     """Of all ranks, in their order."""
+    elsewhere = list(interfaces.other_network(facts, measured))
+    explained = {rank for finding in elsewhere for rank in finding.ranks}
     rules = [
         links.failed(facts, measured),
-        interfaces.other_network(facts, measured),
+        elsewhere,
         interfaces.unset(facts),
         interfaces.slower_interface(facts),
-        links.slow(facts, measured),
+        links.slow(facts, measured, explained),
         links.far(facts, measured),
         hosts.straggling(facts, measured),
         hosts.threads(facts),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
 from gradsieve.doctor.facts import Facts
 from gradsieve.doctor.findings import Finding, Matrix, Measured, address_of, host_of, rate, span
@@ -34,9 +34,11 @@ def failed(facts: Sequence[Facts], measured: Measured) -> Iterator[Finding]:
                 yield Finding("error", "no-connection", pair, what, mend)
 
 
-def slow(facts: Sequence[Facts], measured: Measured) -> Iterator[Finding]:
-    """By the slower direction of each pair, against what most ranks have at best."""
-    both = _between_hosts(facts, measured.bandwidth, min)
+def slow(facts: Sequence[Facts], measured: Measured, explained: Set[int] = frozenset()) -> Iterator[Finding]:
+    """By the slower direction of each pair, against what most ranks have at best. Pairs of ranks that talk over
+    another network, which is known by now, say nothing about the links of this one."""
+    everybody = _between_hosts(facts, measured.bandwidth, min)
+    both = {pair: bits for pair, bits in everybody.items() if explained.isdisjoint(pair)}
     best = _best(both, max)
     if not best:
         return

@@ -14,7 +14,7 @@ from gradsieve.doctor.findings import Matrix, exit_code
 from gradsieve.doctor.run import Report
 from gradsieve.errors import ConfigError
 from gradsieve.profiles import MOST_PAIRS, ModelProfile, Pairs, Profile, Rows
-from gradsieve.quantities import BITS, SECONDS, write
+from gradsieve.quantities import BITS, SECONDS, spoken
 
 _MOST_IN_TABLE = 16
 _MANY_LABELS = 40
@@ -58,10 +58,10 @@ def _network(report: Report) -> list[str]:
             f"latency in us, a word each way at once\n{_matrix(measured.latency, 1e6)}",
         ]
     (i, j), bits = slow
-    lines = [f"slowest pair: {names[i]} to {names[j]}, {write(bits, BITS, 3)}"]
+    lines = [f"slowest pair: {names[i]} to {names[j]}, {spoken(bits, BITS, 3)}"]
     if far is not None:
         (i, j), seconds = far
-        lines.append(f"farthest pair: {names[i]} and {names[j]}, {write(seconds, SECONDS, 3)}")
+        lines.append(f"farthest pair: {names[i]} and {names[j]}, {spoken(seconds, SECONDS, 3)}")
     return [*parts, "\n".join(lines)]
 
 
@@ -72,7 +72,7 @@ def _model(report: Report) -> str:
     size = f"model: {model.parameters:,} parameters in {model.units} units of exchange"
     if model.forward is None or model.backward is None:
         return f"{size}; the factory gives no loss, so that no step was measured"
-    times = [write(seconds, SECONDS, 3) for seconds in (model.forward, model.backward)]
+    times = [spoken(seconds, SECONDS, 3) for seconds in (model.forward, model.backward)]
     return f"{size}; forward {times[0]}, backward {times[1]}"
 
 
@@ -182,13 +182,8 @@ def draw(report: Report, out: Path) -> None:
         (report.measured.latency, 1e3, "latency (ms)", "viridis_r"),
     ]
     for panel, (matrix, factor, title, colours) in zip(axes, panels, strict=True):
-        _heat(
-            figure,
-            panel,
-            [[None if v is None else factor * v for v in row] for row in matrix],
-            title,
-            colours,
-        )
+        scaled = [[None if value is None else factor * value for value in row] for row in matrix]
+        _heat(figure, panel, scaled, title, colours)
         _name_axes(panel, names)
     figure.savefig(out, dpi=150)
     plt.close(figure)
@@ -197,13 +192,17 @@ def draw(report: Report, out: Path) -> None:
 def _heat(figure: Any, axes: Any, matrix: Matrix, title: str, colours: str) -> None:
     import numpy as np
     from matplotlib.colors import LogNorm
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     values = np.array([[np.nan if v is None else v for v in row] for row in matrix], dtype=float)
     seen = values[np.isfinite(values) & (values > 0)]
     norm = LogNorm(seen.min(), max(seen.max(), 1.01 * seen.min())) if seen.size else None
     image = axes.imshow(values, norm=norm, cmap=colours)
     axes.set_title(title)
-    figure.colorbar(image, ax=axes, label=title, shrink=0.8)
+    plain = FuncFormatter(lambda value, _: f"{value:g}")
+    bar = figure.colorbar(image, ax=axes, label=title, shrink=0.8, format=plain)
+    bar.ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    bar.ax.yaxis.set_minor_locator(NullLocator())
     if len(matrix) <= _MOST_IN_TABLE:
         for i, j in zip(*np.nonzero(np.isfinite(values)), strict=True):
             shade = float(norm(values[i, j])) if norm is not None else 0.0

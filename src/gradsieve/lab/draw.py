@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gradsieve.lab.topology import Link, Topology
-from gradsieve.quantities import BITS, SECONDS, write
+from gradsieve.quantities import BITS, SECONDS, spoken
 
 Spot = tuple[float, float]
 
@@ -43,8 +43,8 @@ def draw(topology: Topology, out: Path, title: str) -> None:
 
 
 def label(link: Link) -> str:
-    rate = "unshaped" if link.rate is None else _spaced(write(link.rate, BITS))
-    return rate if link.delay is None else f"{rate}, {_spaced(write(link.delay, SECONDS))} one way"
+    rate = "unshaped" if link.rate is None else spoken(link.rate, BITS)
+    return rate if link.delay is None else f"{rate}, {spoken(link.delay, SECONDS)} one way"
 
 
 def _draw_links(axes: Any, topology: Topology, spots: Mapping[str, Spot]) -> None:
@@ -104,7 +104,7 @@ def _spots(topology: Topology) -> dict[str, Spot]:
 
 def _is_second(topology: Topology, switch: str) -> bool:
     """Of another network than all hosts' first."""
-    return topology.networks[switch] > 0
+    return topology.networks[switch] != topology.ports[0].network
 
 
 def _has_hosts(topology: Topology, switch: str) -> bool:
@@ -114,11 +114,3 @@ def _has_hosts(topology: Topology, switch: str) -> bool:
 def _neighbours(topology: Topology, switch: str) -> list[str]:
     pairs = [link.ends for link in topology.links if switch in link.ends]
     return [one if other == switch else other for one, other in pairs]
-
-
-def _spaced(text: str) -> str:
-    """ "1gbit" as "1 Gbit/s", "20ms" as "20 ms"."""
-    number = text.rstrip("abcdefghijklmnopqrstuvwxyz")
-    unit = text[len(number) :]
-    names = {"kbit": "kbit/s", "mbit": "Mbit/s", "gbit": "Gbit/s"}
-    return f"{number} {names.get(unit, unit)}"

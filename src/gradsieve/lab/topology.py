@@ -69,7 +69,7 @@ class Port:
     interface: str
     link: int
     network: int
-    """Which of the separate networks the link belongs to: 0 is that of all hosts' eth0."""
+    """Which of the separate networks the link belongs to."""
 
     @property
     def address(self) -> str:
@@ -93,14 +93,18 @@ class Topology:
 
     @cached_property
     def networks(self) -> dict[str, int]:
-        """The number of each switch's network, that of the first host's eth0 first."""
+        """The number of each switch's network; the last is that of the first host's eth0.
+
+        Of two ranks the one with the lower address waits for the other to connect (gloo, torch 2.13): a host
+        whose gloo is on another network is really reached over that.
+        """
         heads = _Heads(self.switches)
         for link in self.links:
             if link.start in self.switches:
                 heads.join(link.start, link.end)
         first = next(link.end for link in self.links if link.start == self.hosts[0].name)
         order = dict.fromkeys([heads.of(first), *(heads.of(switch) for switch in self.switches)])
-        numbers = {head: number for number, head in enumerate(order)}
+        numbers = {head: number for number, head in enumerate(reversed(order))}
         return {switch: numbers[heads.of(switch)] for switch in self.switches}
 
     @property
@@ -225,12 +229,13 @@ def _check_joined(table: Table, topology: Topology) -> None:
     for switch in topology.switches:
         if switch not in linked:
             raise table.error(f"no link leads to switch {switch!r}", "switches")
-    for number, host in enumerate(topology.hosts):
-        _check_ports(table, host, [port for port in topology.ports if port.host == number])
+    for number in range(len(topology.hosts)):
+        _check_ports(table, topology, number)
 
 
-def _check_ports(table: Table, host: Host, ports: list[Port]) -> None:
-    if ports[0].network:
+def _check_ports(table: Table, topology: Topology, number: int) -> None:
+    host, ports = topology.hosts[number], [port for port in topology.ports if port.host == number]
+    if ports[0].network != topology.ports[0].network:
         cause = f"{host.name!r} cannot reach the first host over eth0, its first link: join their switches"
         raise table.error(cause, "hosts", host.name)
     if len({port.network for port in ports}) < len(ports):
