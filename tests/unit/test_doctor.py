@@ -40,6 +40,7 @@ def facts_of(rank: int, **changes: Any) -> Facts:
         environment={"GLOO_SOCKET_IFNAME": "eth0"},
         threads=8,
         cores=8,
+        quota=0.0,
         kernels="compiled",
         versions={"torch": "2.13.0", "gradsieve": "0.1", "python": "3.11.7"},
     )
@@ -237,6 +238,21 @@ def test_more_threads_than_processors_are_named_with_the_number_to_set() -> None
 
 def test_idle_processors_are_a_note() -> None:
     assert found(group(threads={1: 1})) == [("note", "few-threads", (1,))]
+
+
+@pytest.mark.parametrize(
+    ("quota", "mend"),
+    [
+        (2.5, "export OMP_NUM_THREADS=2   # on node1"),
+        (0.2, "raise the quota of node1"),
+        (8.0, None),
+        (0.0, None),
+    ],
+)
+def test_a_quota_below_the_threads_is_named(quota: float, mend: str) -> None:
+    findings = judge.after(group(quota={1: quota}), measured(), 60.0)
+    assert [(each.rule, each.ranks) for each in findings] == ([("quota", (1,))] if mend else [])
+    assert not mend or findings[0].mend.startswith(mend)
 
 
 def test_hosts_of_one_machine_are_a_note() -> None:

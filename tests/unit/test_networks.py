@@ -35,6 +35,9 @@ delay = "5ms"
 """
 
 
+JOINED = '[[links]]\nfrom = ["office"]\nto = "rack"\n\n'
+
+
 def written(folder: Path, text: str) -> Path:
     path = folder / "net.toml"
     path.write_text(text)

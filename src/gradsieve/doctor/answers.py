@@ -68,6 +68,7 @@ def facts_from(rank: int, said: Any) -> Facts:
         environment=_texts(told, "environment"),
         threads=told.count("threads"),
         cores=told.count("cores"),
+        quota=told.figure("quota"),
         versions=_texts(told, "versions"),
     )
 

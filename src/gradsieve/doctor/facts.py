@@ -55,6 +55,8 @@ class Facts:
     threads: int
     cores: int
     """That this process may run on."""
+    quota: float
+    """Processors that its cgroup lets it use on average; 0: as many as there are."""
     kernels: str
     versions: Mapping[str, str] = field(default_factory=dict)
 
@@ -101,6 +103,7 @@ def collect(rank: int, master: str) -> Facts:
         environment={name: os.environ[name] for name in TOLD if os.environ.get(name)},
         threads=torch.get_num_threads(),
         cores=len(os.sched_getaffinity(0)),
+        quota=_quota(),
         kernels=active(),
         versions={name: str(value) for name, value in versions().items() if name != "cpus"},
     )
@@ -150,6 +153,27 @@ def _alias(hostname: str, address: str) -> str:
         if found == address and others:
             return others[0]
     return ""
+
+
+def _quota() -> float:
+    """The smallest of its cgroup and those above, of version 1 or 2."""
+    found = []
+    for line in _read("/proc/self/cgroup").splitlines():
+        _, controllers, place = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = Path("/sys/fs/cgroup/cpu" if controllers else "/sys/fs/cgroup")
+        for folder in (root / str(each).lstrip("/") for each in (Path(place), *Path(place).parents)):
+            limits = f"{_read(folder / 'cpu.cfs_quota_us')} {_read(folder / 'cpu.cfs_period_us')}".split()
+            found += [_share(limits or _read(folder / "cpu.max").split())]
+    return min(filter(None, found), default=0.0)
+
+
+def _share(limits: list[str]) -> float:
+    """Of a quota and its period in microseconds; 0 where there is no limit."""
+    if len(limits) != 2 or not all(each.isdigit() for each in limits) or not int(limits[1]):
+        return 0.0
+    return int(limits[0]) / int(limits[1])
 
 
 def _read(path: str | Path) -> str:

@@ -37,6 +37,7 @@ def after(facts: Sequence[Facts], measured: Measured, timeout: float | None) -> 
         links.far(facts, measured),
         hosts.straggling(facts, measured),
         hosts.threads(facts),
+        hosts.quota(facts),
         hosts.shared(facts),
         hosts.versions(facts),
         hosts.kernels(facts),

@@ -42,6 +42,20 @@ def threads(facts: Sequence[Facts]) -> Iterator[Finding]:
             yield Finding("note", "few-threads", ranks, what, mend)
 
 
+def quota(facts: Sequence[Facts]) -> Iterator[Finding]:
+    """A container's limit, which torch does not look at."""
+    for each in facts:
+        if not 0 < each.quota < each.threads:
+            continue
+        what = f"{each.name}: {each.threads} threads, and {each.quota:g} processors by its cgroup's quota"
+        mend = (
+            f"export OMP_NUM_THREADS={int(each.quota)}   # on {host_of(each)}"
+            if each.quota >= 1
+            else f"raise the quota of {host_of(each)} (--cpus of a container, cpu.max of its cgroup)"
+        )
+        yield Finding("warning", "quota", (each.rank,), what, mend)
+
+
 def shared(facts: Sequence[Facts]) -> Iterator[Finding]:
     hosts: dict[str, set[str]] = {}
     for each in facts:

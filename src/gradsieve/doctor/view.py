@@ -69,7 +69,7 @@ def _model(report: Report) -> str:
     model = report.measured.model
     if model is None:
         return ""
-    size = f"model: {model.parameters:,} parameters in {model.units} units of exchange"
+    size = f"model: {model.parameters:,} parameters, units of exchange: {model.units}"
     if model.forward is None or model.backward is None:
         return f"{size}; the factory gives no loss, so that no step was measured"
     times = [spoken(seconds, SECONDS, 3) for seconds in (model.forward, model.backward)]
