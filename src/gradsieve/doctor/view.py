@@ -11,6 +11,7 @@ from typing import Any
 
 from gradsieve.bench.results import origin, table
 from gradsieve.doctor.findings import Matrix, exit_code
+from gradsieve.doctor.judge_links import SLOW
 from gradsieve.doctor.run import Report
 from gradsieve.errors import ConfigError
 from gradsieve.profiles import MOST_PAIRS, ModelProfile, Pairs, Profile, Rows
@@ -196,7 +197,8 @@ def _heat(figure: Any, axes: Any, matrix: Matrix, title: str, colours: str) -> N
 
     values = np.array([[np.nan if v is None else v for v in row] for row in matrix], dtype=float)
     seen = values[np.isfinite(values) & (values > 0)]
-    norm = LogNorm(seen.min(), max(seen.max(), 1.01 * seen.min())) if seen.size else None
+    # A range of at least what counts as slow: noise should not look like a fault.
+    norm = LogNorm(min(seen.min(), seen.max() / SLOW), seen.max()) if seen.size else None
     image = axes.imshow(values, norm=norm, cmap=colours)
     axes.set_title(title)
     plain = FuncFormatter(lambda value, _: f"{value:g}")
