@@ -22,7 +22,7 @@ It tells which interface gloo really uses on every rank, measures latency and ba
 (in rounds, each rank with one partner at a time) and the speed of every host, and looks at threads, versions,
 kernels and time-outs. Each finding has a severity and the command that mends it. Rank 0 prints.
 
-It takes some seconds, 15 s at most for each pair that does not answer, and sends at most 128 MB a rank and
+It takes some seconds, 15 s at most for each pair that does not answer, and sends at most 200 MB a rank and
 round, with at most 64 rounds.
 """
 _EXAMPLES = """\

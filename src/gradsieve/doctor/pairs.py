@@ -24,13 +24,12 @@ import torch
 import torch.distributed as dist
 
 MOST_ROUNDS = 64
-SHORT_TRIES, LONG_TRIES = 10, 3
+SHORT_TRIES, LONG_TRIES = 10, 5
+"""The quickest counts: a rank that had to wait for a processor says nothing about its link."""
 SMALLEST, LARGEST, GROWTH = 1 << 16, 1 << 24, 4
 """Bytes of long messages."""
 LONG_ENOUGH, LATENCIES = 0.02, 8.0
 """Seconds that a long message should take, and times the latency: TCP needs round trips to come to speed."""
-MOST_BYTES = 2 * (LONG_TRIES + 1) * LARGEST
-"""That a rank sends or receives in one round: the last size is repeated, those before are a third of it."""
 WAIT = timedelta(seconds=15)
 """For a partner; a pair of which one does not answer is given up."""
 
