@@ -13,6 +13,7 @@ from gradsieve.cli.lab import add_parser
 from gradsieve.errors import ConfigError, LabError
 from gradsieve.lab import Lab, available, names, network, ranks, signals, tools
 from gradsieve.lab.relay import Relay
+from gradsieve.lab.topology import star
 from gradsieve.lab.units import parse_delay, parse_rate
 
 ADDRESS_OFFSET = 26  # destination address: virtio header (10 bytes) + 16 bytes into the IPv4 header
@@ -90,10 +91,10 @@ def test_only_names_a_lab_gives_have_an_owner() -> None:
 
 
 def test_hosts_have_addresses_of_the_benchmarking_range() -> None:
-    built = network.Network(pid=1, size=64, rate=None, delay=None)
-    assert built.addresses[0] == "198.18.0.1"
-    assert built.addresses[-1] == "198.18.0.64"
-    assert len(set(built.addresses)) == 64
+    addresses = star(64, None, None).addresses
+    assert addresses[0] == "198.18.0.1"
+    assert addresses[-1] == "198.18.0.64"
+    assert len(set(addresses)) == 64
 
 
 @pytest.mark.parametrize("rate", [10_000, 10**8, 10**9, 10**10, 10**11])
@@ -102,24 +103,30 @@ def test_a_bundle_of_frames_fits_into_a_burst_and_a_burst_is_short(rate: int) ->
     assert network.burst_bytes(rate) * 8 / rate <= max(0.0005, 4 * 1514 * 8 / rate)
 
 
-def test_where_netem_exists_it_delays_and_shapes_the_host_side_once() -> None:
-    assert network.host_egress(None, 0.005) == ["qdisc add dev eth0 root netem delay 5000us limit 1000000"]
-    assert network.host_egress(10**9, 0.005) == [
-        "qdisc add dev eth0 root netem delay 5000us rate 1000000000bit limit 8669"
-    ]
+def egress_lines(rate: int | None, delay: float | None, is_relayed: bool = False) -> list[str]:
+    built = star(2, rate, delay)
+    return network.host_egress_lines(built, [built.ports[0]], is_relayed) + network.switch_egress_lines(built)
+
+
+def test_where_netem_exists_each_of_two_links_has_half_of_the_delay() -> None:
+    half = "root netem delay 2500us limit 1000000"
+    devices = ["eth0", "port0", "port1"]
+    assert egress_lines(None, 0.005) == [f"qdisc add dev {device} {half}" for device in devices]
+    shaped = "root netem delay 2500us rate 1000000000bit limit 8463"
+    assert egress_lines(10**9, 0.005) == [f"qdisc add dev {device} {shaped}" for device in devices]
+
+
+def test_a_relay_delays_by_itself_and_hosts_only_shape() -> None:
+    built = star(2, 10**8, 0.005)
+    shaper = "qdisc add dev eth0 root tbf rate 100000000bit burst 6056 latency 100ms"
+    assert network.host_egress_lines(built, [built.ports[0]], True) == [shaper]
 
 
 def test_without_delay_a_link_is_shaped_at_both_ends_or_not_at_all() -> None:
-    shaped = network.Network(pid=1, size=2, rate=10**8, delay=None)
     shaper = "tbf rate 100000000bit burst 6056 latency 100ms"
-    assert network.host_egress(shaped.rate, None) == [f"qdisc add dev eth0 root {shaper}"]
-    assert network.switch_egress_lines(shaped) == [
-        f"qdisc add dev port0 root {shaper}",
-        f"qdisc add dev port1 root {shaper}",
-    ]
-    unshaped = network.Network(pid=1, size=2, rate=None, delay=None)
-    assert network.host_egress(unshaped.rate, None) == []
-    assert network.switch_egress_lines(unshaped) == []
+    devices = ["eth0", "port0", "port1"]
+    assert egress_lines(10**8, None) == [f"qdisc add dev {device} root {shaper}" for device in devices]
+    assert egress_lines(None, None) == []
 
 
 # --- the relay's clock
@@ -132,31 +139,51 @@ def packet_to(host: int, size: int = 1000, mark: int = 0) -> bytes:
     return bytes(packet)
 
 
+def relay_of(hosts: int, delay: float, rate: int, queue: float, tuns: list[int] | None = None) -> Relay:
+    """A star's: line i leads to host i."""
+    addresses = [bytes([198, 18, 0, host + 1]) for host in range(hosts)]
+    routes = {(port, addresses[host]): (host, (host,)) for port in range(hosts) for host in range(hosts)}
+    return Relay(tuns or list(range(hosts)), [(rate, delay)] * hosts, routes, queue)
+
+
 def arrivals(relay: Relay) -> list[tuple[float, int, int]]:
     """(time, receiver, mark) of the packets held, in the order in which they will be delivered."""
-    return [(pytest.approx(time), host, packet[-1]) for time, _, host, packet in sorted(relay.held)]
+    return [(pytest.approx(time), route[0], packet[-1]) for time, _, route, packet in sorted(relay.held)]
 
 
 def test_the_relay_delays_each_packet_and_keeps_order() -> None:
-    relay = Relay([0, 1], delay=0.005, rate=0, queue=0.1)
+    relay = relay_of(2, delay=0.005, rate=0, queue=0.1)
     for mark in range(3):
-        relay.accept(packet_to(1, mark=mark), now=1.0)
+        relay.accept(0, packet_to(1, mark=mark), now=1.0)
     assert arrivals(relay) == [(1.005, 1, 0), (1.005, 1, 1), (1.005, 1, 2)]
 
 
-def test_the_relay_sends_one_packet_at_a_time_down_a_receivers_line() -> None:
-    relay = Relay([0, 1, 2], delay=0.005, rate=8_000_000, queue=0.1)  # 1,000 bytes take 1 ms
-    relay.accept(packet_to(1, mark=1), now=1.0)
-    relay.accept(packet_to(1, mark=2), now=1.0)
-    relay.accept(packet_to(2, mark=3), now=1.0)  # another line, so it need not wait
+def test_the_relay_sends_one_packet_at_a_time_down_a_line() -> None:
+    relay = relay_of(3, delay=0.005, rate=8_000_000, queue=0.1)  # 1,000 bytes take 1 ms
+    relay.accept(0, packet_to(1, mark=1), now=1.0)
+    relay.accept(0, packet_to(1, mark=2), now=1.0)
+    relay.accept(0, packet_to(2, mark=3), now=1.0)  # another line, so it need not wait
     assert arrivals(relay) == [(1.006, 1, 1), (1.006, 2, 3), (1.007, 1, 2)]
 
 
+def test_a_packet_under_way_does_not_keep_others_from_the_line_it_will_need() -> None:
+    lines = [(0, 0.050), (8_000_000, 0.0)]  # a long way, then the receiver's line
+    address = bytes([198, 18, 0, 2])
+    relay = Relay([0, 1, 2], lines, {(0, address): (1, (0, 1)), (2, address): (1, (1,))}, queue=0.1)
+    relay.accept(0, packet_to(1, mark=1), now=1.0)
+    relay.accept(2, packet_to(1, mark=2), now=1.01)
+    assert arrivals(relay) == [(1.011, 1, 2), (1.05, 1, 1)]  # the first has its last line still before it
+    relay.held = [entry for entry in relay.held if entry[3][-1] == 1]
+    relay.deliver(now=1.0505)
+    assert arrivals(relay) == [(1.051, 1, 1)]
+
+
 def test_the_relay_drops_what_would_wait_longer_than_the_queue_holds() -> None:
-    relay = Relay([0, 1], delay=0.0, rate=8_000_000, queue=0.0105)
+    relay = relay_of(2, delay=0.0, rate=8_000_000, queue=0.0105)
     for _ in range(50):
-        relay.accept(packet_to(1), now=1.0)
+        relay.accept(0, packet_to(1), now=1.0)
     assert len(relay.held) == 11
+    assert relay.bytes_held == 11_000
 
 
 @pytest.mark.parametrize(
@@ -165,18 +192,18 @@ def test_the_relay_drops_what_would_wait_longer_than_the_queue_holds() -> None:
 def test_the_relay_drops_packets_for_nobody(address: list[int]) -> None:
     packet = bytearray(packet_to(0))
     packet[ADDRESS_OFFSET : ADDRESS_OFFSET + 4] = bytes(address)
-    relay = Relay([0, 1], delay=0.005, rate=0, queue=0.1)
-    relay.accept(bytes(packet), now=1.0)
-    relay.accept(packet_to(1)[: ADDRESS_OFFSET + 3], now=1.0)  # cut off within the address
-    relay.accept(b"", now=1.0)
+    relay = relay_of(2, delay=0.005, rate=0, queue=0.1)
+    relay.accept(0, bytes(packet), now=1.0)
+    relay.accept(0, packet_to(1)[: ADDRESS_OFFSET + 3], now=1.0)  # cut off within the address
+    relay.accept(0, b"", now=1.0)
     assert relay.held == []
 
 
 def test_the_relay_delivers_when_due_and_not_before() -> None:
     read, write = os.pipe()
     os.set_blocking(read, False)
-    relay = Relay([write], delay=0.005, rate=0, queue=0.1)
-    relay.accept(packet_to(0), now=1.0)
+    relay = relay_of(1, delay=0.005, rate=0, queue=0.1, tuns=[write])
+    relay.accept(0, packet_to(0), now=1.0)
     relay.deliver(now=1.0049)
     with pytest.raises(BlockingIOError):
         os.read(read, 2000)
@@ -193,9 +220,9 @@ def test_the_relay_delivers_when_due_and_not_before() -> None:
 def test_the_users_environment_wins_over_the_labs_thread_count_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "99")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert ranks.environment(1, ["198.18.0.1", "198.18.0.2"], None)["OMP_NUM_THREADS"] == "1"
+    assert ranks.environment(1, star(2, None, None), None)["OMP_NUM_THREADS"] == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    found = ranks.environment(1, ["198.18.0.1", "198.18.0.2"], {"MASTER_PORT": "1234"})
+    found = ranks.environment(1, star(2, None, None), {"MASTER_PORT": "1234"})
     assert (found["OMP_NUM_THREADS"], found["RANK"], found["MASTER_PORT"]) == ("2", "1", "1234")
 
 
@@ -294,6 +321,8 @@ def test_everything_after_two_dashes_is_the_command() -> None:
         (["--hosts", "0", "--", "true"], "hosts is 0; a lab has 1 to 64"),
         (["--rate", "fast", "--", "true"], "rate 'fast' is not a link rate"),
         (["--delay", "5", "--", "true"], "delay '5' is not a one-way delay"),
+        (["--network", "/nowhere/n.toml", "--", "true"], "/nowhere/n.toml cannot be read"),
+        (["--network", "n.toml", "--rate", "1gbit", "--", "true"], "leave --hosts, --rate and --delay out"),
         (["--json", "/nowhere/out.json", "--", "true"], "No such file or directory: '/nowhere/out.json'"),
     ],
 )

@@ -53,7 +53,7 @@ def add_lab(parser: argparse.ArgumentParser) -> None:
 
 def check_hosts(hosts: Sequence[int], *files: Path | None) -> None:
     """Before minutes of measuring: no lab has so many, or a picture or record is of one number of hosts."""
-    from gradsieve.lab.lab import MOST_HOSTS
+    from gradsieve.lab.topology import MOST_HOSTS
 
     if max(hosts) > MOST_HOSTS:
         raise ConfigError(f"hosts is {max(hosts)}; a lab has 1 to {MOST_HOSTS}")

@@ -1,4 +1,4 @@
-"""`gradsieve lab run`: one command on every host of a network that exists while it runs."""
+"""`gradsieve lab run`: one command on every host of a network that exists while it runs; and its picture."""
 
 import argparse
 import json
@@ -6,25 +6,40 @@ import sys
 import time
 from pathlib import Path
 
+from gradsieve.bench.results import writable
 from gradsieve.cli import lab_chaos, lab_faults, lab_fuzz, lab_soak
-from gradsieve.errors import GradsieveError
+from gradsieve.cli.arguments import add_command, drawable
+from gradsieve.errors import ConfigError, GradsieveError
 from gradsieve.lab import Lab
+from gradsieve.lab.topology import Topology, read
 
 _DESCRIPTION = """\
 Run a command on every host of a real multi-host network on this one Linux machine.
 
 Each host is a network namespace with its own address on eth0; a switch joins them, and links have
-the rate and delay you ask for. The command finds RANK, WORLD_SIZE, MASTER_ADDR and the rest of what
-torchrun sets, one process a host. All of it is removed at the end, also after Ctrl-C. Needs root.
+the rate and delay you ask for. With --network there are several switches, and every link is as its
+file says. The command finds RANK, WORLD_SIZE, MASTER_ADDR and the rest of what torchrun sets, one
+process a host. All of it is removed at the end, also after Ctrl-C. Needs root.
 """
 
 _EXAMPLES = """\
 examples:
   gradsieve lab run --hosts 4 --rate 1gbit -- python train.py
   gradsieve lab run --hosts 2 --rate 100mbit --delay 5ms --timeout 600 -- python train.py --epochs 1
+  gradsieve lab run --network examples/networks/two-sites.toml -- python train.py
 
 The exit code is 0 if every rank's is 0, otherwise that of the rank that failed first (128 + the number
 of the signal, if one killed it).
+"""
+
+_DRAWING = """\
+Draw a network file: hosts, switches, and links with their rates and delays. The file is checked as
+`gradsieve lab run --network` checks it; no root is needed.
+"""
+
+_DRAWN = """\
+example:
+  gradsieve lab draw examples/networks/two-sites.toml -o two-sites.png
 """
 
 
@@ -39,13 +54,21 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s [options] -- CMD [ARG ...]",
     )
-    run.add_argument("--hosts", type=int, default=4, metavar="N", help="how many hosts, 1 to 64 (default: 4)")
+    run.add_argument("--hosts", type=int, metavar="N", help="how many hosts, 1 to 64 (default: 4)")
     run.add_argument("--rate", metavar="R", help="of each link, e.g. 100mbit or 1gbit (default: unshaped)")
     run.add_argument("--delay", metavar="D", help="one way, e.g. 5ms or 250us (default: none)")
+    run.add_argument(
+        "--network", type=Path, metavar="FILE", help="hosts, switches and links in TOML, instead of the above"
+    )
     run.add_argument("--timeout", type=float, metavar="SECONDS", help="end all ranks after this long")
     run.add_argument("--json", type=Path, metavar="FILE", help="write settings, exit codes and seconds there")
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="CMD", help="what each host runs")
     run.set_defaults(call=run_lab)
+    draw = add_command(commands, "draw", draw_network, "a picture of a network file", _DRAWING, _DRAWN)
+    draw.add_argument("network", type=Path, metavar="FILE", help="hosts, switches and links in TOML")
+    draw.add_argument(
+        "-o", "--out", type=Path, metavar="FILE", help="PNG or SVG (default: beside it, FILE.png)"
+    )
     lab_faults.add_parsers(commands)
     lab_fuzz.add_parser(commands)
     lab_chaos.add_parsers(commands)
@@ -58,7 +81,7 @@ def run_lab(args: argparse.Namespace) -> int:
     try:
         if args.json is not None:
             args.json.touch()  # a path that cannot be written should be known before the run, not after
-        with Lab(args.hosts, args.rate, args.delay) as lab:
+        with Lab(_hosts(args), args.rate, args.delay) as lab:
             start = time.monotonic()
             exit_codes = lab.run(command, timeout=args.timeout)
             seconds = time.monotonic() - start
@@ -68,9 +91,32 @@ def run_lab(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return 130
     if args.json is not None:
-        settings = {"hosts": args.hosts, "rate": args.rate, "delay": args.delay}
+        settings = {"hosts": len(lab.addresses), "rate": args.rate, "delay": args.delay}
+        if args.network is not None:
+            settings |= {"network": args.network.read_text()}
         args.json.write_text(json.dumps({**settings, "exit_codes": exit_codes, "seconds": seconds}) + "\n")
     if lab.first_failure is None:
         return 0
     code = exit_codes[lab.first_failure]
     return code if code > 0 else 128 - code
+
+
+def _hosts(args: argparse.Namespace) -> int | Topology:
+    if args.network is None:
+        hosts: int = 4 if args.hosts is None else args.hosts
+        return hosts
+    if any(given is not None for given in (args.hosts, args.rate, args.delay)):
+        raise ConfigError("a network file has hosts, rates and delays: leave --hosts, --rate and --delay out")
+    return read(args.network)
+
+
+def draw_network(args: argparse.Namespace) -> int:
+    topology = read(args.network)
+    out = args.out or args.network.with_suffix(".png")
+    drawable(out)
+    writable(out)
+    from gradsieve.lab.draw import draw
+
+    draw(topology, out, args.network.stem)
+    print(out)
+    return 0

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from gradsieve.cli import bench, figure, lab, report, watch
+from gradsieve.cli import bench, doctor, figure, lab, report, watch
 from gradsieve.errors import GradsieveError
 
 
@@ -28,6 +28,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="gradsieve", description="Sparse gradient exchange for PyTorch: measure it, on a real network."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    doctor.add_parser(commands)
     lab.add_parser(commands)
     bench.add_parser(commands)
     figure.add_parser(commands)

@@ -31,6 +31,13 @@ def connected(except_on: int) -> Sockets:
     return found
 
 
+def own_address(fd: int) -> str:
+    """Of this end of a connection; empty where it is none any more."""
+    with contextlib.suppress(OSError), _opened(fd) as one:
+        return str(one.getsockname()[0]).removeprefix("::ffff:")
+    return ""
+
+
 def listens_on(port: int) -> bool:
     """Whether this process does."""
     with contextlib.suppress(OSError):

@@ -50,7 +50,7 @@ class DdpSync(GradientSync):
         dense_if_faster: bool = True,
     ) -> None:
         ddp = model_in(ddp)
-        _refuse_unfit(ddp)
+        refuse_unfit(ddp)
         # Weak: DDP's reducer holds the hook's state, and the collector cannot see through its C++ part.
         self._ddp = weakref.ref(ddp)
         self._begun = False
@@ -281,7 +281,8 @@ def attach(
     )
 
 
-def _refuse_unfit(ddp: DistributedDataParallel) -> None:
+def refuse_unfit(ddp: DistributedDataParallel) -> None:
+    """What a sync cannot be attached to, with the reason."""
     if not isinstance(ddp, DistributedDataParallel):
         raise ConfigError(
             f"attach() wants a DistributedDataParallel model, not {type(ddp).__name__}. Accelerate and "
@@ -295,7 +296,11 @@ def _refuse_unfit(ddp: DistributedDataParallel) -> None:
     door = door_of(ddp)
     if door is not None and door.sync is not None:
         raise ConfigError("a sync is attached to this model already: close() it first")
-    for name, module in ddp.module.named_modules():
+    refuse_sparse_gradients(ddp.module)
+
+
+def refuse_sparse_gradients(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
         if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
             raise ConfigError(f"module {name!r} makes sparse gradients: create it with sparse=False")
 

@@ -3,17 +3,19 @@
     with Lab(hosts=4, rate="1gbit", delay="5ms") as lab:
         exit_codes = lab.run(["python", "train.py"])
 
-Each host is a network namespace with its own address on `eth0`; a switch joins them; the kernel's own TCP
+Each host is a network namespace with its own address on `eth0`; switches join them; the kernel's own TCP
 runs between them. Reading order:
 
     lab.py         what a user holds
-    network.py     hosts, switch and links, as lines for `ip` and `tc`
+    topology.py    which hosts, switches and links there are: a star, or what a file says
+    network.py     the same as lines for `ip` and `tc`
+    quotas.py      processors that a host may use
     relay.py       delay, where the kernel has no netem
     ranks.py       one process a host, watched to its end
     namespaces.py  making, entering, emptying, sweeping
 
-These import nothing of gradsieve but its errors, and never torch. Faults of real ranks have a room of their
-own, `faults/`, which does.
+These import nothing of gradsieve but its errors and what reads a file, and never torch. Faults of real ranks
+have a room of their own, `faults/`, which does.
 """
 
 from gradsieve.lab.lab import Lab

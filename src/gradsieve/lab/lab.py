@@ -9,25 +9,26 @@ from types import TracebackType
 from typing import IO, ClassVar, Self
 
 from gradsieve.errors import ConfigError, LabError
-from gradsieve.lab import namespaces, ranks, signals, tools
+from gradsieve.lab import namespaces, quotas, ranks, signals, tools
 from gradsieve.lab.network import Network, build
+from gradsieve.lab.topology import Topology, check_hosts, star
 from gradsieve.lab.units import parse_delay, parse_rate
 
-MOST_HOSTS = 64
 _LONGEST_TIMEOUT = 1e6
 
 Stream = int | IO[bytes] | None
 
 
 class Lab:
-    """Hosts joined by a switch, each in a network namespace of its own, removed when the block ends.
+    """Hosts joined by switches, each in a network namespace of its own, removed when the block ends.
 
     with Lab(hosts=4, rate="1gbit", delay="5ms") as lab:
         exit_codes = lab.run(["python", "train.py"], timeout=600)
 
-    hosts   1 to 64; they share this machine's cores and memory
+    hosts   1 to 64 at one switch; they share this machine's cores and memory. Or a `Topology`, with other
+            switches and links, each with a rate and a delay of its own
     rate    of each link, both ways, e.g. "100mbit"; None or "unshaped" is as fast as the machine goes
-    delay   one way, e.g. "5ms"; None is none
+    delay   one way from host to host, e.g. "5ms"; None is none
 
     A process runs one lab at a time. Ctrl-C, SIGTERM and exceptions clean up; after SIGKILL the processes die
     at once and the next lab, whoever runs it, removes the namespaces.
@@ -35,10 +36,12 @@ class Lab:
 
     _open: ClassVar["Lab | None"] = None
 
-    def __init__(self, hosts: int, rate: str | None = None, delay: str | None = None) -> None:
-        if isinstance(hosts, bool) or not isinstance(hosts, int) or not 1 <= hosts <= MOST_HOSTS:
-            raise ConfigError(f"hosts is {hosts!r}; a lab has 1 to {MOST_HOSTS}")
-        self._network = Network(os.getpid(), hosts, parse_rate(rate), parse_delay(delay))
+    def __init__(self, hosts: int | Topology, rate: str | None = None, delay: str | None = None) -> None:
+        if not isinstance(hosts, Topology):
+            hosts = star(check_hosts(hosts), parse_rate(rate), parse_delay(delay))
+        elif rate is not None or delay is not None:
+            raise ConfigError("the links of a network have rates and delays of their own")
+        self._network = Network(os.getpid(), hosts)
         self._relay: subprocess.Popen[bytes] | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._is_built = False
@@ -47,7 +50,7 @@ class Lab:
 
     @property
     def addresses(self) -> list[str]:
-        return self._network.addresses
+        return self._network.topology.addresses
 
     def netns(self, host: int) -> str:
         """The namespace of a host, as `ip netns` names it."""
@@ -66,7 +69,7 @@ class Lab:
         command = self._resolved(argv, env)
         processes = [
             self._start(rank, command, env, *((subprocess.PIPE, subprocess.STDOUT) if rank else (None, None)))
-            for rank in range(self._network.size)
+            for rank in range(len(self.addresses))
         ]
         supervisor = ranks.Supervisor(processes, self._relay, timeout)
         exit_codes = supervisor.run()
@@ -86,7 +89,7 @@ class Lab:
         Call it from a thread that outlives them: Linux ends a child with the thread that started it.
         """
         command = self._resolved(argv, env)
-        return [self._start(rank, command, env, stdout, stderr) for rank in range(self._network.size)]
+        return [self._start(rank, command, env, stdout, stderr) for rank in range(len(self.addresses))]
 
     def close(self) -> None:
         """End all processes and remove the network. Signals that come meanwhile wait until it is done."""
@@ -136,12 +139,14 @@ class Lab:
     ) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
             namespaces.entering(self.netns(rank), command),
-            env=ranks.environment(rank, self.addresses, env),
+            env=ranks.environment(rank, self._network.topology, env),
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
             start_new_session=True,
         )
+        if self.netns(rank) in self._network.quotas:
+            quotas.enter(self.netns(rank), process.pid)  # while it still is `setpriv`, which starts nothing
         self._processes = [*(one for one in self._processes if one.returncode is None), process]
         return process
 

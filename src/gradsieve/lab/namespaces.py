@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from gradsieve.lab import names, tools
+from gradsieve.lab import names, quotas, tools
 
 _NAMES = Path("/var/run/netns")
 # `ip netns exec NAME` lays the files of this folder's NAME over /etc.
@@ -39,6 +39,7 @@ def remove(doomed: Collection[str]) -> None:
     _empty(doomed)
     for name in doomed:
         shutil.rmtree(_FILES / name, ignore_errors=True)
+    quotas.remove(doomed)
     tools.ip(f"netns delete {name}" for name in doomed if (_NAMES / name).exists())
 
 
@@ -55,7 +56,8 @@ def processes_in(wanted: Collection[str]) -> list[int]:
 
 
 def _existing() -> set[str]:
-    return {path.name for folder in (_NAMES, _FILES) if folder.is_dir() for path in folder.iterdir()}
+    files = {path.name for folder in (_NAMES, _FILES) if folder.is_dir() for path in folder.iterdir()}
+    return files | quotas.existing()
 
 
 def _is_orphan(name: str) -> bool:

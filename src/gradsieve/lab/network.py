@@ -2,28 +2,32 @@
 
 Without delay, or where the kernel has netem:
 
-    host 0                        switch (a namespace of its own)                     host 1
-    eth0 [netem or tbf] --veth--- port0 [tbf]  ---  bridge  ---  [tbf] port1 ---veth--- [netem or tbf] eth0
+    host 0                       switches (a namespace of their own)                     host 1
+    eth0 [queue] --veth--- [queue] port0  ---  bridge  ---  port1 [queue] ---veth--- [queue] eth0
+
+Each end of a link has a queue, tbf for a rate and netem for a delay; links between bridges are the same.
 
 With delay, where the kernel has no netem:
 
-    eth0 [tbf] ---TUN---  relay: waits for the receiver's line, then for the delay  ---TUN--- [tbf] eth0
+    eth0 [tbf] ---TUN---  relay: waits for each line on the way and its delay  ---TUN--- [tbf] eth0
 
 No interface of the lab is ever in the machine's own namespace and no host has a default route, so no packet
 can leave the machine.
 """
 
+import contextlib
+import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from socket import gethostname
 
 from gradsieve.errors import LabError
-from gradsieve.lab import names, namespaces, tools
+from gradsieve.lab import names, namespaces, quotas, tools
+from gradsieve.lab.topology import Link, Port, Topology
 
-# RFC 2544 sets 198.18.0.0/15 aside for benchmarks: no real network answers there.
-_SUBNET = "198.18.0"
 _FRAME = 1514
 _LARGEST_BUNDLE = 65_536
 _QUEUE_SECONDS = 0.1  # what waits longer than this for a link is dropped
@@ -31,82 +35,134 @@ _QUEUE_SECONDS = 0.1  # what waits longer than this for a link is dropped
 
 @dataclass(frozen=True)
 class Network:
-    """What to build. `rate` is in bit/s, `delay` in seconds one way; None is as fast as the machine goes."""
+    """What to build, and under whose name."""
 
     pid: int
-    size: int
-    rate: int | None
-    delay: float | None
+    topology: Topology
 
     @property
     def hosts(self) -> list[str]:
-        return [names.host_name(self.pid, i) for i in range(self.size)]
+        return [names.host_name(self.pid, i) for i in range(len(self.topology.hosts))]
 
     @property
     def switch(self) -> str:
+        """The namespace of all switches."""
         return names.switch_name(self.pid)
 
     @property
-    def addresses(self) -> list[str]:
-        return [f"{_SUBNET}.{i + 1}" for i in range(self.size)]
+    def quotas(self) -> dict[str, float]:
+        """Of the hosts that have one."""
+        hosts = zip(self.hosts, self.topology.hosts, strict=True)
+        return {name: host.cpus for name, host in hosts if host.cpus is not None}
 
 
 def build(network: Network) -> subprocess.Popen[bytes] | None:
     """Build it all; returns the relay, if the links needed one."""
+    topology = network.topology
     namespaces.create({network.switch: "", **_hosts_files(network)})
-    if network.delay is None or _kernel_has_netem(network.switch):
-        relay = None
-        egress = host_egress(network.rate, network.delay)
-        tools.ip(veth_lines(network))
-        tools.ip(switch_lines(network), namespace=network.switch)
-        tools.tc(switch_egress_lines(network), namespace=network.switch)
-    else:
+    quotas.create(network.quotas)
+    is_delayed = any(link.delay for link in topology.links)
+    is_relayed = is_delayed and not _kernel_has_netem(network.switch)
+    relay = None
+    if is_relayed:
         relay = _start_relay(network)
-        egress = host_egress(network.rate, None)
         tools.ip(tun_lines(network), namespace=network.switch)
-    for host, address in zip(network.hosts, network.addresses, strict=True):
-        tools.ip(host_lines(address, network.rate), namespace=host)
-        tools.tc(egress, namespace=host)
+    else:
+        tools.ip(veth_lines(network))
+        tools.ip(switch_lines(topology), namespace=network.switch)
+        tools.tc(switch_egress_lines(topology), namespace=network.switch)
+    for number, name in enumerate(network.hosts):
+        ports = [port for port in topology.ports if port.host == number]
+        tools.ip(host_lines(topology, ports), namespace=name)
+        tools.tc(host_egress_lines(topology, ports, is_relayed), namespace=name)
     return relay
 
 
-def veth_lines(network: Network) -> list[str]:
-    return [
-        f"link add port{i} netns {network.switch} type veth peer name eth0 netns {host}"
-        for i, host in enumerate(network.hosts)
-    ]
+def veth_lines(network: Network) -> Iterator[str]:
+    """A link from a host ends at portN, N its number; one between switches begins at farN."""
+    for port in network.topology.ports:
+        near = f"port{port.link} netns {network.switch}"
+        yield f"link add {near} type veth peer name {port.interface} netns {network.hosts[port.host]}"
+    for number in _between_switches(network.topology):
+        ends = f"port{number} netns {network.switch} type veth peer name far{number} netns {network.switch}"
+        yield f"link add {ends}"
 
 
 def tun_lines(network: Network) -> list[str]:
-    return [f"link set port{i} netns {host} name eth0" for i, host in enumerate(network.hosts)]
-
-
-def switch_lines(network: Network) -> list[str]:
-    bridge = ["link add switch type bridge mcast_snooping 0", "link set switch addrgenmode none up"]
-    return bridge + [f"link set port{i} master switch addrgenmode none up" for i in range(network.size)]
-
-
-def switch_egress_lines(network: Network) -> list[str]:
-    if network.rate is None:
-        return []
-    return [f"qdisc add dev port{i} root {tbf(network.rate)}" for i in range(network.size)]
-
-
-def host_lines(address: str, rate: int | None) -> list[str]:
-    # addrgenmode none: a link-local IPv6 address would be a second address for gloo to choose from.
-    # txqueuelen: a TUN drops what its reader has not fetched, and the default is 500 packets.
-    bundle = _LARGEST_BUNDLE if rate is None else bundle_bytes(rate)
     return [
-        "link set lo up",
-        f"link set eth0 txqueuelen 10000 gso_max_size {bundle} addrgenmode none up",
-        f"address add {address}/24 dev eth0",
+        f"link set port{i} netns {network.hosts[port.host]} name {port.interface}"
+        for i, port in enumerate(network.topology.ports)
     ]
 
 
-def host_egress(rate: int | None, delay: float | None) -> list[str]:
-    if delay is not None:
-        return [f"qdisc add dev eth0 root {netem(rate, delay)}"]
-    return [] if rate is None else [f"qdisc add dev eth0 root {tbf(rate)}"]
+def switch_lines(topology: Topology) -> Iterator[str]:
+    for i in range(len(topology.switches)):
+        yield f"link add switch{i} type bridge mcast_snooping 0"
+        yield f"link set switch{i} addrgenmode none up"
+    for device, switch, _ in _switch_ports(topology):
+        yield f"link set {device} master switch{topology.switches.index(switch)} addrgenmode none up"
+
+
+def switch_egress_lines(topology: Topology) -> list[str]:
+    return [line for device, _, link in _switch_ports(topology) for line in egress(device, link)]
+
+
+def host_lines(topology: Topology, ports: list[Port]) -> Iterator[str]:
+    # addrgenmode none: a link-local IPv6 address would be a second address for gloo to choose from.
+    # txqueuelen: a TUN drops what its reader has not fetched, and the default is 500 packets.
+    yield "link set lo up"
+    for port in ports:
+        # Of the slowest link there: a bundle must fit into the burst of every link on its way.
+        rate = topology.slowest(port.network)
+        bundle = _LARGEST_BUNDLE if rate is None else bundle_bytes(rate)
+        device = port.interface
+        yield f"link set {device} txqueuelen 10000 gso_max_size {bundle} addrgenmode none up"
+        yield f"address add {port.address}/24 dev {device}"
+
+
+def host_egress_lines(topology: Topology, ports: list[Port], is_relayed: bool) -> list[str]:
+    """A relay delays by itself; what a host sends it is shaped by the host's own queue."""
+    found = ((port.interface, topology.links[port.link]) for port in ports)
+    shaped = ((device, Link(*link.ends, link.rate) if is_relayed else link) for device, link in found)
+    return [line for device, link in shaped for line in egress(device, link)]
+
+
+def egress(device: str, link: Link) -> list[str]:
+    """How fast packets leave into a link, and when they arrive; the same at both of its ends."""
+    if link.delay is not None:
+        return [f"qdisc add dev {device} root {netem(link.rate, link.delay)}"]
+    return [] if link.rate is None else [f"qdisc add dev {device} root {tbf(link.rate)}"]
+
+
+def relay_settings(topology: Topology) -> dict[str, object]:
+    """What the relay reads: lines, two a link, and for each port which lines lead to which address.
+
+    A line that begins at a host has no rate here: the host's own queue has shaped what comes.
+    """
+    lines = []
+    for link in topology.links:
+        delay, is_hosts = link.delay or 0.0, link.start not in topology.switches
+        lines += [[0 if is_hosts else link.rate or 0, delay], [link.rate or 0, delay]]
+    ports = topology.ports
+    number = {port: i for i, port in enumerate(ports)}
+    routes = [
+        [number[source], target.address, number[target], [2 * link + (not forward) for link, forward in way]]
+        for source in ports
+        for target, way in topology.ways(source)
+    ]
+    return {"ports": len(ports), "lines": lines, "routes": routes, "queue": _QUEUE_SECONDS}
+
+
+def _between_switches(topology: Topology) -> list[int]:
+    return [number for number, link in enumerate(topology.links) if link.start in topology.switches]
+
+
+def _switch_ports(topology: Topology) -> Iterator[tuple[str, str, Link]]:
+    """Device, switch and link of every end of a link that is at a switch."""
+    for number, link in enumerate(topology.links):
+        yield f"port{number}", link.end, link
+    for number in _between_switches(topology):
+        yield f"far{number}", topology.links[number].start, topology.links[number]
 
 
 def burst_bytes(rate: int) -> int:
@@ -142,13 +198,19 @@ def netem(rate: int | None, delay: float) -> str:
 def _hosts_files(network: Network) -> dict[str, str]:
     # The machine's own name must lead to the lab's address, for libraries look themselves up by it; the
     # IPv6 form of each address to its name, for torch's store looks its clients up and warns if it cannot.
-    everyone = "".join(
-        f"{address} host{i}\n::ffff:{address} host{i}\n" for i, address in enumerate(network.addresses)
-    )
+    topology = network.topology
+    everyone = "".join(f"{a} {name}\n::ffff:{a} {name}\n" for a, name in _names(topology))
     return {
-        host: f"127.0.0.1 localhost\n{address} {gethostname()}\n{everyone}"
-        for host, address in zip(network.hosts, network.addresses, strict=True)
+        name: f"127.0.0.1 localhost\n{address} {gethostname()}\n{everyone}"
+        for name, address in zip(network.hosts, topology.addresses, strict=True)
     }
+
+
+def _names(topology: Topology) -> Iterator[tuple[str, str]]:
+    """A host's name is that of its eth0; its other addresses have the interface after it."""
+    for port in topology.ports:
+        name = topology.hosts[port.host].name
+        yield port.address, name if port.interface == "eth0" else f"{name}-{port.interface}"
 
 
 def _kernel_has_netem(namespace: str) -> bool:
@@ -159,15 +221,17 @@ def _kernel_has_netem(namespace: str) -> bool:
 def _start_relay(network: Network) -> subprocess.Popen[bytes]:
     # Run as a file, not as a module: importing the gradsieve package would import torch.
     program = [sys.executable, "-I", "-S", str(Path(__file__).with_name("relay.py"))]
-    settings = [str(network.size), str(network.delay), str(network.rate or 0), str(_QUEUE_SECONDS)]
     relay = subprocess.Popen(
-        namespaces.entering(network.switch, [*program, *settings]),
-        stdin=subprocess.DEVNULL,
+        namespaces.entering(network.switch, program),
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
     )
+    assert relay.stdin is not None
     assert relay.stdout is not None
     with relay.stdout as answer:
+        with contextlib.suppress(BrokenPipeError), relay.stdin as settings:
+            settings.write(json.dumps(relay_settings(network.topology)).encode())
         is_ready = answer.readline() == b"ready\n"
     if not is_ready:
         relay.wait()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from gradsieve.errors import LabError
+from gradsieve.lab.topology import Topology
 
 GRACE_SECONDS = 10.0  # for the other ranks, after one has failed
 STOP_SECONDS = 3.0  # between SIGTERM and SIGKILL
@@ -17,9 +18,9 @@ _MASTER_PORT = 29500  # each lab is a network of its own, so no other lab can ha
 _LONGEST_LINE = 65_536
 
 
-def environment(rank: int, addresses: Sequence[str], extra: Mapping[str, str] | None) -> dict[str, str]:
+def environment(rank: int, topology: Topology, extra: Mapping[str, str] | None) -> dict[str, str]:
     """What torchrun would set with one process a host, and what gloo and TensorPipe need to use the lab."""
-    index, count = str(rank), str(len(addresses))
+    index, count = str(rank), str(len(topology.hosts))
     ours = {
         "RANK": index,
         "WORLD_SIZE": count,
@@ -30,9 +31,9 @@ def environment(rank: int, addresses: Sequence[str], extra: Mapping[str, str] | 
         "ROLE_RANK": index,
         "ROLE_WORLD_SIZE": count,
         "NODE_RANK": index,
-        "MASTER_ADDR": addresses[0],
+        "MASTER_ADDR": topology.addresses[0],
         "MASTER_PORT": str(_MASTER_PORT),
-        "GLOO_SOCKET_IFNAME": "eth0",
+        "GLOO_SOCKET_IFNAME": topology.hosts[rank].gloo_interface,
         "TP_SOCKET_IFNAME": "eth0",
     }
     return {"OMP_NUM_THREADS": "1", **os.environ, **ours, **(extra or {})}

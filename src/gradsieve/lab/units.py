@@ -1,12 +1,7 @@
 """Rates and delays: text from a person in, checked numbers out. Only the numbers ever reach `tc`."""
 
-import re
-
 from gradsieve.errors import ConfigError
-
-_NUMBER_AND_UNIT = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([a-z]{1,4})")
-_BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+from gradsieve.quantities import BITS, SECONDS, parse
 
 UNSHAPED = "unshaped"
 SLOWEST, FASTEST = 10_000, 100_000_000_000  # bit/s
@@ -17,7 +12,7 @@ def parse_rate(text: str | None) -> int | None:
     """Bits per second of "1gbit", "100mbit", "64kbit"; None for "unshaped" or no rate at all."""
     if text is None or text == UNSHAPED:
         return None
-    bits = _parse(text, _BITS)
+    bits = parse(text, BITS)
     if bits is None or not SLOWEST <= bits <= FASTEST:
         raise ConfigError(
             f"rate {text!r} is not a link rate: "
@@ -30,16 +25,9 @@ def parse_delay(text: str | None) -> float | None:
     """Seconds one way of "5ms", "250us", "1s"; None for no delay or a delay of zero."""
     if text is None:
         return None
-    seconds = _parse(text, _SECONDS)
+    seconds = parse(text, SECONDS)
     if seconds is None or seconds > LONGEST:
         raise ConfigError(
             f"delay {text!r} is not a one-way delay: write e.g. 5ms, 250us (up to 10s), without a space"
         )
     return seconds or None
-
-
-def _parse(text: str, units: dict[str, float]) -> float | None:
-    match = _NUMBER_AND_UNIT.fullmatch(text)
-    if match is None or match[2] not in units:
-        return None
-    return float(match[1]) * units[match[2]]

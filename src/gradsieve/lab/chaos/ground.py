@@ -45,7 +45,7 @@ class Hosts(Ground):
     def __init__(self, lab: Lab, world: int) -> None:
         self._lab, self._world = lab, world
         self._switch = lab.netns(0).rpartition("-")[0] + "-sw"
-        tools.ip(["link set lo up", f"address add {_STORE}/24 dev switch"], namespace=self._switch)
+        tools.ip(["link set lo up", f"address add {_STORE}/24 dev switch0"], namespace=self._switch)
         thread = threading.Thread(target=self._make_store)  # a thread has a namespace of its own
         thread.start()
         thread.join()

@@ -1,0 +1,11 @@
+"""Is this cluster set up well? Measured on the live group, judged by rules, each finding with its mend.
+
+facts.py     what a rank knows without a message: interfaces, names, threads, versions
+meeting.py   ranks tell each other things over torchrun's store, which works where gloo does not
+pairs.py     who measures with whom in which round, and what a pair measures
+speed.py     what a rank's own processors and memory do
+model.py     the user's own model: its size, a step, and whether a sync could be attached to it
+judge.py     figures in, findings out; no clock, no socket
+run.py       all of it in order, on every rank
+view.py      tables and the heat map
+"""

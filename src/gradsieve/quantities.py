@@ -1,0 +1,45 @@
+"""Numbers with units, as people write and read them: "100mbit", "5ms", "8.1GB/s"."""
+
+from __future__ import annotations
+
+import re
+from typing import TypeAlias
+
+Units: TypeAlias = dict[str, float]
+"""What each unit is in the base unit, the smallest first."""
+
+BITS: Units = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+"""A second, as `tc` writes rates of links."""
+SECONDS: Units = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+BYTES_A_SECOND: Units = {"kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
+ELEMENTS_A_SECOND: Units = {"k/s": 1e3, "M/s": 1e6, "G/s": 1e9}
+
+_SPOKEN = {"kbit": "kbit/s", "mbit": "Mbit/s", "gbit": "Gbit/s"}
+_NUMBER_AND_UNIT = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([a-zA-Z/]{1,4})", re.ASCII)
+
+
+def parse(text: str, units: Units) -> float | None:
+    """In the base unit; None where it is no number with one of these units, without a space."""
+    match = _NUMBER_AND_UNIT.fullmatch(text)
+    if match is None or match[2] not in units:
+        return None
+    return float(match[1]) * units[match[2]]
+
+
+def write(value: float, units: Units, digits: int = 4) -> str:
+    """As `parse` reads it."""
+    return "".join(_parts(value, units, digits))
+
+
+def spoken(value: float, units: Units, digits: int = 4) -> str:
+    """For a sentence: "20 ms", "1 Gbit/s"."""
+    number, unit = _parts(value, units, digits)
+    return f"{number} {_SPOKEN.get(unit, unit)}"
+
+
+def _parts(value: float, units: Units, digits: int) -> tuple[str, str]:
+    """In the largest unit of which it is at least one."""
+    unit = next((name for name in reversed(units) if value >= units[name]), next(iter(units)))
+    number = value / units[unit]
+    text = f"{number:.{max(0, digits - len(str(int(number))))}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text, unit
