@@ -14,7 +14,7 @@ interrupts the wait for it, never the change.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -83,7 +83,10 @@ class GradientSync:
         if not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialised: call init_process_group() first")
         named = dict(parameters)
-        self.parameters = {name: p for name, p in named.items() if p.requires_grad}
+        self.held = {name: p for name, p in named.items() if p.requires_grad}
+        """What the user and the optimizers hold."""
+        self.parameters = self.parts_of(self.held)
+        """What is exchanged of it."""
         self._frozen = {name: p for name, p in named.items() if not p.requires_grad}
         self.scheme = choose_scheme(scheme, density, bits, preset)
         self.fixed = None if bits is None else Fixed(bits)
@@ -105,7 +108,11 @@ class GradientSync:
         except BaseException:
             self.engine.close()
             raise
-        sayings.what_is_set(self.pipeline, self.parameters, self._given)
+        sayings.what_is_set(self.pipeline, self.held, self._given)
+
+    def parts_of(self, held: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """All of it, where the group's ranks hold the same."""
+        return held
 
     def _set_up(self, bucket_cap_mb: float, dense_if_faster: bool) -> None:
         rank, world = self.engine.rank, self.engine.world
@@ -116,7 +123,7 @@ class GradientSync:
         self.device = self.pipeline.units[0].device
         self.models: TwoModels | None = None
         if isinstance(self.pipeline, StepPipeline):
-            self.models = TwoModels(self.parameters, self.pipeline)
+            self.models = self.two_models(self.pipeline)
         try:
             if world > 1 and not self.scheme.silent:
                 replicas.start_alike(self, dense_if_faster)
@@ -126,6 +133,9 @@ class GradientSync:
             raise
         adaptive = not all(isinstance(one, torch.optim.SGD) for one in self._given)
         self._advisor = Advisor(self.scheme, adaptive, rank)
+
+    def two_models(self, pipeline: StepPipeline) -> TwoModels:
+        return TwoModels(self.parameters, pipeline)
 
     def _find_a_budget(self, dense_if_faster: bool) -> None:
         """Which density does not give: by what the links hold, where nobody fixed it."""
@@ -146,7 +156,7 @@ class GradientSync:
     def enter(self) -> None:
         """Listen to the optimizers that step the model."""
         self.watch.forget()
-        self._optimizers = Optimizers(self.parameters, self)
+        self._optimizers = Optimizers(self.held, self)
 
     def leave(self) -> None:
         """Listen no more. The parameters hold this rank's own model."""
@@ -256,7 +266,7 @@ class GradientSync:
         self.take_over(names)
         if self.exchanges_steps:
             gradients = [self.parameters[name].grad for name in names]
-            good = kernels.is_finite(*(gradient for gradient in gradients if gradient is not None))
+            good = self.are_finite([gradient for gradient in gradients if gradient is not None])
             self.pipeline.last_step_good = good
             self.pipeline.skipped += not good
             self._moved |= good
@@ -264,6 +274,9 @@ class GradientSync:
             for name in names:
                 self.parameters[name].grad = None
         self.fitted.before_update(optimizer, names)
+
+    def are_finite(self, gradients: Sequence[Tensor]) -> bool:
+        return kernels.is_finite(*gradients)
 
     def after_update(self, names: Set[str]) -> None:
         self.fitted.after_update()
@@ -304,6 +317,14 @@ class GradientSync:
         finally:
             if self.models is not None:
                 self.models.show_own(before)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """As it is saved, in tensors of this rank's own."""
+        state: dict[str, Any] = optimizer.state_dict()
+        return state
+
+    def set_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
+        optimizer.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Memories and scheme state of this rank, tensors only, keys unique to the rank."""

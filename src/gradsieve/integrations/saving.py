@@ -86,7 +86,7 @@ def shard_of(sync: GradientSync, optimizers: bool) -> dict[str, Tensor]:
     if bare:
         out[prefix + _BARE] = checkpoint.number_to_tensor(1)
     for number, one in enumerate(sync.fitted.optimizers if optimizers else ()):
-        text, tensors = taken_apart(one.state_dict())
+        text, tensors = taken_apart(sync.optimizer_state(one))
         out[f"{prefix}optimizer/{number}/text"] = checkpoint.text_to_tensor(text)
         out |= {f"{prefix}optimizer/{number}/{place}": each for place, each in enumerate(tensors)}
     return out
@@ -252,8 +252,8 @@ def load(sync: GradientSync, call: str, read: Callable[[], Offer]) -> None:
         try:
             offer = read()
             for one, state in zip(sync.fitted.optimizers, offer.optimizers or (), strict=False):
-                undo.append((one, one.state_dict()))
-                one.load_state_dict(state)
+                undo.append((one, sync.optimizer_state(one)))
+                sync.set_optimizer_state(one, state)
         except Exception as error:  # whatever it is, the other ranks wait to be told
             problem = error
         when = f"after step {sync.pipeline.step}"
@@ -264,7 +264,7 @@ def load(sync: GradientSync, call: str, read: Callable[[], Offer]) -> None:
             part = sync.engine.run(offer.merger.merged(), "what waits on all ranks", sync.device)
     except BaseException:
         for one, state in undo:
-            one.load_state_dict(state)
+            sync.set_optimizer_state(one, state)
         raise
     sync.engine.submit_call(lambda: restore(sync.pipeline, part), sync.device).result()
     sync.compared = part.step
