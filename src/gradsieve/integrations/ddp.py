@@ -10,7 +10,7 @@ a bucket is done when all units with a part in it are.
 
 import weakref
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsieve.errors import ConfigError
 from gradsieve.integrations.door import door_of, open_door
-from gradsieve.integrations.model_sync import ModelSync
+from gradsieve.integrations.model_sync import ModelSync, Settings
 from gradsieve.integrations.wrappers import model_in
 from gradsieve.presets import Preset
 from gradsieve.schemes.base import Scheme
@@ -146,13 +146,13 @@ class DdpSync(ModelSync):
 
 @overload
 def attach(
-    model: DistributedDataParallel, optimizer: Any, *, replicate: None = None, **settings: Any
+    model: DistributedDataParallel, optimizer: Any, *, replicate: None = None, **settings: Unpack[Settings]
 ) -> DdpSync: ...
 
 
 @overload
 def attach(
-    model: torch.nn.Module, optimizer: Any, *, replicate: DeviceMesh, **settings: Any
+    model: torch.nn.Module, optimizer: Any, *, replicate: DeviceMesh, **settings: Unpack[Settings]
 ) -> "HsdpSync": ...
 
 
@@ -198,7 +198,7 @@ def attach(
     `replicate` is for a model that was given to `fully_shard(model, mesh=mesh["shard"])`: its shards are
     exchanged over that axis of the mesh, and FSDP averages over the other one: docs/hsdp.md.
     """
-    settings: dict[str, Any] = {
+    settings: Settings = {
         "scheme": scheme,
         "density": density,
         "bits": bits,

@@ -99,7 +99,7 @@ def open_door(ddp: DistributedDataParallel, sync: Averaging) -> Door:
     return door
 
 
-def watch(root: torch.nn.Module, sync: Behind, first: bool) -> list[RemovableHandle]:
+def watch(root: Any, sync: Behind, first: bool) -> list[RemovableHandle]:
     """Lead a model's own hooks to `sync`; `first`: before a forward, ahead of the hooks that are there."""
     return [
         root.register_forward_pre_hook(ModuleHook(sync.before_forward), prepend=first),

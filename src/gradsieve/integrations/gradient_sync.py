@@ -28,12 +28,12 @@ from torch import Tensor
 
 from gradsieve import kernels
 from gradsieve.comm.c10d import Engine
-from gradsieve.comm.links import Links, measure_links
 from gradsieve.errors import ConfigError, GradsieveError
 from gradsieve.feedback.units import flat_view
 from gradsieve.integrations import folder as files
 from gradsieve.integrations import replicas, saving, sayings
 from gradsieve.integrations.advice import Advisor, signs
+from gradsieve.integrations.budgets import find_budget
 from gradsieve.integrations.metrics import metrics
 from gradsieve.integrations.optimizers import Optimizers, as_list, refuse_sharded, refuse_unfrozen
 from gradsieve.integrations.stopwatch import Stopwatch
@@ -41,11 +41,10 @@ from gradsieve.integrations.two_models import TwoModels
 from gradsieve.presets import Preset, choose, choose_scheme
 from gradsieve.schemes.base import Scheme
 from gradsieve.sync import UNIT_CAP_MB, GradientPipeline, StepPipeline
-from gradsieve.sync.budget import Adaptive, Fixed
+from gradsieve.sync.budget import Fixed
 from gradsieve.sync.fitted import Fitted
 from gradsieve.sync.tags import CALLS
 from gradsieve.telemetry import Span
-from gradsieve.types import Ctx
 
 VERIFY_EVERY = 100
 """Steps between two comparisons of the replicas' fingerprints: a few bytes and one pass over the model."""
@@ -83,10 +82,8 @@ class GradientSync:
         if not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialised: call init_process_group() first")
         named = dict(parameters)
-        self.held = {name: p for name, p in named.items() if p.requires_grad}
-        """What the user and the optimizers hold."""
+        self.held = {name: p for name, p in named.items() if p.requires_grad}  # by user and optimizers
         self.parameters = self.parts_of(self.held)
-        """What is exchanged of it."""
         self._frozen = {name: p for name, p in named.items() if not p.requires_grad}
         self.scheme = choose_scheme(scheme, density, bits, preset)
         self.fixed = None if bits is None else Fixed(bits)
@@ -111,7 +108,7 @@ class GradientSync:
         sayings.what_is_set(self.pipeline, self.held, self._given)
 
     def parts_of(self, held: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """All of it, where the group's ranks hold the same."""
+        """What is exchanged: all of it, where all ranks of the group hold the same."""
         return held
 
     def _set_up(self, bucket_cap_mb: float, dense_if_faster: bool) -> None:
@@ -127,7 +124,7 @@ class GradientSync:
         try:
             if world > 1 and not self.scheme.silent:
                 replicas.start_alike(self, dense_if_faster)
-                self._find_a_budget(dense_if_faster)
+                find_budget(self, self._spends and self.exchanges_steps, dense_if_faster)
         except BaseException:
             self.fitted.give_back()
             raise
@@ -136,22 +133,6 @@ class GradientSync:
 
     def two_models(self, pipeline: StepPipeline) -> TwoModels:
         return TwoModels(self.parameters, pipeline)
-
-    def _find_a_budget(self, dense_if_faster: bool) -> None:
-        """Which density does not give: by what the links hold, where nobody fixed it."""
-        if self.fixed is not None:
-            self.pipeline.budget = self.fixed
-            return
-        spends = self._spends and self.exchanges_steps
-        if not spends and (self.scheme.lossless or not dense_if_faster):
-            return
-        program = measure_links(Ctx(self.engine.rank, self.engine.world, 0), self.device)
-        links: Links = self.engine.run(program, "the links", self.device)
-        if spends:
-            n = sum(parameter.numel() for parameter in self.parameters.values())
-            self.pipeline.budget = Adaptive.over(links, n, self.engine.world, self.treatment.every)
-        else:
-            self.pipeline.fall_back(links)
 
     def enter(self) -> None:
         """Listen to the optimizers that step the model."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Set
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,21 @@ from torch import Tensor, nn
 from gradsieve.feedback.digest import digest
 from gradsieve.integrations.door import watch
 from gradsieve.integrations.gradient_sync import GradientSync
+from gradsieve.presets import Preset
+from gradsieve.schemes.base import Scheme
 from gradsieve.sync import StepPipeline
+
+
+class Settings(TypedDict, total=False):
+    """Of every sync that is attached to a model."""
+
+    scheme: str | Scheme[Any] | None
+    density: float | None
+    bits: float | None
+    every: int
+    preset: Preset
+    scaler: torch.amp.GradScaler | None
+    dense_if_faster: bool
 
 
 class ModelSync(GradientSync):

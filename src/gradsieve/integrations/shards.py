@@ -52,8 +52,8 @@ class Shards:
             if not held.requires_grad:
                 self.frozen[name] = held
                 continue
-            _refuse_unfit(name, held)
-            self.parts[name] = Part(held, held._local_tensor, flats[held])
+            sharded = _fit(name, held)
+            self.parts[name] = Part(sharded, sharded._local_tensor, flats[held])
         if not self.parts:
             raise ConfigError("there is no parameter that requires a gradient")
         meshes = {part.held.device_mesh for part in self.parts.values()}
@@ -90,6 +90,12 @@ class Shards:
                         "parameters that are kept on the host (CPUOffloadPolicy) are not supported"
                     )
                 yield from group.fsdp_params
+
+    def gather(self, row: Tensor) -> Tensor:
+        """A row of every shard of this host."""
+        rows = row.new_empty((self.count, row.numel()))
+        dist.all_gather_single(rows.view(-1), row, group=self.group)
+        return rows
 
     # -- optimizers' states -----------------------------------------------------------------------------
 
@@ -171,7 +177,7 @@ def _heard_of(group: Any, heard: Callable[[], None]) -> Callable[[Tensor], None]
     return hook
 
 
-def _refuse_unfit(name: str, held: Tensor) -> None:
+def _fit(name: str, held: Tensor) -> DTensor:
     if not isinstance(held, DTensor):
         raise ConfigError(
             f"parameter {name!r} is not sharded (ignored_params), so that nobody would average its gradient: "
@@ -192,6 +198,7 @@ def _refuse_unfit(name: str, held: Tensor) -> None:
         raise ConfigError(
             f"parameter {name!r} has no memory of its own yet: initialise the model before attach()"
         )
+    return held
 
 
 def _mapped(states: Mapping[int, Any], change: Callable[[int, Any], Any]) -> dict[int, Any]:
