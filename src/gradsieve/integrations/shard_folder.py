@@ -89,7 +89,8 @@ def save(sync: HsdpSync, folder: Path, optimizers: bool) -> None:
         mine = _hash(inner)
     except Exception as error:  # whatever it is, the other shards wait to be told
         problem = error
-    hashes = agreed(sync, "the checkpoint before is as it was", problem, mine)
+    outcome = f"rank {sync.engine.rank}, step {step}: nothing was saved; the checkpoint before is as it was"
+    hashes = agreed(sync, outcome, problem, mine)
     try:
         if shards.rank == 0 and sync.engine.rank == 0:
             _commit(folder, Whole(shards.count, step, hash_of(shards), hashes))
@@ -97,8 +98,8 @@ def save(sync: HsdpSync, folder: Path, optimizers: bool) -> None:
         problem = error
     written = sync.engine.run(_told(sync, problem is None), "the manifest over all shards", sync.device)
     if problem is None and not written:
-        problem = MismatchError(f"{_where(sync)}: host 0 could not write {folder / MANIFEST}")
-    agreed(sync, "nothing was saved", problem, mine)
+        problem = MismatchError(f"{outcome}: host 0 could not write {folder / MANIFEST}")
+    agreed(sync, outcome, problem, mine)
 
 
 def agreed(sync: HsdpSync, outcome: str, problem: Exception | None, mine: str = "") -> str:
@@ -110,10 +111,7 @@ def agreed(sync: HsdpSync, outcome: str, problem: Exception | None, mine: str = 
         raise problem
     refused = [shard for shard, text in enumerate(texts) if not text.startswith("+")]
     if refused:
-        raise MismatchError(
-            f"{_where(sync)}: {outcome}: shard {refused[0]} of {sync.shards.count} refused, with "
-            f"{texts[refused[0]][1:]}"
-        )
+        raise MismatchError(f"{outcome}: shard {refused[0]} refused: {texts[refused[0]][1:]}")
     return "".join(text[1:] for text in texts)
 
 
@@ -162,7 +160,3 @@ def _name(step: int, shard: int, shards: int) -> str:
 
 def _hash(inner: Path) -> str:
     return hashlib.sha256(files.read_bytes(inner / MANIFEST, _MOST)).hexdigest()
-
-
-def _where(sync: HsdpSync) -> str:
-    return f"rank {sync.engine.rank}, shard {sync.shards.rank}, step {sync.pipeline.step}"
