@@ -9,6 +9,7 @@ from gradsieve.bench.workloads import check_size
 from gradsieve.errors import ConfigError
 
 COLUMNS = ["sync", "step_ms", "vs_noop", "vs_noop_half", "vs_dense", "vs_dense_half", "bytes_sent", "bits"]
+MOST_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class Plan:
     rate: str | None
     delay: str | None
     params: int
+    batch: int
     rounds: int
     steps: int
 
@@ -25,6 +27,8 @@ class Plan:
         check_size("mlp", self.params)
         if self.hosts < 2 or self.per_host < 1:
             raise ConfigError("two hosts at least, with a rank each: there is nothing to exchange otherwise")
+        if not 1 <= self.batch <= MOST_ROWS:
+            raise ConfigError(f"a batch has 1 to {MOST_ROWS} rows a rank, not {self.batch}")
 
 
 def measure(plan: Plan) -> Rows:

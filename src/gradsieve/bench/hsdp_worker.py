@@ -41,9 +41,10 @@ class Contestant:
         self.n = sum(parameter.numel() for parameter in model.parameters())
         over = mesh if name == "dense" else mesh["shard"]
         for layer in model.children():
-            fully_shard(layer, mesh=over)
-        self.model: Any = fully_shard(model, mesh=over)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+            fully_shard(layer, mesh=over, reshard_after_forward=False)
+        fully_shard(model, mesh=over, reshard_after_forward=False)
+        self.model = model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         self.sync = HsdpSync(self.model, self.optimizer, mesh["replicate"]) if name == "auto" else None
 
     def run(self, batch: tuple[Tensor, Tensor], steps: int, measured: bool = False) -> float:
@@ -52,7 +53,7 @@ class Contestant:
         before, start = bytes_out(), time.perf_counter()
         for _ in range(steps):
             self.optimizer.zero_grad()
-            nn.functional.mse_loss(self.model(batch[0]), batch[1]).backward()
+            torch.autograd.backward(nn.functional.mse_loss(self.model(batch[0]), batch[1]))
             self.optimizer.step()
         dist.barrier()
         seconds = (time.perf_counter() - start) / steps
@@ -67,7 +68,8 @@ def measure(config: dict[str, Any]) -> Rows:
     mesh = host_mesh("cpu")
     contestants = {name: Contestant(name, config, mesh) for name in SYNCS}
     torch.manual_seed(1 + dist.get_rank())
-    batch = batch_for("mlp", config["params"])
+    inputs, target = batch_for("mlp", config["params"])
+    batch = inputs[: config["batch"]], target[: config["batch"]]
     turns = {}
     for name, each in contestants.items():
         each.run(batch, _WARM[name] - 1)

@@ -11,7 +11,8 @@ from gradsieve.cli.arguments import Commands, add_command, check_hosts, size
 _DESCRIPTION = """\
 A training step of an MLP that FSDP2 shards inside hosts: what happens between the hosts takes turns, in one
 run on a lab network. All ranks of a host share its link; among themselves they talk as fast as the machine
-goes. After the measuring, hosts' bits are compared until --steps are full. Needs root.
+goes. Parameters stay gathered from forward to backward. After the measuring, hosts' bits are compared until
+--steps are full. Needs root.
 
 rows:
   noop        nothing between the hosts: the limit
@@ -35,6 +36,7 @@ def add_parser(commands: Commands) -> None:
     add("--rate", metavar="R", help="of each host's link, e.g. 1gbit (default: unshaped)")
     add("--delay", metavar="D", help="one way, e.g. 5ms (default: none)")
     add("--params", type=size, default="25e6", metavar="N", help="size of the MLP (default: 25e6)")
+    add("--batch", type=size, default="8", metavar="N", help="rows a rank, 32 at most (default: 8)")
     add("--rounds", type=size, default="9", metavar="N", help="turns of each (default: 9)")
     add("--steps", type=size, default="200", metavar="N", help="of auto, in all (default: 200)")
     add("--json", type=Path, metavar="FILE", help="write the result there")
@@ -45,7 +47,9 @@ def run(args: argparse.Namespace) -> int:
 
     check_hosts([args.hosts])
     results.writable(args.json)
-    plan = hsdp.Plan(args.hosts, args.per_host, args.rate, args.delay, args.params, args.rounds, args.steps)
+    plan = hsdp.Plan(
+        args.hosts, args.per_host, args.rate, args.delay, args.params, args.batch, args.rounds, args.steps
+    )
     rows = hsdp.measure(plan)
     print(results.table(rows, hsdp.COLUMNS))
     print(f"Hosts had the same bits for {rows[-1]['replicas_equal_for']} steps.")

@@ -152,7 +152,7 @@ def attach(
 
 @overload
 def attach(
-    model: torch.nn.Module, optimizer: Any, *, replicate: DeviceMesh, **settings: Unpack[Settings]
+    model: Any, optimizer: Any, *, replicate: DeviceMesh, **settings: Unpack[Settings]
 ) -> "HsdpSync": ...
 
 
