@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -20,7 +21,7 @@ from gradsieve.integrations.shards import ShardedModels
 from gradsieve.integrations.two_models import TwoModels
 from multiproc.harness import Ranks
 from multiproc.models import batch
-from multiproc.sharded import RATE, Odd, Training, mesh_of, plain, sharded, whole_training
+from multiproc.sharded import RATE, Odd, Training, full, mesh_of, plain, sharded, whole_training
 from multiproc.training import differing
 
 AMOUNTS: list[dict[str, Any]] = [{"bits": 1.0}, {"scheme": "exdyna", "density": 0.05}]
@@ -250,3 +251,40 @@ def starts_unlike(rank: int) -> str:
 def test_shards_that_start_unlike_are_named(four: Ranks) -> None:
     said = four.run(starts_unlike)
     assert ["first.weight" in each for each in said] == [False, True, False, True]
+
+
+def recorded(rank: int, path: Path) -> None:
+    training = Training(bits=1.0)
+    gradsieve.record(training.sync, path / "run")
+    training.train(0, 3)
+    training.sync.close()
+
+
+def test_every_shard_has_a_record_of_its_own(four: Ranks, tmp_path: Path) -> None:
+    four.run(recorded, tmp_path)
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        f"run.shard{shard}.rank{host}.jsonl" for shard in range(2) for host in range(2)
+    ]
+    assert all(len(each.read_text().splitlines()) > 2 for each in tmp_path.iterdir())
+
+
+def nothing_to_hold(rank: int) -> tuple[int, dict[str, Tensor]]:
+    """One row, so that shard 1 is empty in all parameters."""
+    mesh = mesh_of(2, 2)
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(64, 1), mesh=mesh["shard"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    sync = gradsieve.attach(model, optimizer, replicate=mesh["replicate"])
+    for step in range(9):
+        optimizer.zero_grad()
+        model(torch.full((2, 64), 1.0 + rank + step)).square().mean().backward()
+        optimizer.step()
+    sync.flush()
+    sync.verify()
+    return sync.pipeline.step, full(model)
+
+
+def test_a_rank_that_holds_nothing_takes_part(four: Ranks) -> None:
+    seen = four.run(nothing_to_hold)
+    assert [steps for steps, _ in seen] == [10] * 4
+    assert all(differing(shown, seen[0][1]) == [] for _, shown in seen)

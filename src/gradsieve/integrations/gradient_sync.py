@@ -63,6 +63,8 @@ class UnderWay:
 class GradientSync:
     """Sparse exchange between the ranks of a group; what this rank remembers, and the scheme's state."""
 
+    part = ""  # for names of files: of which part of the model, where ranks hold parts
+
     def __init__(
         self,
         parameters: Iterable[tuple[str, Tensor]],
@@ -118,9 +120,8 @@ class GradientSync:
         )
         self.pipeline = self.fitted.pipeline
         self.device = self.pipeline.units[0].device
-        self.models: TwoModels | None = None
-        if isinstance(self.pipeline, StepPipeline):
-            self.models = self.two_models(self.pipeline)
+        steps = self.pipeline if isinstance(self.pipeline, StepPipeline) else None
+        self.models = None if steps is None else self.two_models(steps)
         try:
             if world > 1 and not self.scheme.silent:
                 replicas.start_alike(self, dense_if_faster)
@@ -246,8 +247,7 @@ class GradientSync:
             self.models.show_own(names)
         self.take_over(names)
         if self.exchanges_steps:
-            gradients = [self.parameters[name].grad for name in names]
-            good = self.are_finite([gradient for gradient in gradients if gradient is not None])
+            good = self.are_finite([g for name in names if (g := self.parameters[name].grad) is not None])
             self.pipeline.last_step_good = good
             self.pipeline.skipped += not good
             self._moved |= good

@@ -52,6 +52,7 @@ class HsdpSync(ModelSync):
                 "set_all_reduce_hook()"
             )
         _refuse_crooked(self.shards, group)
+        self.part = f".shard{self.shards.rank}"
         held = {name: part.held for name, part in self.shards.parts.items()}
         super().__init__(
             model, [*held.items(), *self.shards.frozen.items()], optimizer, group=group, **settings

@@ -9,7 +9,7 @@ This file alone knows FSDP's own names (torch 2.13); nothing public leads there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,6 +125,7 @@ class ShardedModels(TwoModels):
 
     def __init__(self, shards: Shards, pipeline: StepPipeline) -> None:
         self._shards = shards
+        self._changed = False
         self._flats: dict[int, Tensor] = {}
         """FSDP's flat tensor by where a shard begins, for those that are padded."""
         parts = shards.parts
@@ -149,20 +150,27 @@ class ShardedModels(TwoModels):
                 f"parameter {name!r} was replaced after attach() (load_state_dict(assign=True), to(...)): do "
                 "it before, or close() and attach again"
             )
+        self._changed = True
         super().point(name, memory)
         part.flat.data = self._flats[memory.data_ptr()] if part.is_padded else flat_view(memory)
 
-    def show_own(self, names: Any = None) -> None:
+    def show_own(self, names: Iterable[str] | None = None) -> None:
         super().show_own(names)
-        self._shards.give_up_gathered()
+        self._follow()
 
-    def show_shared(self, names: Any = None, *, raise_version: bool = True) -> None:
+    def show_shared(self, names: Iterable[str] | None = None, *, raise_version: bool = True) -> None:
         super().show_shared(names, raise_version=raise_version)
-        self._shards.give_up_gathered()
+        self._follow()
 
     def renew(self) -> None:
         super().renew()
-        self._shards.give_up_gathered()
+        self._follow()
+
+    def _follow(self) -> None:
+        """Only where something was changed: who accumulates may keep parameters gathered."""
+        if self._changed:
+            self._shards.give_up_gathered()
+        self._changed = False
 
 
 def _groups(module: FSDPModule) -> list[Any]:
