@@ -102,6 +102,36 @@ def test_a_look_in_mid_step_changes_nothing(four: Ranks) -> None:
     assert four.run(in_mid_step) == [True] * 4
 
 
+def written_and_loaded(rank: int) -> list[Any]:
+    """What the user writes to parameters between steps, and a model that is loaded."""
+    training = Training(bits=1.0)
+    training.train(0, 5)
+    before = training.shown()
+    with torch.no_grad():
+        for parameter in training.model.parameters():
+            parameter.mul_(0.5)
+    written = [training.shown(), training.evaluated()]
+    training.train(5, 6)
+    after = training.shown()
+    training.model.load_state_dict({name: each * 0.0 for name, each in training.model.state_dict().items()})
+    loaded = [training.shown(), training.evaluated()]
+    waits = any(bool(each.any()) for each in training.sync.pipeline.waiting())
+    training.train(6, 8)
+    training.sync.verify()
+    return [before, *written, after, *loaded, waits]
+
+
+def test_what_is_written_and_loaded_between_steps_is_the_shared_model(four: Ranks) -> None:
+    for before, written, said, after, loaded, silent, waits in four.run(written_and_loaded):
+        assert torch.equal(said, plain(written))
+        for name, each in before.items():
+            assert torch.equal(written[name], 0.5 * each)
+            assert (after[name] - written[name]).norm() < 0.2 * written[name].norm() + 0.1, "it was forgotten"
+        assert not any(bool(each.any()) for each in loaded.values())
+        assert not silent.any()
+        assert not waits
+
+
 def accumulating(rank: int) -> list[Any]:
     out = []
     for way in ("set_requires_gradient_sync", "set_requires_all_reduce"):
