@@ -16,6 +16,7 @@ from gradsieve.errors import (
 from gradsieve.feedback.treatment import Treatment
 from gradsieve.integrations.ddp import attach
 from gradsieve.integrations.gradient_sync import GradientSync
+from gradsieve.integrations.hosts import host_mesh
 from gradsieve.integrations.recorder import record
 from gradsieve.schemes import SCHEMES
 from gradsieve.schemes.base import Scheme
@@ -80,5 +81,6 @@ __all__ = [
     "TopKUnion",
     "Treatment",
     "attach",
+    "host_mesh",
     "record",
 ]

@@ -344,14 +344,14 @@ def test_a_save_that_fails_on_one_rank_leaves_the_checkpoint_before(
     with Crew(2, **EXDYNA) as crew, Crew(2, **EXDYNA) as later:
         save(crew.train(0, 3), tmp_path)
         before, there = snapshots(crew), sorted(os.listdir(tmp_path))
-        write = files._write
+        write = files.write
 
         def failing(folder: Path, part: str, *rest: Any) -> bytes:
             if part == "rank00001.part":
                 raise OSError(errno.ENOSPC, "No space left on device")
             return write(folder, part, *rest)
 
-        monkeypatch.setattr(files, "_write", failing)
+        monkeypatch.setattr(files, "write", failing)
         first, second = crew.train(3, 5).errors(lambda hand: hand.sync.save(tmp_path))
         assert "nothing was saved; the checkpoint before is as it was" in str(first)
         assert "rank 1 refused: OSError: [Errno 28] No space left on device" in str(first)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradsieve.bench import exchange_worker, step_worker
+from gradsieve.bench import exchange_worker, in_lab, step_worker
 from gradsieve.bench.step_worker import Arena, Contestant
 from gradsieve.bench.timeline import COMPUTING, from_all_ranks
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Exchange, Op
@@ -126,9 +126,9 @@ def test_rows_have_what_the_command_shows(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_ratios_are_formed_within_a_round_and_come_with_their_spread() -> None:
-    found = step_worker._ratio("vs_noop", [2.0, 6.0, 9.0, 20.0, 100.0], [1.0, 2.0, 1.0, 5.0, 10.0])
+    found = in_lab.ratio("vs_noop", [2.0, 6.0, 9.0, 20.0, 100.0], [1.0, 2.0, 1.0, 5.0, 10.0])
     assert found == {"vs_noop": 4.0, "vs_noop_half": [3.0, 9.0], "vs_noop_all": [2.0, 3.0, 9.0, 4.0, 10.0]}
-    assert step_worker._ratio("x", [3.0], [2.0]) == {"x": 1.5, "x_half": [1.5, 1.5], "x_all": [1.5]}
+    assert in_lab.ratio("x", [3.0], [2.0]) == {"x": 1.5, "x_half": [1.5, 1.5], "x_all": [1.5]}
 
 
 @pytest.mark.parametrize("scheme", ["exdyna", "exdyna@gradients:momentum=masked"])

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsieve.bench.in_lab import bytes_out, most_anywhere, run_rank, tell
+from gradsieve.bench.in_lab import bytes_out, most_anywhere, ratio, run_rank, same_everywhere, tell
 from gradsieve.bench.rivals import bucket_cap_mb, torch_hook
 from gradsieve.bench.syncs import attached, steps_late
 from gradsieve.bench.timeline import Event, events_of, from_all_ranks, hidden
@@ -189,12 +189,6 @@ def _copy(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
         other.copy_(one)
 
 
-def _same_everywhere(value: float) -> float:
-    tensor = torch.tensor([value], dtype=torch.float64, device="cpu")
-    dist.broadcast(tensor, 0)
-    return float(tensor)
-
-
 def _sums(*values: float) -> list[float]:
     """Over ranks."""
     tensor = torch.tensor(values, dtype=torch.float64, device="cpu")
@@ -228,7 +222,7 @@ def measure(config: dict[str, Any]) -> list[dict[str, Any]]:
         seconds = contestant.run(batch, 1, measured=False)
         tell(f"warm-up: {contestant.label} {1e3 * seconds:.0f} ms a step")
         turn_steps[contestant.label] = int(
-            min(max(_TURN_SECONDS // _same_everywhere(seconds), 1), _MOST_STEPS)
+            min(max(_TURN_SECONDS // same_everywhere(seconds), 1), _MOST_STEPS)
         )
     start = time.perf_counter()
     for turn in range(config["rounds"]):
@@ -256,8 +250,8 @@ def _row(contestant: Contestant, contestants: list[Contestant]) -> dict[str, Any
         "sync": contestant.label,
         "late": steps_late(contestant.name),
         "step_ms": round(1e3 * statistics.median(mine), 1),
-        **_ratio("vs_noop", mine, by_name["noop"]),
-        **_ratio("vs_dense", by_name["dense"], mine),
+        **ratio("vs_noop", mine, by_name["noop"]),
+        **ratio("vs_dense", by_name["dense"], mine),
         "bytes_sent": int(bytes_sent),
         "bits": round(8 * bytes_sent / sum(each.numel() for each in contestant.arena.parameters), 3),
         "density": contestant.density(),
@@ -272,17 +266,6 @@ def _row(contestant: Contestant, contestants: list[Contestant]) -> dict[str, Any
         row["hidden"] = round(behind / exchange, 3) if is_told else None
         row["timeline"] = from_all_ranks(contestant.last_step)
     return row
-
-
-def _ratio(name: str, top: Sequence[float], bottom: Sequence[float]) -> dict[str, Any]:
-    """Within each round: the median, and between which values the middle half of the rounds lies."""
-    ratios = [over / under for over, under in zip(top, bottom, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if ratios[1:] else 3 * ratios
-    return {
-        name: round(middle, 3),
-        f"{name}_half": [round(low, 3), round(high, 3)],
-        f"{name}_all": [round(ratio, 3) for ratio in ratios],
-    }
 
 
 if __name__ == "__main__":

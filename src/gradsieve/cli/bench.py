@@ -10,6 +10,7 @@ from gradsieve.cli import (
     bench_bits,
     bench_elastic,
     bench_exchange,
+    bench_hsdp,
     bench_lost,
     bench_memory,
     bench_overhead,
@@ -57,6 +58,7 @@ def add_parser(subparsers: Commands) -> None:
     bench_step.add_parser(commands)
     bench_overhead.add_parser(commands)
     bench_exchange.add_parser(commands)
+    bench_hsdp.add_parser(commands)
     bench_time_to_accuracy.add_parser(commands)
     _add_traffic(commands)
     bench_schemes.add_parser(commands)

@@ -62,7 +62,7 @@ class Coherence:
 
 def places(n: int, step: int) -> Host:
     """Of n elements those that are looked at in this step, sorted."""
-    return np.sort(np.random.default_rng(step).integers(n, size=count(n)))
+    return np.sort(np.random.default_rng(step).integers(max(1, n), size=count(n) if n else 0))
 
 
 def places_in(sizes: Sequence[int], step: int) -> list[Host]:

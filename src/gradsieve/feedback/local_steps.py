@@ -273,6 +273,11 @@ class LocalSteps:
         """The shared model, flat, by parameter, in the parameter's own type."""
         return self.by_kind()["shared"] | self._narrow
 
+    def show_in(self, name: str, memory: Tensor) -> None:
+        """From now on this parameter is shown from there."""
+        if name in self._all:
+            self._narrow[name] = memory.copy_(self.shown()[name])
+
     def renew(self) -> None:
         """After shared, mark and own model were loaded."""
         self._due, self._due_whole = [], frozenset()

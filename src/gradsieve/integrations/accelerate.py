@@ -35,7 +35,7 @@ def attach(accelerator: Accelerator, model: Any, optimizer: Any, **settings: Any
             f"rank {accelerator.process_index}: {type(unprepared[0]).__name__} was not prepared by this "
             "accelerator, so that it would not save it: give attach() what accelerator.prepare() returned"
         )
-    sync = ddp.attach(model, every, **settings)
+    sync: ddp.DdpSync = ddp.attach(model, every, **settings)
     _Checkpoints(accelerator, sync, as_list(every))
     return sync
 

@@ -4,36 +4,33 @@ Steps are exchanged from forward on: what is sent was moved by the optimizer bef
 DDP hands over buckets, whose layout it changes after the first iteration; the pipeline's units do not
 change. A unit is submitted when all of its gradients have arrived and all units before it were submitted;
 a bucket is done when all units with a part in it are.
-
-One exchange belongs to each backward that DDP synchronises, or to every `every`-th of them: these are as many
-on every rank, also where a rank skips steps of its optimizer. Nothing is written to parameters between a
-forward and its backward. With `late=False` the exchange ends before that forward begins, and not at the end
-of the step before: a rank that skips its step would be waited for there, perhaps for ever.
 """
 
 # No `from __future__ import annotations` here: DDP checks that the hook's annotations are types, not strings.
 
 import weakref
-from collections.abc import Set
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsieve.errors import ConfigError
-from gradsieve.feedback.digest import digest
 from gradsieve.integrations.door import door_of, open_door
-from gradsieve.integrations.gradient_sync import GradientSync
+from gradsieve.integrations.model_sync import ModelSync, Settings
 from gradsieve.integrations.wrappers import model_in
 from gradsieve.presets import Preset
 from gradsieve.schemes.base import Scheme
-from gradsieve.sync import UNIT_CAP_MB, GradientPipeline, StepPipeline
+from gradsieve.sync import UNIT_CAP_MB, GradientPipeline
+
+if TYPE_CHECKING:
+    from gradsieve.integrations.hsdp import HsdpSync
 
 
-class DdpSync(GradientSync):
+class DdpSync(ModelSync):
     """A GradientSync whose gradients come from DDP's buckets while backward runs."""
 
     def __init__(
@@ -53,14 +50,8 @@ class DdpSync(GradientSync):
         refuse_unfit(ddp)
         # Weak: DDP's reducer holds the hook's state, and the collector cannot see through its C++ part.
         self._ddp = weakref.ref(ddp)
-        self._begun = False
-        """Whether the exchange that belongs to the coming backward is under way."""
-        self._trains_in_evaluation_mode = False
-        self._looks: list[Set[str]] = []
-        """Parameters to be put back after each forward in evaluation mode that is going on."""
-        self._saving: Set[str] = frozenset()
-        self._before_load = 0
         super().__init__(
+            ddp.module,
             ((name, p) for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore),
             optimizer,
             scheme=scheme,
@@ -87,80 +78,13 @@ class DdpSync(GradientSync):
         """Also to the model and to DDP."""
         ddp = self._ddp()
         assert ddp is not None
-        self._door, self._hooks = open_door(ddp, self)
+        self._door = open_door(ddp, self)
         super().enter()
-        if self.models is not None:
-            self.models.show_shared()
 
     def leave(self) -> None:
         """DDP averages gradients by itself again."""
         self._door.sync = None
-        for hook in self._hooks:
-            hook.remove()
         super().leave()
-
-    # -- what the model's hooks lead to -----------------------------------------------------------------
-
-    def before_forward(self, module: torch.nn.Module) -> None:
-        """Training: what the optimizer moved is known, so exchange it while forward and backward compute, on
-        this rank's own model. Evaluation: the shared model, for as long as the forward takes."""
-        if self.models is None:
-            return
-        trains = torch.is_grad_enabled() and (module.training or self._trains_in_evaluation_mode)
-        if not module.training and not trains:
-            self.take_over()  # a rank that skipped its step has not done so yet
-            self._looks.append(self.models.look())
-        elif trains:
-            self.models.show_own()
-            if not self._begun:
-                self._refuse_join()
-                self.start_if_due()
-                self._begun = True
-                if not self.treatment.late:
-                    self.take_over(self.parameters.keys())
-                    self.models.raise_versions()
-
-    def after_forward(self, module: torch.nn.Module) -> None:
-        if self._looks and self.models is not None:
-            self.models.show_own(self._looks.pop())
-
-    def before_saving(self, module: torch.nn.Module) -> None:
-        if self.models is not None:
-            self.take_over()
-            self._saving = self.models.look()
-
-    def after_saving(self, module: torch.nn.Module) -> None:
-        if self.models is not None:
-            self.models.show_own(self._saving)
-            self._saving = frozenset()
-
-    def before_loading(self, module: torch.nn.Module) -> None:
-        if self.models is not None:
-            self.take_over()
-            self.models.show_shared()
-            self._before_load = self._fingerprint()
-
-    def after_loading(self, module: torch.nn.Module) -> None:
-        """Another model was loaded: what waited belonged to the one before."""
-        if self.models is not None and self._fingerprint() != self._before_load:
-            self.drop_what_waits()
-
-    def drop_what_waits(self) -> None:
-        """All ranks go on from the shared model as it is."""
-        if isinstance(self.pipeline, StepPipeline) and self.models is not None:
-            self.models.show_own()  # notes what was written
-            self.pipeline.adopt(self.parameters.keys())
-            self.pipeline.loads += 1
-            self.models.show_shared()
-
-    def _fingerprint(self) -> int:
-        return int(digest([parameter.detach() for parameter in self.parameters.values()]))
-
-    def after_update(self, names: Set[str]) -> None:
-        super().after_update(names)
-        if self.models is not None:
-            self._looks.clear()
-            self.models.show_shared(names)
 
     # -- what DDP's hook leads to -----------------------------------------------------------------------
 
@@ -169,7 +93,7 @@ class DdpSync(GradientSync):
         buffer = bucket.buffer()
         if self.scheme.silent or self.exchanges_steps:
             if self.exchanges_steps and bucket.index() == 0:
-                self._belongs_to_a_backward()
+                self.belongs_to_a_backward()
             done: torch.futures.Future[Tensor] = torch.futures.Future()
             done.set_result(buffer)  # a rank's own gradient, for its own optimizer
             return done
@@ -187,17 +111,7 @@ class DdpSync(GradientSync):
         self._submit_ready()
         return torch.futures.collect_all(waited).then(lambda all_done: _or_raise(all_done, buffer))
 
-    def _belongs_to_a_backward(self) -> None:
-        """The exchange that was begun, or one begun now: a model in evaluation mode is trained, or only parts
-        of one were called."""
-        if not self._begun:
-            self._refuse_join()
-            self.start_if_due()
-            ddp = self._ddp()
-            self._trains_in_evaluation_mode = ddp is not None and not ddp.module.training
-        self._begun = False
-
-    def _refuse_join(self) -> None:
+    def before_exchange(self) -> None:
         if not self._may_compare():
             raise ConfigError(
                 "join() ends by giving all ranks the model of one, which loses what waits on the others: "
@@ -230,10 +144,23 @@ class DdpSync(GradientSync):
         return self._names[parameter]
 
 
+@overload
 def attach(
-    ddp: DistributedDataParallel,
+    model: DistributedDataParallel, optimizer: Any, *, replicate: None = None, **settings: Unpack[Settings]
+) -> DdpSync: ...
+
+
+@overload
+def attach(
+    model: Any, optimizer: Any, *, replicate: DeviceMesh, **settings: Unpack[Settings]
+) -> "HsdpSync": ...
+
+
+def attach(
+    model: Any,
     optimizer: Any,
     *,
+    replicate: DeviceMesh | None = None,
     scheme: str | Scheme[Any] | None = None,
     density: float | None = None,
     bits: float | None = None,
@@ -241,7 +168,7 @@ def attach(
     preset: Preset = "default",
     scaler: torch.amp.GradScaler | None = None,
     dense_if_faster: bool = True,
-) -> DdpSync:
+) -> "DdpSync | HsdpSync":
     """Replace DDP's dense all-reduce by an exchange that forward and backward hide.
 
     With neither `scheme` nor `density`, as many bits are sent as that allows: all elements in turn, in few
@@ -267,22 +194,33 @@ def attach(
     time from a training forward to the optimizer's step, the parameters hold the model that all ranks share,
     the same bits on each of them. `flush()` on all ranks at the end of a training puts into it what still
     waits.
+
+    `replicate` is for a model that was given to `fully_shard(model, mesh=mesh["shard"])`: its shards are
+    exchanged over that axis of the mesh, and FSDP averages over the other one: docs/hsdp.md.
     """
-    return DdpSync(
-        ddp,
-        optimizer,
-        scheme=scheme,
-        density=density,
-        bits=bits,
-        every=every,
-        preset=preset,
-        scaler=scaler,
-        dense_if_faster=dense_if_faster,
-    )
+    settings: Settings = {
+        "scheme": scheme,
+        "density": density,
+        "bits": bits,
+        "every": every,
+        "preset": preset,
+        "scaler": scaler,
+        "dense_if_faster": dense_if_faster,
+    }
+    if replicate is None:
+        return DdpSync(model, optimizer, **settings)
+    from gradsieve.integrations.hsdp import HsdpSync  # FSDP takes two seconds to import
+
+    return HsdpSync(model, optimizer, replicate, **settings)
 
 
 def refuse_unfit(ddp: DistributedDataParallel) -> None:
     """What a sync cannot be attached to, with the reason."""
+    if type(ddp).__name__.startswith("FSDP"):
+        raise ConfigError(
+            "this model is sharded: give the axis that hosts are exchanged over, "
+            "attach(model, optimizer, replicate=mesh['replicate']), as docs/hsdp.md says"
+        )
     if not isinstance(ddp, DistributedDataParallel):
         raise ConfigError(
             f"attach() wants a DistributedDataParallel model, not {type(ddp).__name__}. Accelerate and "

@@ -28,8 +28,8 @@ class Averaging(Protocol):
     def hook(self) -> Callable[[GradBucket], torch.futures.Future[torch.Tensor]]: ...
 
 
-class Behind(Averaging, Protocol):
-    """What a sync does at each hook besides."""
+class Behind(Protocol):
+    """What a sync does at each of a model's hooks."""
 
     def before_forward(self, module: torch.nn.Module) -> None: ...
 
@@ -92,20 +92,23 @@ def hang_door(ddp: DistributedDataParallel) -> Door:
     return door
 
 
-def open_door(ddp: DistributedDataParallel, sync: Behind) -> tuple[Door, list[RemovableHandle]]:
-    """Lead DDP's hook and those of the model inside to `sync`."""
+def open_door(ddp: DistributedDataParallel, sync: Averaging) -> Door:
+    """Lead DDP's hook to `sync`."""
     door = door_of(ddp) or hang_door(ddp)
     door.sync = sync
-    root = ddp.module
-    handles = [
-        root.register_forward_pre_hook(ModuleHook(sync.before_forward)),
+    return door
+
+
+def watch(root: Any, sync: Behind, first: bool) -> list[RemovableHandle]:
+    """Lead a model's own hooks to `sync`; `first`: before a forward, ahead of the hooks that are there."""
+    return [
+        root.register_forward_pre_hook(ModuleHook(sync.before_forward), prepend=first),
         root.register_forward_hook(ModuleHook(sync.after_forward), always_call=True),
         root.register_state_dict_pre_hook(ModuleHook(sync.before_saving)),
         root.register_state_dict_post_hook(ModuleHook(sync.after_saving)),
         root.register_load_state_dict_pre_hook(ModuleHook(sync.before_loading)),
         root.register_load_state_dict_post_hook(ModuleHook(sync.after_loading)),
     ]
-    return door, handles
 
 
 def through(door: Door, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

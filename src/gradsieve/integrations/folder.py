@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from gradsieve.integrations.gradient_sync import GradientSync
 
 VERSION = 1
-_MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"
 _MANIFEST_MOST = 1 << 27
 _HASH = 32
 _OURS = re.compile(r"rank\d{5,7}-of-\d{5,7}-[0-9a-f]{16}\.safetensors|(rank\d{5,7}|manifest)\.part")
@@ -131,10 +131,10 @@ def _write_shard(sync: GradientSync, folder: Path, optimizers: bool) -> bytes:
     longest = max(texts, default=0)
     room = saving.TEXT_SHARE * longest if longest > saving.TEXT_ALWAYS else 0
     rank = sync.engine.rank
-    return _write(folder, f"rank{rank:05}.part", tensor_file.pieces(tensors, room), rank, sync.engine.world)
+    return write(folder, f"rank{rank:05}.part", tensor_file.pieces(tensors, room), rank, sync.engine.world)
 
 
-def _write(folder: Path, part: str, pieces: Iterable[memoryview], rank: int = -1, world: int = 0) -> bytes:
+def write(folder: Path, part: str, pieces: Iterable[memoryview], rank: int = -1, world: int = 0) -> bytes:
     """To the disk, then under its name; the hash. What breaks off leaves nothing behind."""
     path, found = folder / part, hashlib.sha256()
     path.unlink(missing_ok=True)
@@ -146,7 +146,7 @@ def _write(folder: Path, part: str, pieces: Iterable[memoryview], rank: int = -1
                 found.update(piece)
             stream.flush()
             os.fsync(stream.fileno())
-        path.rename(folder / (_MANIFEST if rank < 0 else _file(rank, world, found.hexdigest())))
+        path.rename(folder / (MANIFEST if rank < 0 else _file(rank, world, found.hexdigest())))
     finally:
         path.unlink(missing_ok=True)
     _force(folder)
@@ -192,7 +192,7 @@ def _commit(folder: Path, manifest: Manifest) -> None:
             f"rank 0 does not see {missing[0]} in {folder}, which another rank has written: the folder has "
             "to be one that all ranks share"
         )
-    _write(folder, "manifest.part", [memoryview(as_text(manifest).encode())])
+    write(folder, "manifest.part", [memoryview(as_text(manifest).encode())])
     for name in there - named:
         if _OURS.fullmatch(name):
             with contextlib.suppress(OSError):
@@ -242,25 +242,25 @@ def offer_of(sync: GradientSync, folder: Path, optimizers: bool) -> saving.Offer
 
 
 def read_manifest(folder: Path) -> Manifest:
-    content = _read(folder / _MANIFEST, _MANIFEST_MOST)
+    content = read_bytes(folder / MANIFEST, _MANIFEST_MOST)
     found = _READ.fullmatch(content)
     version = re.search(rb'"version": (\d{1,9}),', content[:256])
     if version is not None and int(version[1]) != VERSION:
         raise Malformed(
-            f"{folder / _MANIFEST} is of version {int(version[1])}; this gradsieve reads version {VERSION}"
+            f"{folder / MANIFEST} is of version {int(version[1])}; this gradsieve reads version {VERSION}"
         )
     if found is None:
-        raise Malformed(f"{folder / _MANIFEST} is not a manifest of a gradsieve checkpoint")
+        raise Malformed(f"{folder / MANIFEST} is not a manifest of a gradsieve checkpoint")
     _, world, step, scheme, layout, optimizers, hashes = found.groups()
     ranks = saving.checked_world(int(world))
     if len(hashes) != 2 * _HASH * ranks or int(optimizers) > 1:
-        raise Malformed(f"{folder / _MANIFEST} does not name a file for each of {ranks} ranks")
+        raise Malformed(f"{folder / MANIFEST} does not name a file for each of {ranks} ranks")
     return Manifest(ranks, int(step), scheme.decode(), layout.decode(), optimizers == b"1", hashes.decode())
 
 
 def read_shard(folder: Path, manifest: Manifest, rank: int) -> TensorFile:
     path = folder / manifest.file_of(rank)
-    content = _read(path)
+    content = read_bytes(path)
     if hashlib.sha256(content).hexdigest() != manifest.hash_of(rank):
         raise Malformed(f"{path} is not what was saved: its SHA-256 is another than the manifest's")
     try:
@@ -269,7 +269,7 @@ def read_shard(folder: Path, manifest: Manifest, rank: int) -> TensorFile:
         raise Malformed(f"{path}: {error}") from error
 
 
-def _read(path: Path, most: int | None = None) -> bytearray:
+def read_bytes(path: Path, most: int | None = None) -> bytearray:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb", buffering=0) as stream:

@@ -14,7 +14,7 @@ interrupts the wait for it, never the change.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,12 +28,12 @@ from torch import Tensor
 
 from gradsieve import kernels
 from gradsieve.comm.c10d import Engine
-from gradsieve.comm.links import Links, measure_links
 from gradsieve.errors import ConfigError, GradsieveError
 from gradsieve.feedback.units import flat_view
 from gradsieve.integrations import folder as files
 from gradsieve.integrations import replicas, saving, sayings
 from gradsieve.integrations.advice import Advisor, signs
+from gradsieve.integrations.budgets import find_budget
 from gradsieve.integrations.metrics import metrics
 from gradsieve.integrations.optimizers import Optimizers, as_list, refuse_sharded, refuse_unfrozen
 from gradsieve.integrations.stopwatch import Stopwatch
@@ -41,11 +41,10 @@ from gradsieve.integrations.two_models import TwoModels
 from gradsieve.presets import Preset, choose, choose_scheme
 from gradsieve.schemes.base import Scheme
 from gradsieve.sync import UNIT_CAP_MB, GradientPipeline, StepPipeline
-from gradsieve.sync.budget import Adaptive, Fixed
+from gradsieve.sync.budget import Fixed
 from gradsieve.sync.fitted import Fitted
 from gradsieve.sync.tags import CALLS
 from gradsieve.telemetry import Span
-from gradsieve.types import Ctx
 
 VERIFY_EVERY = 100
 """Steps between two comparisons of the replicas' fingerprints: a few bytes and one pass over the model."""
@@ -63,6 +62,8 @@ class UnderWay:
 
 class GradientSync:
     """Sparse exchange between the ranks of a group; what this rank remembers, and the scheme's state."""
+
+    part = ""  # for names of files: of which part of the model, where ranks hold parts
 
     def __init__(
         self,
@@ -83,7 +84,8 @@ class GradientSync:
         if not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialised: call init_process_group() first")
         named = dict(parameters)
-        self.parameters = {name: p for name, p in named.items() if p.requires_grad}
+        self.held = {name: p for name, p in named.items() if p.requires_grad}  # by user and optimizers
+        self.parameters = self.parts_of(self.held)
         self._frozen = {name: p for name, p in named.items() if not p.requires_grad}
         self.scheme = choose_scheme(scheme, density, bits, preset)
         self.fixed = None if bits is None else Fixed(bits)
@@ -105,7 +107,11 @@ class GradientSync:
         except BaseException:
             self.engine.close()
             raise
-        sayings.what_is_set(self.pipeline, self.parameters, self._given)
+        sayings.what_is_set(self.pipeline, self.held, self._given)
+
+    def parts_of(self, held: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What is exchanged: all of it, where all ranks of the group hold the same."""
+        return held
 
     def _set_up(self, bucket_cap_mb: float, dense_if_faster: bool) -> None:
         rank, world = self.engine.rank, self.engine.world
@@ -114,39 +120,25 @@ class GradientSync:
         )
         self.pipeline = self.fitted.pipeline
         self.device = self.pipeline.units[0].device
-        self.models: TwoModels | None = None
-        if isinstance(self.pipeline, StepPipeline):
-            self.models = TwoModels(self.parameters, self.pipeline)
+        steps = self.pipeline if isinstance(self.pipeline, StepPipeline) else None
+        self.models = None if steps is None else self.two_models(steps)
         try:
             if world > 1 and not self.scheme.silent:
                 replicas.start_alike(self, dense_if_faster)
-                self._find_a_budget(dense_if_faster)
+                find_budget(self, self._spends and self.exchanges_steps, dense_if_faster)
         except BaseException:
             self.fitted.give_back()
             raise
         adaptive = not all(isinstance(one, torch.optim.SGD) for one in self._given)
         self._advisor = Advisor(self.scheme, adaptive, rank)
 
-    def _find_a_budget(self, dense_if_faster: bool) -> None:
-        """Which density does not give: by what the links hold, where nobody fixed it."""
-        if self.fixed is not None:
-            self.pipeline.budget = self.fixed
-            return
-        spends = self._spends and self.exchanges_steps
-        if not spends and (self.scheme.lossless or not dense_if_faster):
-            return
-        program = measure_links(Ctx(self.engine.rank, self.engine.world, 0), self.device)
-        links: Links = self.engine.run(program, "the links", self.device)
-        if spends:
-            n = sum(parameter.numel() for parameter in self.parameters.values())
-            self.pipeline.budget = Adaptive.over(links, n, self.engine.world, self.treatment.every)
-        else:
-            self.pipeline.fall_back(links)
+    def two_models(self, pipeline: StepPipeline) -> TwoModels:
+        return TwoModels(self.parameters, pipeline)
 
     def enter(self) -> None:
         """Listen to the optimizers that step the model."""
         self.watch.forget()
-        self._optimizers = Optimizers(self.parameters, self)
+        self._optimizers = Optimizers(self.held, self)
 
     def leave(self) -> None:
         """Listen no more. The parameters hold this rank's own model."""
@@ -255,8 +247,7 @@ class GradientSync:
             self.models.show_own(names)
         self.take_over(names)
         if self.exchanges_steps:
-            gradients = [self.parameters[name].grad for name in names]
-            good = kernels.is_finite(*(gradient for gradient in gradients if gradient is not None))
+            good = self.are_finite([g for name in names if (g := self.parameters[name].grad) is not None])
             self.pipeline.last_step_good = good
             self.pipeline.skipped += not good
             self._moved |= good
@@ -264,6 +255,9 @@ class GradientSync:
             for name in names:
                 self.parameters[name].grad = None
         self.fitted.before_update(optimizer, names)
+
+    def are_finite(self, gradients: Sequence[Tensor]) -> bool:
+        return kernels.is_finite(*gradients)
 
     def after_update(self, names: Set[str]) -> None:
         self.fitted.after_update()
@@ -304,6 +298,14 @@ class GradientSync:
         finally:
             if self.models is not None:
                 self.models.show_own(before)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """As it is saved, in tensors of this rank's own."""
+        state: dict[str, Any] = optimizer.state_dict()
+        return state
+
+    def set_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
+        optimizer.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Memories and scheme state of this rank, tensors only, keys unique to the rank."""

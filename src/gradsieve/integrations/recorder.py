@@ -173,11 +173,12 @@ class Recorder:
 def record(
     sync: GradientSync, path: str | Path, *, every: int = EVERY, sinks: Sequence[Sink] = ()
 ) -> Recorder:
-    """Write one line of JSON a step to `path`.rank0.jsonl, and so on for each rank; norms every `every`
-    steps. The lines go to `sinks` too. Call it on the ranks that are to be recorded; docs/recording.md tells
-    the fields, docs/telemetry.md the sinks."""
+    """Write one line of JSON a step to `path`.rank0.jsonl, and so on for each rank (of shards, to
+    `path`.shard0.rank0.jsonl); norms every `every` steps. The lines go to `sinks` too. Call it on the ranks
+    that are to be recorded; docs/recording.md tells the fields, docs/telemetry.md the sinks."""
     sync.take_over()
-    return Recorder(sync.fitted.pipeline, Path(path), every, sinks)
+    stem = Path(path)
+    return Recorder(sync.fitted.pipeline, stem.with_name(stem.name + sync.part), every, sinks)
 
 
 def spec_of(scheme: Scheme[Any]) -> str:

@@ -44,7 +44,7 @@ _log = logging.getLogger("gradsieve")
 MOST_RANKS = 1 << 20
 TEXT_SHARE, TEXT_ALWAYS = 64, 1 << 14
 """An optimizer's settings may be one part in so many of a file, or this long: JSON grows when it is read."""
-_BARE = "nothing_waits"
+BARE = "nothing_waits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +84,9 @@ def shard_of(sync: GradientSync, optimizers: bool) -> dict[str, Tensor]:
     bare, prefix = nothing_waits(sync.pipeline), f"rank{sync.engine.rank}/"
     out = _tensors(sync, left_out(sync.pipeline) if bare else frozenset())
     if bare:
-        out[prefix + _BARE] = checkpoint.number_to_tensor(1)
+        out[prefix + BARE] = checkpoint.number_to_tensor(1)
     for number, one in enumerate(sync.fitted.optimizers if optimizers else ()):
-        text, tensors = taken_apart(one.state_dict())
+        text, tensors = taken_apart(sync.optimizer_state(one))
         out[f"{prefix}optimizer/{number}/text"] = checkpoint.text_to_tensor(text)
         out |= {f"{prefix}optimizer/{number}/{place}": each for place, each in enumerate(tensors)}
     return out
@@ -166,21 +166,7 @@ def part_of(sync: GradientSync, stored: Mapping[str, Tensor], rank: int, world: 
             "(dcp.load reads no parts of ranks that are no more). Save with sync.save(folder) and load with "
             "sync.load(folder), or give load_state_dict() all of these parts: docs/checkpoints.md"
         )
-    for key, expected in (("format", checkpoint.FORMAT), ("world", world)):
-        found = int(checkpoint.take(stored, prefix + key, (), torch.int64))
-        if found != expected:
-            raise Malformed(f"the checkpoint's {key} is {found}, not {expected}")
-    scheme = type(sync.scheme).__name__
-    saved_by = checkpoint.tensor_to_text(checkpoint.take(stored, prefix + "scheme", None, torch.uint8))
-    if saved_by != scheme:
-        raise Malformed(f"the checkpoint is of scheme {saved_by}, this run's is {scheme}")
-    step = int(checkpoint.take(stored, prefix + "step", (), torch.int64))
-    figures = {
-        name: float(checkpoint.take(stored, f"{prefix}figure/{name}", (), torch.float64))
-        for name in pipeline.figures()
-    }
-    if step < 0 or not all(map(math.isfinite, figures.values())):
-        raise Malformed(f"step {step} and figures {figures} in the checkpoint cannot be")
+    step, figures = head_of(sync, stored, rank, world)
     states = [
         checkpoint.fields_from_tensors(sync.scheme.lay(unit.sizes, world), stored, f"{prefix}unit/{index}/")
         for index, unit in enumerate(pipeline.units)
@@ -194,8 +180,31 @@ def part_of(sync: GradientSync, stored: Mapping[str, Tensor], rank: int, world: 
     return Part(step, figures, _memories(sync, stored, prefix), states, noted)
 
 
+def head_of(
+    sync: GradientSync, stored: Mapping[str, Tensor], rank: int, world: int
+) -> tuple[int, dict[str, float]]:
+    """Step and figures of old rank `rank`, if what is stored is of this kind of run."""
+    prefix = f"rank{rank}/"
+    for key, expected in (("format", checkpoint.FORMAT), ("world", world)):
+        found = int(checkpoint.take(stored, prefix + key, (), torch.int64))
+        if found != expected:
+            raise Malformed(f"the checkpoint's {key} is {found}, not {expected}")
+    scheme = type(sync.scheme).__name__
+    saved_by = checkpoint.tensor_to_text(checkpoint.take(stored, prefix + "scheme", None, torch.uint8))
+    if saved_by != scheme:
+        raise Malformed(f"the checkpoint is of scheme {saved_by}, this run's is {scheme}")
+    step = int(checkpoint.take(stored, prefix + "step", (), torch.int64))
+    figures = {
+        name: float(checkpoint.take(stored, f"{prefix}figure/{name}", (), torch.float64))
+        for name in sync.pipeline.figures()
+    }
+    if step < 0 or not all(map(math.isfinite, figures.values())):
+        raise Malformed(f"step {step} and figures {figures} in the checkpoint cannot be")
+    return step, figures
+
+
 def _memories(sync: GradientSync, stored: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    bare = prefix + _BARE in stored
+    bare = prefix + BARE in stored
     without = left_out(sync.pipeline) if bare else frozenset()
     out = {}
     for key, view in sync.pipeline.kept().items():
@@ -252,8 +261,8 @@ def load(sync: GradientSync, call: str, read: Callable[[], Offer]) -> None:
         try:
             offer = read()
             for one, state in zip(sync.fitted.optimizers, offer.optimizers or (), strict=False):
-                undo.append((one, one.state_dict()))
-                one.load_state_dict(state)
+                undo.append((one, sync.optimizer_state(one)))
+                sync.set_optimizer_state(one, state)
         except Exception as error:  # whatever it is, the other ranks wait to be told
             problem = error
         when = f"after step {sync.pipeline.step}"
@@ -264,7 +273,7 @@ def load(sync: GradientSync, call: str, read: Callable[[], Offer]) -> None:
             part = sync.engine.run(offer.merger.merged(), "what waits on all ranks", sync.device)
     except BaseException:
         for one, state in undo:
-            one.load_state_dict(state)
+            sync.set_optimizer_state(one, state)
         raise
     sync.engine.submit_call(lambda: restore(sync.pipeline, part), sync.device).result()
     sync.compared = part.step

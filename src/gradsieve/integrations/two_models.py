@@ -27,8 +27,16 @@ from gradsieve.sync import StepPipeline
 
 
 class TwoModels:
-    def __init__(self, parameters: Mapping[str, Tensor], pipeline: StepPipeline) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        pipeline: StepPipeline,
+        held: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """`held` is what the user writes to, where that is not the parameters themselves: it has the version
+        counters."""
         self._parameters, self._pipeline = parameters, pipeline
+        self._held = held or parameters
         self._own = {name: parameter.data for name, parameter in parameters.items()}
         shown = pipeline.shown()
         self._shared = {
@@ -47,7 +55,7 @@ class TwoModels:
             version = self._showing_shared.pop(name, None)
             if version is not None:
                 self._note_writing(name, version)
-                self._parameters[name].data = self._own[name]
+                self.point(name, self._own[name])
 
     def show_shared(self, names: Iterable[str] | None = None, *, raise_version: bool = True) -> None:
         changed = []
@@ -55,9 +63,9 @@ class TwoModels:
             if name not in self._showing_shared:
                 parameter = self._parameters[name]
                 self._keep_replaced(name, parameter)
-                parameter.data = self._shared[name]
-                changed.append(parameter)
-                self._showing_shared[name] = parameter._version + raise_version
+                self.point(name, self._shared[name])
+                changed.append(self._held[name])
+                self._showing_shared[name] = self._held[name]._version + raise_version
         if raise_version:
             torch.autograd.graph.increment_version(changed)
 
@@ -69,32 +77,36 @@ class TwoModels:
 
     def raise_versions(self) -> None:
         """Parameters were written, whichever model they hold: no graph from before may be run backward."""
-        torch.autograd.graph.increment_version(self._parameters.values())
+        torch.autograd.graph.increment_version(self._held.values())
         for name in self._showing_shared:
             self._showing_shared[name] += 1
 
     def renew(self) -> None:
         """Both models were loaded. What was written to parameters before went with what they held, also where
         a distributed checkpoint wrote it there."""
-        torch.autograd.graph.increment_version(self._parameters.values())
-        for name, parameter in self._parameters.items():
+        torch.autograd.graph.increment_version(self._held.values())
+        for name in self._parameters:
             if name in self._showing_shared:
-                parameter.data = self._shared[name]
-                self._showing_shared[name] = parameter._version
+                self.point(name, self._shared[name])
+                self._showing_shared[name] = self._held[name]._version
             else:
-                parameter.data = self._own[name]
+                self.point(name, self._own[name])
 
     def end(self) -> None:
         """The shared model, in the memory that the parameters had before."""
         self.show_shared()
-        for name, parameter in self._parameters.items():
-            parameter.data = self._own[name].copy_(self._shared[name])
+        for name in self._parameters:
+            self.point(name, self._own[name].copy_(self._shared[name]))
         self._showing_shared = {}
+
+    def point(self, name: str, memory: Tensor) -> None:
+        """The parameter is there from now on."""
+        self._parameters[name].data = memory
 
     def _note_writing(self, name: str, version: int) -> None:
         parameter, shared = self._parameters[name], self._shared[name]
         replaced = parameter.data_ptr() != shared.data_ptr()
-        if replaced or parameter._version != version:
+        if replaced or self._held[name]._version != version:
             _check_place(name, parameter, shared)
             self._pipeline.write_shared(name, flat_view(parameter.detach()))
 

@@ -137,7 +137,7 @@ class Pipeline(ABC):
 
     def bits(self) -> float:
         """Moved by this rank in the last exchange, a parameter and step."""
-        return 8 * self.stats.meter.moved / (self.parameters * self.treatment.every)
+        return 8 * self.stats.meter.moved / (max(1, self.parameters) * self.treatment.every)
 
     def begins_exchange(self) -> bool:
         """One more step of all ranks begins: whether it is the one of its period that exchanges, the last."""

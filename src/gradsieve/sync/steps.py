@@ -72,7 +72,7 @@ class StepPipeline(Pipeline):
         self.preview = 1.0
         beside = sum(1 + count(unit.n) + WORDS + LEDGER_WORDS for unit in self.units) + len(Times._fields)
         elements = sum(slot.numel for unit in self.units for slot in unit.slots)
-        self._beside = 32.0 * beside * 2.0 * (world - 1) / world / elements
+        self._beside = 32.0 * beside * 2.0 * (world - 1) / world / max(1, elements)
         """Bits a parameter that travel beside the scheme's own."""
         self._noted: dict[str, Tensor] = {}
         self._noted_for = -1
@@ -214,6 +214,11 @@ class StepPipeline(Pipeline):
     def shown(self) -> dict[str, Tensor]:
         """The shared model, flat, by parameter, in the parameter's own type."""
         return {name: part for local in self.local for name, part in local.shown().items()}
+
+    def show_in(self, name: str, memory: Tensor) -> None:
+        """Show this parameter from that memory, flat, which is kept up to date: where it has to lie apart."""
+        for local in self.local:
+            local.show_in(name, memory)
 
     def adopt(self, names: Set[str]) -> None:
         """The shared model was replaced in these parameters, alike on all ranks."""
