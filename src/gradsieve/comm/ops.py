@@ -48,6 +48,8 @@ class Exchange:
     to: int
     source: int
     receive: int
+    within: str = ""
+    """The collective that it is a round of, in words."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,5 +72,7 @@ def describe(op: Op) -> str:
             return f"{kind} of {dtype} {tuple(op.tensor.shape)}"
         case Broadcast():
             return f"{kind} of {dtype} {tuple(op.tensor.shape)} from rank {op.root}"
-        case AllToAll() | Exchange():  # sizes differ between ranks by nature
+        case AllToAll():  # sizes differ between ranks by nature
             return f"{kind} of {dtype}"
+        case Exchange():
+            return f"{kind} of {dtype} within {op.within}" if op.within else f"{kind} of {dtype}"
