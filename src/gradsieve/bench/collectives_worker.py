@@ -47,7 +47,11 @@ def measure(config: dict[str, Any]) -> Rows:
 def _ops(size: int, world: int) -> list[Op]:
     words = -(-size // 4)
     rows = torch.zeros(world, -(-words // world), dtype=torch.float32, device="cpu")
-    return [AllGather(_zeros(words)), AllReduce(_zeros(words)), AllToAll(rows, (1,) * world, (1,) * world)]
+    return [
+        AllGather(_zeros(words)),
+        AllReduce(_zeros(words)),
+        AllToAll(rows, (1,) * world, (1,) * world, even=True),
+    ]
 
 
 def _zeros(words: int) -> Tensor:

@@ -61,7 +61,7 @@ def measure_collectives(links: Links, ctx: Ctx, device: torch.device) -> Program
     """`links`, with what the engine's own collectives cost on them."""
     asked: list[Callable[[], Op]] = [
         lambda: AllGather(_zeros(1, device)),
-        lambda: AllReduce(_zeros(1, device)),
+        lambda: AllReduce(_zeros(4 * ctx.world, device)),  # shorter ones leave out some of a ring's messages
     ]
     gather, total = yield from _agreed_seconds(asked, ctx, device, "an all-gather and an all-reduce")
     return replace(links, gather=gather, sum=total)

@@ -6,7 +6,7 @@ all-to-all goes directly, a few messages at a time. With L = ceil(log2 P), by th
     op          rounds   words moved, b words being a rank's own    beside the engine's own
     AllGather   L        (P-1) b                                    the same
     AllReduce   2 L      2 b (P-1)/P                                the same
-    AllToAll    L        b L/2                                      L/2 times as many; equal rows only
+    AllToAll    L        b L/2                                      L/2 times as many; even ones only
 
 Replies are those of the op, to the bit, but for the order in which an all-reduce adds up. Every element is
 summed by one owner, in one order, so that it is the same bits on every rank.
@@ -95,7 +95,7 @@ def has_rounds(op: Op) -> bool:
         case AllGather() | AllReduce():
             return op.tensor.numel() > 0
         case AllToAll():
-            return op.tensor.numel() > 0 and len({*op.send_counts, *op.receive_counts}) == 1
+            return op.tensor.numel() > 0 and op.even
         case _:
             return False
 
