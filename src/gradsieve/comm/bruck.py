@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from gradsieve.comm.ops import Exchange
-from gradsieve.types import Program
+from gradsieve.types import Host, Program
 
 
-def gather(own: Tensor, place: int, ranks: Sequence[int], lengths: Sequence[int]) -> Program[Tensor]:
+def gather(own: Tensor, place: int, ranks: Sequence[int], lengths: Sequence[int] | Host) -> Program[Tensor]:
     """The messages of all members end to end; `ranks` and `lengths` are in member order, `place` is ours."""
     members = len(ranks)
     ahead = np.roll(np.asarray(lengths, dtype=np.int64), -place)  # from ourselves on
