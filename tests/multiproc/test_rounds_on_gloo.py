@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from gradsieve.comm import lockstep
 from gradsieve.comm.c10d import Engine
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Op
-from gradsieve.comm.rounds import Rounds, has_rounds, in_rounds
+from gradsieve.comm.rounds import Rounds, directly, has_rounds, in_rounds
 from gradsieve.errors import PeerError
 from gradsieve.types import Program
 from multiproc.harness import Ranks
@@ -37,6 +38,8 @@ def replies(rank: int, world: int) -> Program[list[Tensor]]:
     kept = []
     for op in asked:
         kept.append((yield from in_rounds(op, rank, world)))
+    for op in asked[:3]:
+        kept.append((yield from directly(replace(op, tensor=own.clone()), rank, world)))
     return kept
 
 
@@ -51,8 +54,8 @@ def test_replies_are_those_of_virtual_ranks(pool: Callable[[int], Ranks]) -> Non
         assert all(torch.equal(one, other) for one, other in zip(real, virtual, strict=True))
 
 
-def trained(rank: int) -> tuple[int, list[Tensor]]:
-    with mock.patch.object(Rounds, "pays", lambda self, op: has_rounds(op)):
+def trained(rank: int, way: str) -> tuple[int, list[Tensor]]:
+    with mock.patch.object(Rounds, "chosen", lambda self, op: way if has_rounds(op) else "engine"):
         run = Run(rank, Plan("exdyna"))
         for step in range(4):
             run.step(run.plan.gradients(step, rank))
@@ -60,9 +63,13 @@ def trained(rank: int) -> tuple[int, list[Tensor]]:
         return run.sync.metrics()["collectives"], [p.detach().clone() for p in run.model.parameters()]
 
 
-def test_a_training_in_rounds_has_the_same_replicas(pool: Callable[[int], Ranks]) -> None:
-    ranks = pool(WORLD).run(trained)
-    assert {collectives % 9 for collectives, _ in ranks} == {0}, "3 rounds of a gather and 6 of a sum, a unit"
+@pytest.mark.parametrize(("way", "ops"), [("rounds", 9), ("direct", 3)])
+def test_a_training_by_our_own_has_the_same_replicas(
+    pool: Callable[[int], Ranks], way: str, ops: int
+) -> None:
+    """A gather in 3 rounds and a sum in 6, a unit; or one and two messages to everybody."""
+    ranks = pool(WORLD).run(trained, way)
+    assert {collectives % ops for collectives, _ in ranks} == {0}
     for _, parameters in ranks[1:]:
         assert all(torch.equal(one, other) for one, other in zip(parameters, ranks[0][1], strict=True))
 

@@ -23,6 +23,7 @@ from gradsieve.types import Ctx, Outcome, Program, by_way_of
 from laws.gradients import Source
 
 MS = 1e-3
+DIRECT, ENGINE = ["direct", "direct", "engine"], ["engine"] * 3
 CPU = torch.device("cpu")
 
 
@@ -39,17 +40,14 @@ def ops(words: int, world: int) -> list[Op]:
 
 
 @pytest.mark.parametrize("world", [8, 16, 1024])
-def test_short_messages_between_far_ranks_go_in_rounds(world: int) -> None:
-    rounds = Rounds(0, world, far(world))
-    gather, total, all_to_all = map(rounds.pays, ops(1000, world))
-    assert gather
-    assert total
-    assert all_to_all == (world > 16), "a few batches of direct messages are as good as four rounds"
+def test_short_messages_between_far_ranks_go_by_our_own(world: int) -> None:
+    chosen = [*map(Rounds(0, world, far(world)).chosen, ops(1000, world))]
+    assert chosen == {8: DIRECT, 16: DIRECT, 1024: ["rounds"] * 3}[world]
 
 
 @pytest.mark.parametrize("world", range(1, FEW + 1))
 def test_few_ranks_keep_the_engines_own(world: int) -> None:
-    assert not any(map(Rounds(0, world, far(world, 1.0)).pays, ops(1000, world)))
+    assert [*map(Rounds(0, world, far(world, 1.0)).chosen, ops(1000, world))] == ENGINE
     program = alone(AllReduce(torch.zeros(3)))
     assert Rounds(0, world, far(world, 1.0)).carried(program) is program, "nothing is in the way"
 
@@ -57,8 +55,9 @@ def test_few_ranks_keep_the_engines_own(world: int) -> None:
 @pytest.mark.parametrize("world", [8, 64, 1024])
 def test_an_engine_with_quick_collectives_keeps_them(world: int) -> None:
     """NCCL's trees, say: a round of ours takes as long as its whole all-reduce."""
-    assert not any(map(Rounds(0, world, Links(50e-6, 1e-9, 30e-6, 60e-6)).pays, ops(1000, world)[:2]))
-    assert not any(map(Rounds(0, world).pays, ops(1000, world))), "nobody knows the links"
+    quick = Rounds(0, world, Links(50e-6, 1e-9, 30e-6, 60e-6))
+    assert [*map(quick.chosen, ops(1000, world)[:2])] == ENGINE[:2]
+    assert [*map(Rounds(0, world).chosen, ops(1000, world))] == ENGINE, "nobody knows the links"
 
 
 @pytest.mark.parametrize("world", [5, 8, 16, 1024])
@@ -67,14 +66,14 @@ def test_long_messages_go_as_before(world: int, links: object) -> None:
     """From some length on, and never short ones again."""
     rounds = Rounds(0, world, links(world))  # type: ignore[operator]
     for which in range(3):
-        chosen = [rounds.pays(ops(1 << power, world)[which]) for power in range(4, 34, 3)]
+        chosen = [rounds.chosen(ops(1 << power, world)[which]) != "engine" for power in range(4, 34, 3)]
         assert chosen == sorted(chosen, reverse=True)
         assert not chosen[-1]
 
 
 def test_nominal_figures_change_nothing_for_eight_ranks_on_a_switch() -> None:
-    assert not any(map(Rounds(0, 8, nominal(8)).pays, ops(1000, 8)))
-    assert all(map(Rounds(0, 64, nominal(64)).pays, ops(1000, 64)[:2]))
+    assert [*map(Rounds(0, 8, nominal(8)).chosen, ops(1000, 8))] == ENGINE
+    assert [*map(Rounds(0, 64, nominal(64)).chosen, ops(1000, 64)[:2])] == ["rounds"] * 2
 
 
 def test_what_only_one_rank_knows_chooses_nothing() -> None:
@@ -143,6 +142,12 @@ def test_by_gloos_rings_it_would_take_three_messages_a_rank() -> None:
 WORLD = 5
 
 
+@pytest.fixture
+def in_rounds_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So few ranks would go directly."""
+    monkeypatch.setattr(Rounds, "chosen", lambda self, op: "rounds" if has_rounds(op) else "engine")
+
+
 def damaged(program: Program[Tensor], number: int) -> Program[Tensor]:
     """One bit of the last byte of one message, on its way."""
     sent = count()
@@ -176,6 +181,7 @@ def heard(number: int | None) -> None:
         ledger.check(words[-WORDS:].tolist(), 7)
 
 
+@pytest.mark.usefixtures("in_rounds_only")
 def test_a_message_damaged_in_any_round_of_a_gather_is_seen() -> None:
     heard(None)
     for number in range(3):
@@ -183,6 +189,7 @@ def test_a_message_damaged_in_any_round_of_a_gather_is_seen() -> None:
             heard(number)
 
 
+@pytest.mark.usefixtures("in_rounds_only")
 def test_a_pipeline_counts_what_it_really_sends() -> None:
     """And the time of a collective is the exchange's, however many messages it takes."""
     sums = []

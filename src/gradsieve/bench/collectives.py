@@ -1,4 +1,4 @@
-"""`gradsieve bench collectives`: in rounds of our own, and the engine's, on hosts of a lab."""
+"""`gradsieve bench collectives`: by messages of our own, and by gloo itself, on hosts of a lab."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from gradsieve.bench.in_lab import Rows, rows_from_hosts
 
-COLUMNS = ["hosts", "op", "bytes", "bare_ms", "engine_ms", "rounds_ms", "faster", "chosen"]
+COLUMNS = ["hosts", "op", "bytes", "bare_ms", "engine_ms", "rounds_ms", "direct_ms", "chosen", "faster"]
 
 
 @dataclass(frozen=True, slots=True)

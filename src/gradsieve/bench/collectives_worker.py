@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradsieve.bench.exchange_worker import ask, bare, turn
+from gradsieve.bench.exchange_worker import bare, turn
 from gradsieve.bench.in_lab import Rows, run_rank, tell
 from gradsieve.comm.c10d import Engine
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Op
-from gradsieve.comm.rounds import Rounds, in_rounds, measure_all
-from gradsieve.types import Ctx
+from gradsieve.comm.rounds import Rounds, directly, in_rounds, measure_all
+from gradsieve.types import Ctx, Program
 
 _CPU = torch.device("cpu")
 Way = Callable[[], object]
@@ -32,13 +32,15 @@ def measure(config: dict[str, Any]) -> Rows:
     rows: Rows = []
     for size in config["sizes"]:
         for op in _ops(size, world):
-            ways = {
+            ways: dict[str, Way] = {
                 "bare": bare(op, plain),
-                "engine": partial(_run, engine, op),
-                "rounds": partial(_run_rounds, engine, op),
+                "engine": partial(_run, engine, _asked, op),
+                "rounds": partial(_run, engine, in_rounds, op),
             }
+            if not isinstance(op, AllToAll):
+                ways["direct"] = partial(_run, engine, directly, op)
             seconds = _in_turns(ways, config["rounds"])
-            rows.append(_row(op, seconds, rounds.pays(op)))
+            rows.append(_row(op, seconds, rounds.chosen(op)))
             tell(f"{rows[-1]['op']} of {rows[-1]['bytes']:,} bytes: {rows[-1]['faster']} times as fast")
     engine.close()
     return rows
@@ -58,12 +60,12 @@ def _zeros(words: int) -> Tensor:
     return torch.zeros(words, dtype=torch.float32, device="cpu")
 
 
-def _run(engine: Engine, op: Op) -> object:
-    return engine.run(ask([op]), "bench collectives", _CPU)
+def _asked(op: Op, rank: int, world: int) -> Program[Tensor]:
+    return (yield op)
 
 
-def _run_rounds(engine: Engine, op: Op) -> object:
-    return engine.run(in_rounds(op, engine.rank, engine.world), "bench collectives", _CPU)
+def _run(engine: Engine, carry: Callable[[Op, int, int], Program[Tensor]], op: Op) -> Tensor:
+    return engine.run(carry(op, engine.rank, engine.world), "bench collectives", _CPU)
 
 
 def _in_turns(ways: dict[str, Way], turns: int) -> dict[str, list[float]]:
@@ -77,15 +79,16 @@ def _in_turns(ways: dict[str, Way], turns: int) -> dict[str, list[float]]:
     return seconds
 
 
-def _row(op: Op, seconds: dict[str, list[float]], pays: bool) -> dict[str, Any]:
+def _row(op: Op, seconds: dict[str, list[float]], chosen: str) -> dict[str, Any]:
     medians = {f"{name}_ms": round(1e3 * statistics.median(each), 3) for name, each in seconds.items()}
-    ratios = [bare / ours for bare, ours in zip(seconds["bare"], seconds["rounds"], strict=True)]
+    ratios = [bare / ours for bare, ours in zip(seconds["bare"], seconds[chosen], strict=True)]
     return {
         "op": type(op).__name__,
         "bytes": op.tensor.numel() * op.tensor.element_size(),
+        "direct_ms": None,
         **medians,
+        "chosen": chosen,
         "faster": round(statistics.median(ratios), 2),
-        "chosen": "rounds" if pays else "engine",
         "ms_all": {name: [round(1e3 * one, 3) for one in each] for name, each in seconds.items()},
     }
 

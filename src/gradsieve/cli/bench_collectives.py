@@ -1,4 +1,4 @@
-"""`gradsieve bench collectives`: in rounds of our own, and the engine's, on hosts of a lab."""
+"""`gradsieve bench collectives`: by messages of our own, and by gloo itself, on hosts of a lab."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from gradsieve.cli.arguments import Commands, add_command, add_lab, check_hosts, size
 
 _DESCRIPTION = """\
-Collectives in about log2 P rounds of messages beside gloo's own, in turn, in one run on a lab network.
+Collectives by messages of our own beside gloo's, in turn, in one run on a lab network.
 
 Needs root.
 
@@ -17,15 +17,16 @@ columns:
   bytes      that a rank hands in; of an all-to-all, for all ranks together
   bare_ms    torch.distributed on gloo, called from the main thread; the median over turns
   engine_ms  the op as our engine carries it by itself: gloo's, and an all-to-all message by message
-  rounds_ms  the same op in rounds
-  faster     bare_ms over rounds_ms of the same turn, the median
-  chosen     what a training takes of engine and rounds on these links
+  rounds_ms  the same op in log2 P rounds of messages, halving and doubling
+  direct_ms  the same op by messages from every rank to every other, some at once
+  chosen     which of the last three a training takes on these links
+  faster     bare_ms over the one chosen, of the same turn; the median
 """
 _EXAMPLE = "example:\n  gradsieve bench collectives --hosts 16 --delay 5ms --json collectives.json\n"
 
 
 def add_parser(commands: Commands) -> None:
-    summary = "collectives in few rounds against gloo's own, on a lab network"
+    summary = "collectives by messages of our own against gloo's, on a lab network"
     parser = add_command(commands, "collectives", run, summary, _DESCRIPTION, _EXAMPLE)
     add_lab(parser)
     add = parser.add_argument

@@ -1,12 +1,16 @@
-"""Collectives in about log2 P rounds of messages, where the engine's own take as many as there are ranks.
+"""Collectives by messages of our own, where the engine's take one after the other for every rank.
 
-gloo's rings take P - 1 messages one after the other for an all-gather and 2 (P - 1) for an all-reduce; an
-all-to-all goes directly, a few messages at a time. With L = ceil(log2 P), by the algorithms of `bruck.py`:
+gloo's rings take P - 1 messages one after the other for an all-gather and 2 (P - 1) for an all-reduce. With
+L = ceil(log2 P), D = ceil((P-1) / IN_FLIGHT) and b words being a rank's own:
 
-    op          rounds   words moved, b words being a rank's own    beside the engine's own
-    AllGather   L        (P-1) b                                    the same
-    AllReduce   2 L      2 b (P-1)/P                                the same
-    AllToAll    L        b L/2                                      L/2 times as many; even ones only
+    op          in rounds (`bruck.py`)      directly, rank to rank
+                waits    words moved        waits   words moved
+    AllGather   L        (P-1) b            D       (P-1) b
+    AllReduce   2 L      2 b (P-1)/P        2 D     2 b (P-1)/P
+    AllToAll    L        b L/2              D       b (P-1)/P, the engine's own way
+
+Directly pays for tens of ranks that are far apart, as long as a host can have so many messages on their way
+at once; rounds for hundreds. Words are as many as a ring's.
 
 Replies are those of the op, to the bit, but for the order in which an all-reduce adds up. Every element is
 summed by one owner, in one order, so that it is the same bits on every rank.
@@ -20,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,8 +38,12 @@ FEW = 4
 """Ranks up to which the engine's own collectives stay: three messages are hardly more than two rounds."""
 _COPIED = 4e-9
 """Seconds a word moved that our own copies and sums take; an engine does these while it sends."""
+_MESSAGE = 30e-6
+"""Seconds of a host's time that one of many messages at once takes."""
 _SURE = 1.25
 """How much faster ours has to look: a choice that gains little is not worth the doubt in measured figures."""
+
+Way: TypeAlias = Literal["engine", "rounds", "direct"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,38 +56,47 @@ class Rounds:
     """None: the engine's own."""
 
     def carried(self, program: Program[Result]) -> Program[Result]:
-        """`program`, whose collectives go in rounds where that is faster."""
+        """`program`, whose collectives go in the way that is fastest."""
         if self.links is None or self.world <= FEW:
             return program
 
         def perform(op: Op) -> Program[Tensor]:
-            if self.pays(op):
-                return (yield from in_rounds(op, self.rank, self.world))
-            return (yield op)
+            way = self.chosen(op)
+            if way == "engine":
+                return (yield op)
+            carry = in_rounds if way == "rounds" else directly
+            return (yield from carry(op, self.rank, self.world))
 
         return by_way_of(program, perform)
 
-    def pays(self, op: Op) -> bool:
-        """Whether `op` goes in rounds."""
+    def chosen(self, op: Op) -> Way:
+        """How `op` goes."""
         if self.links is None or self.world <= FEW or not has_rounds(op):
-            return False
-        rounds, moved, own = self._costs(op, self.links)
-        return _SURE * (self.links.seconds(rounds, moved) + _COPIED * moved) < own
+            return "engine"
+        seconds = self._seconds(op, self.links)
+        ours: Way = "rounds" if seconds["rounds"] <= seconds["direct"] else "direct"
+        return ours if _SURE * seconds[ours] < seconds["engine"] else "engine"
 
-    def _costs(self, op: Op, links: Links) -> tuple[int, float, float]:
-        """Rounds and words of ours; seconds of the engine's own."""
+    def _seconds(self, op: Op, links: Links) -> dict[Way, float]:
         world, log = self.world, (self.world - 1).bit_length()
+        batches = math.ceil((world - 1) / IN_FLIGHT)
         words = op.tensor.numel() * op.tensor.element_size() / 4
-        match op:
-            case AllGather():
-                moved = words * (world - 1)
-                return log, moved, links.gather + links.word * moved
-            case AllReduce():
-                moved = 2 * words * (world - 1) / world
-                return 2 * log, moved, links.sum + links.word * moved
-            case _:
-                batches = math.ceil((world - 1) / IN_FLIGHT)
-                return log, words * log / 2, links.seconds(batches, words * (world - 1) / world)
+        times = 2 if isinstance(op, AllReduce) else 1
+        moved = words * (world - 1) * (1 if isinstance(op, AllGather) else times / world)
+        direct = times * (links.seconds(batches, 0) + _MESSAGE * (world - 1)) + links.word * moved
+        if isinstance(op, AllToAll):
+            moved = words * log / 2
+            return {"engine": direct, "direct": math.inf, "rounds": _ours(links, log, moved)}
+        own = links.gather if isinstance(op, AllGather) else links.sum
+        return {
+            "engine": own + links.word * moved,
+            "direct": direct + _COPIED * moved,
+            "rounds": _ours(links, times * log, moved),
+        }
+
+
+def _ours(links: Links, rounds: int, moved: float) -> float:
+    return links.seconds(rounds, moved) + _COPIED * moved
 
 
 def measure_all(ctx: Ctx, device: torch.device) -> Program[Links]:
@@ -110,6 +128,28 @@ def in_rounds(op: Op, rank: int, world: int) -> Program[Tensor]:
     return by_way_of(_PROGRAMS[type(op)](op.tensor.contiguous(), rank, world), named)
 
 
+def directly(op: Op, rank: int, world: int) -> Program[Tensor]:
+    """The reply to an all-gather or an all-reduce, whose parts go from rank to rank."""
+    own = op.tensor.contiguous()
+    if isinstance(op, AllGather):
+        return (yield from _to_all(own.view(-1), world)).view(world, *own.shape)
+    ones = (1,) * world
+    arrived = yield AllToAll(_rows(own, world), ones, ones, even=True)
+    every = yield from _to_all(arrived.sum(0, dtype=own.dtype), world)
+    return every.view(-1)[: own.numel()].view_as(own)
+
+
+def _to_all(row: Tensor, world: int) -> Program[Tensor]:
+    ones = (1,) * world
+    return (yield AllToAll(row.repeat(world, 1), ones, ones, even=True))
+
+
+def _rows(own: Tensor, world: int) -> Tensor:
+    """One for each rank, the last ones filled up."""
+    width = -(-own.numel() // world)
+    return torch.nn.functional.pad(own.view(-1), (0, world * width - own.numel())).view(world, width)
+
+
 def _all_gather(own: Tensor, rank: int, world: int) -> Program[Tensor]:
     size = own.numel()
     every = yield from bruck.gather(own.view(-1), rank, range(world), [size] * world)
@@ -117,12 +157,10 @@ def _all_gather(own: Tensor, rank: int, world: int) -> Program[Tensor]:
 
 
 def _all_reduce(own: Tensor, rank: int, world: int) -> Program[Tensor]:
-    size = own.numel()
-    width = -(-size // world)
-    rows = torch.nn.functional.pad(own.view(-1), (0, world * width - size)).view(world, width)
+    rows = _rows(own, world)
     summed = yield from bruck.scatter_sums(rows, rank)
-    every = yield from bruck.gather(summed, rank, range(world), [width] * world)
-    return every[:size].view_as(own)
+    every = yield from bruck.gather(summed, rank, range(world), [rows.shape[1]] * world)
+    return every[: own.numel()].view_as(own)
 
 
 def _all_to_all(own: Tensor, rank: int, world: int) -> Program[Tensor]:
