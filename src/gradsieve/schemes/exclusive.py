@@ -77,9 +77,9 @@ class Exclusive(Agreed[AnyPartitioned]):
 
     def expected_words(self, n: int, world: int, state: AnyPartitioned | None = None) -> float:
         """K' (f + 2) (P-1)/P as published, f K' being all rows at the length of the longest."""
-        rows, sent = (
-            (state.longest * self.owners(world, state), state.sent) if state else (self.k(n), self.k(n))
-        )
+        rows = sent = self.k(n)
+        if state is not None:
+            rows, sent = state.longest * self.owners(world, state), state.sent
         return (rows + 2.0 * sent) * (world - 1) / world
 
     def words_band(self, n: int, world: int, state: AnyPartitioned | None = None) -> tuple[float, float]:
