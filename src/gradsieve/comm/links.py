@@ -14,8 +14,6 @@ from gradsieve.comm.ops import AllGather, AllReduce, Exchange, Op
 from gradsieve.errors import Malformed
 from gradsieve.types import Ctx, Program, to_host
 
-IN_FLIGHT = 16
-"""Messages of an all-to-all on their way at once."""
 _LONG = 1 << 16
 _TRIES = 3
 

@@ -1,16 +1,16 @@
 """Collectives by messages of our own, where the engine's take one after the other for every rank.
 
 gloo's rings take P - 1 messages one after the other for an all-gather and 2 (P - 1) for an all-reduce. With
-L = ceil(log2 P), D = ceil((P-1) / IN_FLIGHT) and b words being a rank's own:
+L = ceil(log2 P) and b words being a rank's own:
 
-    op          in rounds (`bruck.py`)      directly, rank to rank
+    op          in rounds (`bruck.py`)      directly, rank to rank: by all-to-all
                 waits    words moved        waits   words moved
-    AllGather   L        (P-1) b            D       (P-1) b
-    AllReduce   2 L      2 b (P-1)/P        2 D     2 b (P-1)/P
-    AllToAll    L        b L/2              D       b (P-1)/P, the engine's own way
+    AllGather   L        (P-1) b            1       (P-1) b
+    AllReduce   2 L      2 b (P-1)/P        2       2 b (P-1)/P
+    AllToAll    L        b L/2              1       b (P-1)/P, the engine's own way
 
-Directly pays for tens of ranks that are far apart, as long as a host can have so many messages on their way
-at once; rounds for hundreds. Words are as many as a ring's.
+Directly pays for tens of ranks that are far apart, rounds for hundreds: P - 1 messages at once are one wait,
+but each takes some of a host's time. Words are as many as a ring's.
 
 Replies are those of the op, to the bit, but for the order in which an all-reduce adds up. Every element is
 summed by one owner, in one order, so that it is the same bits on every rank.
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from gradsieve.comm import bruck
-from gradsieve.comm.links import IN_FLIGHT, Links, measure_collectives, measure_links
+from gradsieve.comm.links import Links, measure_collectives, measure_links
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Exchange, Op, describe
 from gradsieve.types import Ctx, Program, Result, by_way_of
 
@@ -79,11 +79,10 @@ class Rounds:
 
     def _seconds(self, op: Op, links: Links) -> dict[Way, float]:
         world, log = self.world, (self.world - 1).bit_length()
-        batches = math.ceil((world - 1) / IN_FLIGHT)
         words = op.tensor.numel() * op.tensor.element_size() / 4
         times = 2 if isinstance(op, AllReduce) else 1
         moved = words * (world - 1) * (1 if isinstance(op, AllGather) else times / world)
-        direct = times * (links.seconds(batches, 0) + _MESSAGE * (world - 1)) + links.word * moved
+        direct = times * (links.latency + _MESSAGE * (world - 1)) + links.word * moved
         if isinstance(op, AllToAll):
             moved = words * log / 2
             return {"engine": direct, "direct": math.inf, "rounds": _ours(links, log, moved)}
