@@ -38,7 +38,7 @@ from gradsieve.errors import ConfigError, GradsieveError, Malformed, PeerError
 from gradsieve.types import Program, Result
 
 _IN_FLIGHT = 4
-"""Messages of an all-to-all on their way at once."""
+"""Messages of an uneven all-to-all on their way at once."""
 _OF_THIS_RANK_ALONE = (Malformed, MemoryError, torch.OutOfMemoryError)
 """Errors of a program that other ranks need not meet; others are raised on all ranks, and programs go on."""
 _engines: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -233,8 +233,12 @@ class Engine:
 
     def _all_to_all(self, tensor: Tensor, op: AllToAll) -> Tensor:
         """In round s to rank r + s and from rank r - s, so that no rank is everybody's target at once; a few
-        rounds are under way together."""
+        rounds are under way together. Even ones are the backend's: gloo has all messages under way at once,
+        in the same order, without Python between them."""
         out = tensor.new_empty((sum(op.receive_counts), *tensor.shape[1:]))
+        if op.even and self.world > 1 and tensor.numel():
+            dist.all_to_all_single(out, tensor, group=self._group)
+            return out
         sends = torch.split(tensor, list(op.send_counts))
         receives = torch.split(out, list(op.receive_counts))
         receives[self.rank].copy_(sends[self.rank])

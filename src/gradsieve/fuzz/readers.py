@@ -22,6 +22,7 @@ from gradsieve.schemes.bags import Bags
 from gradsieve.schemes.exclusive import gather_selected, read_rows
 from gradsieve.schemes.gathering import pack_entries, sum_entries
 from gradsieve.schemes.gtopk import unpacked
+from gradsieve.schemes.owners import Owners
 from gradsieve.schemes.quota import quota
 from gradsieve.sync.tags import Tag, agree, who_is_idle, words
 from gradsieve.types import Ctx, Host, Sparse
@@ -85,7 +86,7 @@ def _enter_rows(
     def enter(forged: bytearray) -> None:
         arrived = rows.copy()
         arrived[LIAR] = np.frombuffer(forged, np.uint8)
-        picked = read_rows(arrived, codec, cuts, capacity, 5).picked
+        picked = read_rows(arrived, codec, cuts, capacity, Owners(WORLD, WORLD, 5)).picked
         check_rising(picked, int(cuts[-1]))
 
     return enter

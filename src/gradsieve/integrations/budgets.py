@@ -1,10 +1,11 @@
-"""How much a sync sends, where nobody fixed it: by what the links hold."""
+"""How much a sync sends, where nobody fixed it, and how collectives are carried: by what the links hold."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gradsieve.comm.links import Links, measure_links
+from gradsieve.comm.links import Links, nominal
+from gradsieve.comm.rounds import Rounds, measure_all
 from gradsieve.sync.budget import Adaptive
 from gradsieve.types import Ctx
 
@@ -12,17 +13,20 @@ if TYPE_CHECKING:
     from gradsieve.integrations.gradient_sync import GradientSync
 
 
-def find_budget(sync: GradientSync, spends: bool, dense_if_faster: bool) -> None:
-    """`spends`: as many bits as hide, and not as many as a density gives."""
-    if sync.fixed is not None:
-        sync.pipeline.budget = sync.fixed
+def know_the_links(sync: GradientSync, spends: bool, dense_if_faster: bool) -> None:
+    """`spends`: as many bits as hide, and not as many as a density gives.
+
+    Where only the way of carrying is to be known nothing is measured: a repeated run is the same bits.
+    """
+    pipeline, ctx = sync.pipeline, Ctx(sync.engine.rank, sync.engine.world, 0)
+    pipeline.budget = sync.fixed
+    if sync.fixed is not None or not (spends or (dense_if_faster and not sync.scheme.lossless)):
+        pipeline.rounds = Rounds(ctx.rank, ctx.world, nominal(ctx.world))
         return
-    if not spends and (sync.scheme.lossless or not dense_if_faster):
-        return
-    program = measure_links(Ctx(sync.engine.rank, sync.engine.world, 0), sync.device)
-    links: Links = sync.engine.run(program, "the links", sync.device)
+    links: Links = sync.engine.run(measure_all(ctx, sync.device), "the links", sync.device)
+    pipeline.rounds = Rounds(ctx.rank, ctx.world, links)
     if spends:
         n = sum(parameter.numel() for parameter in sync.parameters.values())
-        sync.pipeline.budget = Adaptive.over(links, n, sync.engine.world, sync.treatment.every)
+        pipeline.budget = Adaptive.over(links, n, ctx.world, sync.treatment.every)
     else:
-        sync.pipeline.fall_back(links)
+        pipeline.fall_back(links)

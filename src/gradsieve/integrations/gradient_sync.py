@@ -33,7 +33,7 @@ from gradsieve.feedback.units import flat_view
 from gradsieve.integrations import folder as files
 from gradsieve.integrations import replicas, saving, sayings
 from gradsieve.integrations.advice import Advisor, signs
-from gradsieve.integrations.budgets import find_budget
+from gradsieve.integrations.budgets import know_the_links
 from gradsieve.integrations.metrics import metrics
 from gradsieve.integrations.optimizers import Optimizers, as_list, refuse_sharded, refuse_unfrozen
 from gradsieve.integrations.stopwatch import Stopwatch
@@ -125,7 +125,7 @@ class GradientSync:
         try:
             if world > 1 and not self.scheme.silent:
                 replicas.start_alike(self, dense_if_faster)
-                find_budget(self, self._spends and self.exchanges_steps, dense_if_faster)
+                know_the_links(self, self._spends and self.exchanges_steps, dense_if_faster)
         except BaseException:
             self.fitted.give_back()
             raise

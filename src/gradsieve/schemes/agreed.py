@@ -56,8 +56,8 @@ def sum_between(
     shape = Shape(VALUE_CODECS[values], world, stop - start, acc.dtype, acc.device)
     with stage("encode"):
         rows = shape.encode(read)
-    one_each = (1,) * world
-    arrived = yield AllToAll(rows.roll(-turn, 0), one_each, one_each)  # row (r + step) mod P is rank r's
+    dealt, one_each = rows.roll(-turn, 0), (1,) * world  # row (r + step) mod P is rank r's
+    arrived = yield AllToAll(dealt, one_each, one_each, even=True)
     with stage("decode"):
         row = shape.add_up(arrived)
     sums = yield AllGather(row)

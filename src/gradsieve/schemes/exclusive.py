@@ -33,11 +33,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gradsieve.comm import bruck
 from gradsieve.comm.ops import AllGather
 from gradsieve.kernels import largest, select
 from gradsieve.kernels.fast import sendable
 from gradsieve.schemes.agreed import Agreed, Values, sum_agreed
 from gradsieve.schemes.base import log2_ceil
+from gradsieve.schemes.owners import Owners
 from gradsieve.schemes.quota import phase
 from gradsieve.schemes.threshold import FACTORS, AnyPartitioned, settle_threshold
 from gradsieve.telemetry import stage
@@ -58,6 +60,10 @@ class Exclusive(Agreed[AnyPartitioned]):
 
     reads_parts: ClassVar[bool] = True
 
+    def owners(self, world: int, state: AnyPartitioned) -> int:
+        """Ranks that own a partition, and send a row."""
+        return world
+
     def settle(self, states: Sequence[AnyPartitioned]) -> list[AnyPartitioned]:
         return settle_threshold(states, self.k(sum(state.n for state in states)), self.control)
 
@@ -71,7 +77,9 @@ class Exclusive(Agreed[AnyPartitioned]):
 
     def expected_words(self, n: int, world: int, state: AnyPartitioned | None = None) -> float:
         """K' (f + 2) (P-1)/P as published, f K' being all rows at the length of the longest."""
-        rows, sent = (state.longest * world, state.sent) if state else (self.k(n), self.k(n))
+        rows = sent = self.k(n)
+        if state is not None:
+            rows, sent = state.longest * self.owners(world, state), state.sent
         return (rows + 2.0 * sent) * (world - 1) / world
 
     def words_band(self, n: int, world: int, state: AnyPartitioned | None = None) -> tuple[float, float]:
@@ -102,41 +110,60 @@ class Gathered:
 def gather_selected(
     acc: Tensor | Vector, cuts: Host, quotas: Host, capacity: int, threshold: float, ctx: Ctx
 ) -> Program[Gathered]:
-    """Select in this rank's partition, gather the rows of all ranks, put them in partition order."""
-    world, spans = ctx.world, np.diff(cuts)
-    part = (ctx.step + ctx.rank) % world
-    start, stop = int(cuts[part]), int(cuts[part + 1])
-    span = max(1, int(spans.max()))
+    """Select in this rank's partition, gather the rows of all owners, put them in partition order."""
+    span = max(1, int(np.diff(cuts).max()))
     capacity = min(capacity, span)
-    codec = indices.choose(capacity, span)
-    selected, demand, tail = _select(acc, start, stop, threshold, int(quotas[part]), capacity, ctx.step)
+    codec, owners = indices.choose(capacity, span), Owners(ctx.world, len(cuts) - 1, ctx.step)
+    part = owners.part_of(ctx.rank)
+    start, stop, most = (0, 0, 0) if part is None else (*map(int, cuts[part : part + 2]), int(quotas[part]))
+    selected, demand, tail = _select(acc, start, stop, threshold, most, capacity, ctx.step)
     with stage("encode"):
         kept = demand.clamp(max=capacity)
         header = [demand[None].view(torch.uint8), tail[None].view(torch.uint8)]
         row = torch.cat([*header, codec.encode(selected, kept, capacity, span)])
-    rows = yield AllGather(row)
+    rows = yield from _gather_rows(row, owners, ctx.rank)
     with stage("decode"):
-        return read_rows(to_host(rows), codec, cuts, capacity, ctx.step)
+        return read_rows(to_host(rows), codec, cuts, capacity, owners)
+
+
+def _gather_rows(row: Tensor, owners: Owners, rank: int) -> Program[Tensor]:
+    """In rank order, those of owners."""
+    if owners.partitions == owners.world:
+        return (yield AllGather(row))
+    lengths = np.zeros(owners.world, dtype=np.int64)
+    lengths[owners.ranks()] = row.numel()
+    own = row if lengths[rank] else row[:0]
+    every = yield from bruck.gather(own, rank, range(owners.world), lengths)
+    return every.view(owners.partitions, -1)
 
 
 def read_rows(
-    rows: NDArray[np.uint8], codec: indices.IndexCodec, cuts: Host, capacity: int, step: int
+    rows: NDArray[np.uint8], codec: indices.IndexCodec, cuts: Host, capacity: int, owners: Owners
 ) -> Gathered:
-    """What the rows of all ranks say, checked, in partition order."""
-    world, spans, turn = len(rows), np.diff(cuts), step % len(rows)  # partition p: rank (p - step) mod P
+    """What the rows of all owners say, checked, in partition order."""
+    spans, turn, step = np.diff(cuts), owners.first, owners.step
+    parts, ranks = len(spans), owners.ranks()
     span = max(1, int(spans.max()))
     demands = rows[:, :8].copy().view(np.int64).flatten()
     tails = rows[:, 8:HEADER].copy().view(np.float32).flatten()
-    counts_within(demands, _turned(spans, world - turn), f"elements in step {step}")
-    tails_within(tails, f"in step {step}")
+    limits = _by_rank(_turned(spans, parts - turn), ranks, owners)
+    counts_within(_by_rank(demands, ranks, owners), limits, f"elements in step {step}")
+    tails_within(_by_rank(tails, ranks, owners), f"in step {step}")
     sent = demands.clip(max=capacity)
     places = codec.decode(rows[:, HEADER:], sent, capacity, span)
-    rank = np.repeat(np.arange(world), sent)
-    owned = (rank + step) % world  # the partition of each index
-    inside_its_partition(places, spans[owned], rank, f"in step {step}")
-    picked = _turned(places + cuts[owned], int(sent[world - turn :].sum()))
+    row = np.repeat(np.arange(parts), sent)
+    owned = (row + turn) % parts  # the partition of each index
+    inside_its_partition(places, spans[owned], ranks[row], f"in step {step}")
+    picked = _turned(places + cuts[owned], int(sent[parts - turn :].sum()))
     sent, demands, tails = _turned(sent, turn), _turned(demands, turn), _turned(tails, turn)
     return Gathered(picked, sent, demands, capacity, tails.astype(np.float64))
+
+
+def _by_rank(of_owners: NDArray[Any], ranks: Host, owners: Owners) -> NDArray[Any]:
+    """0 where a rank owns nothing: checks name a rank by its place."""
+    every = np.zeros(owners.world, of_owners.dtype)
+    every[ranks] = of_owners
+    return every
 
 
 def _turned(row: NDArray[Any], by: int) -> NDArray[Any]:

@@ -1,7 +1,8 @@
 """ExDyna (arXiv 2402.13781): exclusive partitions of fine-grained blocks, balanced while training runs.
 
 1. Divide the vector into blocks; a partition is a contiguous run of blocks.
-2. In step t rank r owns partition (t + r) mod P and selects there what is above the threshold.
+2. In step t rank r owns partition (t + r) mod P and selects there what is above the threshold. There are
+   fewer partitions, and owners, than ranks where rows would be of few elements (`owners.py`).
 3. Gather the selected indices of all ranks, counts included, in one collective.
 4. All-reduce the values at those indices.
 5. Adjust the partitions: every rank knows all selected indices now, so the cuts that would have given all
@@ -30,6 +31,7 @@ from gradsieve.schemes.exclusive import (
     gather_selected,
     sum_values,
 )
+from gradsieve.schemes.owners import partitions
 from gradsieve.schemes.quota import quota
 from gradsieve.schemes.speeds import check_speeds, shares_of_work
 from gradsieve.schemes.threshold import Partitioned, no_curve
@@ -86,20 +88,24 @@ class ExDyna(Exclusive[State]):
 
     def begin(self, n: int, world: int, previous: State | None = None) -> State:
         threshold = previous.threshold if previous else 0.0
-        pieces = world if self.speeds is None else world * _FINER
+        pieces = partitions(self.k(n), world) if self.speeds is None else world * _FINER
         cuts = torch.arange(pieces + 1, dtype=torch.float64, device="cpu") * n / pieces
         share = float(self.k(n))
         # Before anything was seen: an eighth, and a standard deviation of a count that is random.
-        room = previous.room if previous else 1.125 + 1 / math.sqrt(max(1.0, share / world))
+        room = previous.room if previous else 1.125 + 1 / math.sqrt(max(1.0, share / min(world, pieces)))
         return State(n=n, threshold=threshold, share=share, curve=no_curve(), room=room, cuts=cuts)
+
+    def owners(self, world: int, state: State) -> int:
+        return state.cuts.numel() - 1 if self.speeds is None else world
 
     def step(self, acc: Tensor | Vector, state: State, ctx: Ctx) -> Program[Outcome[State]]:
         n, world = state.n, ctx.world
         # Where a slow rank's parts are small, they would never come to lie over some elements.
         even = ctx.step // world % _EVEN == _EVEN - 1
-        parts = shares_of_work(None if even else self.speeds, world).roll(ctx.step % world)  # by partition
+        count = self.owners(world, state)
+        parts = shares_of_work(None if even else self.speeds, count).roll(ctx.step % world)  # by partition
         # 1.
-        block = max(1, n // (world * self.blocks_per_partition))
+        block = max(1, n // (count * self.blocks_per_partition))
         cuts = (np.round(_in_proportion(state.cuts.numpy(), parts.numpy()) / block) * block).astype(np.int64)
         cuts[-1] = n
         # 2. and 3.
