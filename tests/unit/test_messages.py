@@ -1,4 +1,4 @@
-"""Ops as rounds of messages: bytes as the meter counts them, nothing lost on the way, fewer rounds by logs."""
+"""Ops as rounds of messages: bytes as the meter counts them, nothing lost, fewer rounds by logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gradsieve simulate`: SimGrid against closed formulas, schedules against those at the true size, the command."""
+"""`gradsieve simulate`: SimGrid against formulas, schedules against those at the true size, the command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from gradsieve.cli.main import main
 from gradsieve.comm import bruck, lockstep, simulated
-from gradsieve.comm.messages import Call, call_of
+from gradsieve.comm.messages import Call
 from gradsieve.comm.ops import AllReduce
 from gradsieve.errors import ConfigError, SimulationError
 from gradsieve.schemes.spec import parse
@@ -141,10 +141,12 @@ def test_scaled_messages_are_those_of_the_true_size(scheme: str, monkeypatch: py
     made = parse(scheme, None if scheme == "stripes" else 0.01)
     true = recording.recorded(made, n, world)
     assert not true.scaled
-    for name, most in (("_SCANNED", n), ("_PICKED", world * made.k(n) // 8), ("_READ", n * world // 24)):
+    for name, most in (
+        ("_SCANNED", n),
+        ("_PICKED", world * made.k(n) // 16),
+        ("_READ", n * world // 24),
+    ):
         monkeypatch.setattr(recording, name, most)
-    if scheme == "exdyna":
-        monkeypatch.setattr(recording, "_PICKED", world * made.k(n) // 32)
     scaled = recording.recorded(made, n, world)
     assert scaled.scaled
     assert [call.kind for call in scaled.calls] == [call.kind for call in true.calls]
@@ -190,11 +192,12 @@ def test_rows_have_the_limit_and_the_baseline_and_beyond_a_thousand_say_so() -> 
     rows = study.run(asked, lambda work, doing: done.append(work))
     assert sum(done) == pytest.approx(asked.work())
     assert [row["scheme"] for row in rows[:3]] == ["noop", "dense", "exdyna"]
-    assert all(set(study.COLUMNS) <= {*row, "rounds", "megabytes_sent", "units", "busiest_link", "recorded_n", "scaled"} for row in rows)  # fmt: skip
+    assert all(set(study.COLUMNS) <= set(row) for row in rows if not row["extrapolated"])
     assert [row["world"] for row in rows if row["extrapolated"]] == [2048] * 3
     assert all(row["efficiency"] == 1 for row in rows if row["scheme"] == "noop")
     largest = [row for row in rows if row["world"] == 16 and row["scheme"] == "dense"]
-    assert 0.5 < max(largest[0]["links"].values()) <= 1
+    # 50 kB to a message take as long as its delay and its cost: links are busy half of the time.
+    assert max(largest[0]["links"].values()) == pytest.approx(0.5)
     assert all("links" not in row for row in rows if row["world"] == 4)
 
 

@@ -19,8 +19,8 @@ _DESCRIPTION = """\
 What a step takes at many ranks on a network that is not there.
 
 The schemes' own generators run at the number of ranks asked for and make the messages; SimGrid carries them
-over the network. Needs SimGrid: `apt install python3-simgrid`. To 1,024 ranks schedules are real; beyond,
-times are extrapolated from at least three worlds and marked. What is modelled and what is not: docs/simulate.md.
+over the network (`apt install python3-simgrid`). To 1,024 ranks schedules are real; beyond, times are
+extrapolated from at least three worlds, and marked. docs/simulate.md says what is modelled and what is not.
 
 columns:
   exchange_seconds     simulated, all units one after the other
@@ -60,7 +60,7 @@ def add_parser(commands: Commands) -> None:
     add("--density", type=float, metavar="D",
         help="share that is sent, but by stripes (default: each scheme's own)")  # fmt: skip
     add("--collectives", choices=["ring", "log"], default="ring",
-        help="gloo's rings, or rounds that grow with log2 P where those are faster (default: ring)")  # fmt: skip
+        help="gloo's rings, or log2 P rounds where these are faster (default: ring)")  # fmt: skip
     _add_network(parser)
     _add_ranks(parser)
     add("--json", type=Path, metavar="FILE", help="write rows, loads of links and how they came about there")
@@ -86,8 +86,8 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--compute", metavar="T",
-        help="forward and backward of a rank, e.g. 250ms (default: 6 N operations for each of 4,096 tokens at "
-        "100 Tflop/s)")  # fmt: skip
+        help="forward and backward of a rank, e.g. 250ms (default: 6 N operations for each of 4,096 tokens, "
+        "at 100 Tflop/s)")  # fmt: skip
     add("--memory", type=float, default=20.0, metavar="GB/S",
         help="at which selection reads the gradient (default: %(default)g)")  # fmt: skip
     add("--stragglers", type=_some, default=(0, 1.0), metavar="COUNT:FACTOR",

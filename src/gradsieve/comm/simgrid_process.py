@@ -1,4 +1,4 @@
-"""SimGrid, in a process of its own: reads what to carry from its input, line by line, and says how long it took.
+"""SimGrid, in a process of its own: reads what to carry, line by line, and says how long it took.
 
 Run by path, with whichever Python has SimGrid (Debian's package is for Debian's own), so it imports nothing
 but the standard library and simgrid. A process of its own because SimGrid has one engine a process, for ever.

@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -134,7 +135,8 @@ class Network:
             return answer
         code = self._process.wait()
         self._errors.seek(0)
-        said = self._errors.read(500).strip().partition("\n")[0] or "nothing"
+        lines = [line.strip() for line in self._errors if "/INFO]" not in line]
+        said = next(filter(None, lines), "nothing")[:300]
         raise SimulationError(f"SimGrid ended with code {code} before it had answered; it said: {said}")
 
 
@@ -200,7 +202,4 @@ def _sampled(rounds: list[Round], every: bool) -> list[Round]:
     if every or len(rounds) <= FEW_ROUNDS:
         return rounds
     edges = np.linspace(0, len(rounds), FEW_ROUNDS + 1).round().astype(int)
-    return [
-        replace(rounds[(first + last) // 2], times=int(last - first))
-        for first, last in zip(edges, edges[1:], strict=False)
-    ]
+    return [replace(rounds[(first + last) // 2], times=int(last - first)) for first, last in pairwise(edges)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -46,10 +45,7 @@ def _svg(rows: Sequence[Row], title: str) -> str:
     out = io.StringIO()
     figure(rows, title).savefig(out, format="svg")
     text = out.getvalue()
-    # Without the size in points: the page gives it its width.
-    return re.sub(
-        r'(<svg[^>]*?) width="[^"]*"|(<svg[^>]*?) height="[^"]*"', r"\1\2", text[text.index("<svg") :]
-    )
+    return text[text.index("<svg") :]
 
 
 def _table(rows: Sequence[Row]) -> str:

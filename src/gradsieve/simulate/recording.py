@@ -18,6 +18,7 @@ So partitions are balanced and unions are as large as they can be.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,7 +38,7 @@ _APART = 61
 """Places between two ranks' gradients in the pool."""
 _TENSORS = 64
 """In a unit, for schemes that look at them (DEFT)."""
-_SCANNED, _PICKED, _READ = 2**27, 2**24, 2**29
+_SCANNED, _PICKED, _READ = 2**27, 2**25, 2**29
 """Elements of all ranks together that are looked at, sent with values, and sent as signs."""
 _BLOCKS = 3 * 256
 """A third of a vector of so many times P elements is whole blocks of codes for all owners."""
@@ -74,7 +75,9 @@ def recorded(scheme: Scheme[Any], n: int, world: int, heard: Heard = lambda: Non
     if size.k == true.k:
         return Recorded(calls, size, scaled=False)
     half = size.halved()
-    return Recorded(_scaled(_calls(scheme, half, world, heard), calls, half, size, true), size, scaled=True)
+    # What is sent in turn is values in whole blocks, and nothing else.
+    small = [] if scheme.in_turn else _calls(scheme, half, world, heard)
+    return Recorded(_scaled(small, calls, half, size, true), size, scaled=True)
 
 
 def steps_of(scheme: Scheme[Any]) -> int:
@@ -86,7 +89,7 @@ def rank_steps(scheme: Scheme[Any], n: int, world: int) -> int:
     """How often `heard` will be told."""
     if scheme.silent:
         return 0
-    recordings = 1 if affordable(scheme, n, world).k == scheme.k(n) else 2
+    recordings = 1 if scheme.in_turn or affordable(scheme, n, world).k == scheme.k(n) else 2
     return recordings * steps_of(scheme) * world
 
 
@@ -97,7 +100,7 @@ def affordable(scheme: Scheme[Any], n: int, world: int) -> Size:
         return Size(*[max(1, min(n, _PICKED // world))] * 2)
     if scheme.reads_parts:
         exact = getattr(scheme, "values", "exact") == "exact"
-        most = max(1, (_PICKED * 4 if exact else _READ) // world)
+        most = max(1, (_PICKED * 2 if exact else _READ) // world)
         return Size(n, k) if k <= most else _thinner(scheme, n * most // k, world)
     if builds_up(scheme):
         most = max(1, min(_SCANNED // world, n * _PICKED // (world * k)))
@@ -111,6 +114,14 @@ def _thinner(scheme: Scheme[Any], n: int, world: int) -> Size:
     return Size(n, scheme.k(n))
 
 
+def effort(scheme: Scheme[Any]) -> float:
+    """Of a rank's step at a thousand ranks, about, against others': for a progress bar."""
+    if scheme.lossless or scheme.silent:
+        return 0.1
+    return 1.0 if builds_up(scheme) or (scheme.reads_parts and not scheme.in_turn) else 4.0
+
+
+@functools.cache
 def builds_up(scheme: Scheme[Any]) -> bool:
     """Whether an update has more elements where there are more ranks."""
     few = Size(2**14, 2**8)
@@ -174,7 +185,7 @@ def _scaled(small: list[Call], large: list[Call], half: Size, size: Size, true: 
     alike = [call.kind for call in small] == [call.kind for call in large]
     grown = []
     for number, call in enumerate(large):
-        # Schemes that went another way at half the size tell nothing: all that they send grows.
+        # Without another recording, or with one that went another way, all that is sent grows.
         before = small[number].mean if alike else call.mean * half.k / size.k
         slope = (call.mean - before) / max(1, size.k - half.k)
         bytes_at_true = max(0.0, call.mean + slope * (true.k - size.k))

@@ -28,7 +28,7 @@ from gradsieve.errors import ConfigError
 from gradsieve.schemes.base import Scheme
 from gradsieve.schemes.spec import parse
 from gradsieve.simulate.platforms import Wires, platform, spread
-from gradsieve.simulate.recording import Recorded, rank_steps, recorded
+from gradsieve.simulate.recording import Recorded, effort, rank_steps, recorded
 from gradsieve.sync.base import UNIT_CAP_MB
 
 MOST_SIMULATED = 1024
@@ -84,8 +84,8 @@ class Plan:
         beyond = [world for world in self.worlds if world > MOST_SIMULATED]
         if beyond and len(self.simulated) < FEWEST_TO_EXTRAPOLATE:
             raise ConfigError(
-                f"{beyond[0]:,} ranks are extrapolated (beyond {MOST_SIMULATED:,}), from at least "
-                f"{FEWEST_TO_EXTRAPOLATE} worlds that are simulated: give e.g. --world 64,256,1024,{beyond[0]}"
+                f"{beyond[0]:,} ranks are extrapolated (beyond {MOST_SIMULATED:,}) from at least "
+                f"{FEWEST_TO_EXTRAPOLATE} worlds that are not: give e.g. --world 64,256,1024,{beyond[0]}"
             )
         for world in self.simulated:
             spread(max(self.stragglers, self.wires.slow_hosts), world)
@@ -116,12 +116,7 @@ class Plan:
         )
 
     def _work(self, scheme: Scheme[Any], world: int) -> float:
-        return _weight(scheme) * rank_steps(scheme, self.unit(scheme), world) + _CALLS * world
-
-
-def _weight(scheme: Scheme[Any]) -> float:
-    """Of a rank's step in a recording, against others'."""
-    return 0.1 if scheme.lossless or scheme.silent else 1.0
+        return effort(scheme) * rank_steps(scheme, self.unit(scheme), world) + _CALLS * world
 
 
 def run(plan: Plan, advance: Advance = lambda work, doing: None) -> list[dict[str, Any]]:
@@ -139,7 +134,7 @@ def run(plan: Plan, advance: Advance = lambda work, doing: None) -> list[dict[st
 def _row(plan: Plan, text: str, world: int, over: Network, advance: Advance) -> dict[str, Any]:
     scheme = plan.scheme(text)
     unit, doing = plan.unit(scheme), f"{text}, {world:,} ranks"
-    made = recorded(scheme, unit, world, lambda: advance(_weight(scheme), f"{doing}: its messages"))
+    made = recorded(scheme, unit, world, lambda: advance(effort(scheme), f"{doing}: its messages"))
     advance(_CALLS * world / 2, f"{doing}: on the network")
     carried = _carried(made, over, plan.collectives)
     advance(_CALLS * world / 2, doing)
