@@ -90,4 +90,7 @@ def say(answer: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except Exception as error:  # in one line: whoever started this passes it on
+        sys.exit(f"{type(error).__name__}: {error}")
