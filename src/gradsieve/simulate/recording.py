@@ -44,7 +44,8 @@ _BLOCKS = 3 * 256
 """A third of a vector of so many times P elements is whole blocks of codes for all owners."""
 _CPU = torch.device("cpu")
 
-Heard = Callable[[], None]
+Heard = Callable[[float], None]
+"""Told what part of a rank's step was done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +69,8 @@ class Recorded:
     """False: the messages are those of the generators as they are."""
 
 
-def recorded(scheme: Scheme[Any], n: int, world: int, heard: Heard = lambda: None) -> Recorded:
-    """The calls of a unit of n elements. `heard` is told of every rank that took a step."""
+def recorded(scheme: Scheme[Any], n: int, world: int, heard: Heard = lambda part: None) -> Recorded:
+    """The calls of a unit of n elements."""
     true, size = Size(n, scheme.k(n)), affordable(scheme, n, world)
     calls = _calls(scheme, size, world, heard)
     if size.k == true.k:
@@ -86,9 +87,7 @@ def steps_of(scheme: Scheme[Any]) -> int:
 
 
 def rank_steps(scheme: Scheme[Any], n: int, world: int) -> int:
-    """How often `heard` will be told."""
-    if scheme.silent:
-        return 0
+    """That `heard` will be told of."""
     recordings = 1 if scheme.in_turn or affordable(scheme, n, world).k == scheme.k(n) else 2
     return recordings * steps_of(scheme) * world
 
@@ -131,7 +130,7 @@ def builds_up(scheme: Scheme[Any]) -> bool:
 class _Ranks:
     """P virtual ranks that have taken a few steps; the calls of the last one."""
 
-    def __init__(self, scheme: Scheme[Any], size: Size, world: int, heard: Heard = lambda: None) -> None:
+    def __init__(self, scheme: Scheme[Any], size: Size, world: int, heard: Heard = lambda part: None) -> None:
         self.scheme, self.size, self.world, self.heard = _with_k(scheme, size), size, world, heard
         random = torch.Generator().manual_seed(0)
         length = size.n + _APART * (world + STEPS)
@@ -155,16 +154,16 @@ class _Ranks:
         place = _APART * (rank + step)
         acc = self.pool[place : place + self.size.n]
         program = self.scheme.exchange(acc, self.states[rank], Ctx(rank, self.world, step))
-        told = False
+        left = 1.0
 
         def perform(op: Op) -> Program[Tensor]:
-            nonlocal told
-            if not told:  # most of a rank's work comes before its first message
-                told = True
-                self.heard()
+            nonlocal left
+            left /= 2  # how many ops there will be nobody knows, and the first work is the most
+            self.heard(left)
             return (yield op)
 
         outcome = yield from by_way_of(program, perform)
+        self.heard(left)
         self.states[rank] = self.scheme.settle([outcome.state])[0]
         return outcome.update.count
 

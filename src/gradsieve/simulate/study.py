@@ -133,8 +133,12 @@ def run(plan: Plan, advance: Advance = lambda work, doing: None) -> list[dict[st
 
 def _row(plan: Plan, text: str, world: int, over: Network, advance: Advance) -> dict[str, Any]:
     scheme = plan.scheme(text)
-    unit, doing = plan.unit(scheme), f"{text}, {world:,} ranks"
-    made = recorded(scheme, unit, world, lambda: advance(effort(scheme), f"{doing}: its messages"))
+    doing = f"{text}, {world:,} ranks"
+
+    def heard(part: float) -> None:
+        advance(effort(scheme) * part, f"{doing}: its messages")
+
+    made = recorded(scheme, plan.unit(scheme), world, heard)
     advance(_CALLS * world / 2, f"{doing}: on the network")
     carried = _carried(made, over, plan.collectives)
     advance(_CALLS * world / 2, doing)
