@@ -14,6 +14,7 @@ from gradsieve.comm import bruck, lockstep
 from gradsieve.comm.messages import Call, Collectives, Price, Round, call_of, rounds_of
 from gradsieve.comm.meter import Meter
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op
+from gradsieve.comm.simulated import _sampled
 
 FREE = Price(message=1e-5, byte=1e-10)
 WORLDS = [2, 3, 4, 7, 8, 16, 33]
@@ -94,6 +95,17 @@ def test_an_all_to_all_goes_by_logs_where_rows_are_short_and_equal() -> None:
     assert rounds(1e7, "log") == rounds(1e7, "ring") == 16
     uneven = Call("AllToAll", np.arange(64.0 * 64).reshape(64, 64))
     assert len(rounds_of(uneven, "log", FREE)) == 16
+
+
+@pytest.mark.parametrize("way", ["ring", "log"])
+@pytest.mark.parametrize("kind", ["gather", "reduce", "to all", "broadcast"])
+def test_of_all_rounds_only_those_that_are_alike_are_left_out(kind: str, way: Collectives) -> None:
+    """Rounds that double are not: a few of them would stand for more bytes, or fewer."""
+    world = 1024
+    rounds = rounds_of(call(kind, world), way, FREE)
+    some = _sampled(rounds, every=False)
+    assert (len(some) < len(rounds)) == (kind == "to all" and way == "ring")
+    assert sent(some, world).sum() == pytest.approx(sent(rounds, world).sum(), rel=0.01)
 
 
 @given(st.integers(2, 24), st.randoms(use_true_random=False))

@@ -65,6 +65,8 @@ class Round:
     targets: Ranks
     sizes: Sizes
     times: int = 1
+    alike: bool = False
+    """One of many that differ only in who talks to whom."""
 
     @property
     def most_messages(self) -> int:
@@ -141,7 +143,8 @@ def _direct(call: Call) -> list[Round]:
         shifts = np.arange(first, min(first + IN_FLIGHT, call.world))
         sources = np.tile(ranks, len(shifts))
         targets = (sources + shifts.repeat(call.world)) % call.world
-        rounds.append(_sent(sources, targets, call.sizes[sources, targets]))
+        one = _sent(sources, targets, call.sizes[sources, targets])
+        rounds.append(replace(one, alike=True))
     return rounds
 
 

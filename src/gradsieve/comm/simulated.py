@@ -198,8 +198,8 @@ def run(
 
 
 def _sampled(rounds: list[Round], every: bool) -> list[Round]:
-    """At most `FEW_ROUNDS` of them, each as often as it has neighbours that it stands for."""
-    if every or len(rounds) <= FEW_ROUNDS:
+    """Of those that are alike at most `FEW_ROUNDS`, each as often as it has neighbours that it stands for."""
+    if every or len(rounds) <= FEW_ROUNDS or not all(one.alike for one in rounds):
         return rounds
     edges = np.linspace(0, len(rounds), FEW_ROUNDS + 1).round().astype(int)
     return [replace(rounds[(first + last) // 2], times=int(last - first)) for first, last in pairwise(edges)]

@@ -10,6 +10,7 @@ from gradsieve.simulate.study import MOST_SIMULATED
 
 Row: TypeAlias = dict[str, Any]
 
+_EFFICIENCY = "efficiency: step without communication / step, %"
 _MARKERS = "os^Dv<>P*X"
 
 
@@ -28,15 +29,19 @@ def figure(rows: Sequence[Row], title: str) -> Any:
     for number, scheme in enumerate(schemes):
         own = sorted((row for row in rows if row["scheme"] == scheme), key=lambda row: int(row["world"]))
         look = _look(scheme, number)
-        _curve(step, own, "step_seconds", 1e3, look)
-        _curve(efficiency, own, "efficiency", 1e2, look)
+        for axes, what, times in ((step, "step_seconds", 1e3), (efficiency, "efficiency", 1e2)):
+            (_curve if len(worlds) > 1 else _bar)(axes, own, what, times, look)
         for row in own:
             if row.get("links"):
                 _loads(load, row, look)
-    _against_ranks(step, worlds, "milliseconds a step, nothing hidden")
-    _against_ranks(efficiency, worlds, "efficiency: step without communication / step, %")
-    step.set_yscale("log")
-    _plain_numbers(step)
+    for axes, label in ((step, "milliseconds a step, nothing hidden"), (efficiency, _EFFICIENCY)):
+        if len(worlds) > 1:
+            _against_ranks(axes, worlds, label)
+        else:
+            _of_one_world(axes, worlds[0], label)
+    if len(worlds) > 1:
+        step.set_yscale("log")
+        _plain_numbers(step)
     efficiency.set_ylim(0, 105)
     _against_links(load, rows)
     made.suptitle(title)
@@ -53,6 +58,19 @@ def _against_ranks(axes: Any, worlds: Sequence[int], label: str) -> None:
     axes.set_xlabel(f"ranks P{beyond}")
     axes.set_ylabel(label)
     axes.grid(alpha=0.3)
+
+
+def _of_one_world(axes: Any, world: int, label: str) -> None:
+    axes.set_title(f"{world:,} ranks")
+    axes.set_ylabel(label)
+    axes.tick_params("x", rotation=30)
+    axes.grid(axis="y", alpha=0.3)
+
+
+def _bar(axes: Any, rows: Sequence[Row], what: str, times: float, look: dict[str, Any]) -> None:
+    value = times * rows[0][what]
+    bars = axes.bar([rows[0]["scheme"]], [value], color=look["color"], label=look["label"])
+    axes.bar_label(bars, [f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"])
 
 
 def _against_links(axes: Any, rows: Sequence[Row]) -> None:
@@ -92,7 +110,8 @@ def _curve(axes: Any, rows: Sequence[Row], what: str, times: float, look: dict[s
     axes.plot([row["world"] for row in real], [times * row[what] for row in real], **look)
     if beyond:
         further = [*real[-1:], *beyond]
-        dashed = look | {"linestyle": "--", "label": None, "markerfacecolor": "white"}
+        hollow = {"markerfacecolor": "white", "markevery": slice(len(further) - len(beyond), None)}
+        dashed = look | {"linestyle": "--", "label": None} | hollow
         axes.plot([row["world"] for row in further], [times * row[what] for row in further], **dashed)
 
 

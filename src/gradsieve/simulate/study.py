@@ -149,9 +149,9 @@ def _row(plan: Plan, text: str, world: int, over: Network, advance: Advance) -> 
         "megabytes_sent": carried.sent * units / 1e6,
         "units": units,
         "simulated_rounds": carried.simulated,
-        "recorded_n": made.size.n,
-        "recorded_k": made.size.k,
-        "scaled": made.scaled,
+        "recorded_n": made.size.n if made.calls else None,
+        "recorded_k": made.size.k if made.calls else None,
+        "scaled": made.scaled and bool(made.calls),
     }
     used = over.loads() * units / (over.rates * seconds) if seconds else np.zeros(len(over.links))
     row["busiest_link"] = float(used.max())
