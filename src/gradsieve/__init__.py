@@ -12,6 +12,7 @@ from gradsieve.errors import (
     MismatchError,
     PeerError,
     ProtocolError,
+    SimulationError,
 )
 from gradsieve.feedback.treatment import Treatment
 from gradsieve.integrations.ddp import attach
@@ -74,6 +75,7 @@ __all__ = [
     "RandomK",
     "Scheme",
     "Sidco",
+    "SimulationError",
     "SparDL",
     "SparDLPaper",
     "Stripes",

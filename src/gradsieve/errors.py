@@ -7,7 +7,8 @@
     |   `-- DivergenceError    replicas are no longer bit-identical
     |-- Malformed          bytes from a peer or a file failed their check; nothing was applied
     |-- PeerError          a collective failed or timed out; the step was rolled back
-    `-- LabError           the test network cannot be built here (root or `ip` missing, bad name)
+    |-- LabError           the test network cannot be built here (root or `ip` missing, bad name)
+    `-- SimulationError    the network simulator is missing or broke off
 
 Each message names the rank, the step, the cause and, where there is one, the fix.
 """
@@ -50,6 +51,10 @@ class PeerError(GradsieveError, RuntimeError):
 
 class LabError(GradsieveError, RuntimeError):
     """The test network cannot be built on this machine."""
+
+
+class SimulationError(GradsieveError, RuntimeError):
+    """The network simulator is missing or broke off."""
 
 
 def printable(content: bytes | str) -> str:

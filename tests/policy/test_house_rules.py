@@ -86,6 +86,16 @@ def test_only_the_carrier_and_the_integrations_use_torch_distributed() -> None:
     assert rules.users_of(PACKAGE, "torch.distributed") != [], "the rule looks for something that is there"
 
 
+def test_only_one_file_uses_simgrid() -> None:
+    assert rules.users_of(PACKAGE, "simgrid", ("comm/simgrid_process.py",)) == []
+    assert rules.users_of(PACKAGE, "simgrid") != [], "the rule looks for something that is there"
+
+
+def test_another_user_of_simgrid_is_seen(copy: Path) -> None:
+    plant(copy, "simulate/study.py", "def f():\n    import simgrid")
+    assert rules.users_of(copy, "simgrid", ("comm/simgrid_process.py",))
+
+
 @pytest.mark.parametrize(
     "breach",
     [

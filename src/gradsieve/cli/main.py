@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from gradsieve.cli import bench, doctor, figure, lab, report, watch
+from gradsieve.cli import bench, doctor, figure, lab, report, simulate, watch
 from gradsieve.errors import GradsieveError
 
 
@@ -31,6 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_parser(commands)
     lab.add_parser(commands)
     bench.add_parser(commands)
+    simulate.add_parser(commands)
     figure.add_parser(commands)
     watch.add_parser(commands)
     report.add_parser(commands)

@@ -8,7 +8,7 @@ after handing it over is wrong here too. Sums are formed in rank order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,8 +19,13 @@ from gradsieve.errors import MismatchError
 from gradsieve.types import Program, Result
 
 
-def run(programs: Sequence[Program[Result]], meters: Sequence[Meter] | None = None) -> list[Result]:
-    """Drive one program a rank to its end; the results in rank order."""
+def run(
+    programs: Sequence[Program[Result]],
+    meters: Sequence[Meter] | None = None,
+    heard: Callable[[Sequence[Op]], None] = lambda ops: None,
+) -> list[Result]:
+    """Drive one program a rank to its end; the results in rank order. `heard` is told what all ranks ask
+    for, before it is done."""
     world = len(programs)
     results: dict[int, Result] = {}
     replies: list[Tensor | None] = [None] * world
@@ -38,6 +43,7 @@ def run(programs: Sequence[Program[Result]], meters: Sequence[Meter] | None = No
         if meters is not None:
             for meter, op in zip(meters, ops, strict=True):
                 meter.count(op)
+        heard(ops)
         replies = _perform(ops)
 
 
