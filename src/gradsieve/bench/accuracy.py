@@ -342,7 +342,8 @@ def rows(found: Found) -> list[dict[str, Any]]:
 
 COLUMNS = (
     "task", "sync", "treatment", "density", "budget", "bits", "rate", "world", "batch", "seeds", "final",
-    "spread", "unflushed", "unflushed_bits", "gap", "gap_spread", "fidelity", "age", "waiting", "apart", "bytes",
+    "spread", "unflushed", "unflushed_bits", "gap", "gap_spread", "fidelity", "age", "waiting", "apart",
+    "bytes",
 )  # fmt: skip
 
 

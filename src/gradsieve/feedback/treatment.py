@@ -59,8 +59,8 @@ class Treatment:
             raise ConfigError(f"every is a number of steps, from 1 up, not {self.every!r}")
         if not 0 <= self.late <= self.every:
             raise ConfigError(
-                f"late={self.late} with every={self.every}: an exchange hides behind the steps until the next "
-                f"one begins, from 0 to {self.every} of them"
+                f"late={self.late} with every={self.every}: an exchange hides behind steps until the "
+                f"next one begins, from 0 to {self.every} of them"
             )
         if min(self.warm_up, self.refresh, self.small) < 0:
             raise ConfigError("warm_up, refresh and small are counts: 0 or more")
