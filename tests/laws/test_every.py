@@ -101,7 +101,7 @@ def check_lasting(case: Case, scheme: str, every: int, late: int) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["dense", "topk", "stripes"])
-@settings(max_examples=settings.default.max_examples // 10)
+@few
 @given(case=cases(worlds=[1, 2, 4]), every_and_late=st.sampled_from(LATE))
 def test_an_exchange_that_lasts_reads_what_was_there_when_it_began(
     scheme: str, case: Case, every_and_late: tuple[int, int]
@@ -236,3 +236,26 @@ def test_a_lossless_scheme_exchanges_steps_only_where_there_are_periods(every: i
 
     fitted = Fitted(model, [optimizer], make("dense"), Treatment(every=every), 0, 2)
     assert isinstance(fitted.pipeline, StepPipeline) is kind
+
+
+@pytest.mark.parametrize(("budget", "most"), [(Fixed(0.03), 1.15), (None, 1.35)])
+def test_what_a_rank_receives_is_flat_in_its_peers_most_so_with_a_budget(
+    budget: Fixed | None, most: float
+) -> None:
+    """Without one, all as signs, it goes as (P - 1) / P."""
+
+    def received(world: int) -> float:
+        scheme = Stripes(density=1.0)
+        ranks = Stepping(Case(world=world, n=60_001), scheme, Treatment(small=0, every=30))
+        for pipeline in ranks.pipelines:
+            pipeline.budget = budget
+        total = 0.0
+        for _ in range(6):
+            ranks.exchange()
+            total += max(pipeline.stats.meter.received for pipeline in ranks.pipelines)
+        return total
+
+    grown = received(32) / received(4)
+    assert 0.85 < grown < most
+    if budget is None:  # twin
+        assert grown > 1.15

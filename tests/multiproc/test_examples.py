@@ -68,7 +68,8 @@ def test_two_sites_train_one_model_and_say_what_it_took() -> None:
         assert losses[-1] < losses[0] - 0.5, ended.stdout
     assert re.search(r"a step +\d+ ms; alone \d+, dense \d+", ended.stdout)
     found = re.search(r"bits +([\d.]+) a parameter and step; dense 32", ended.stdout)
-    assert found and 0.0 < float(found[1]) < 0.2, ended.stdout
+    assert found, ended.stdout
+    assert 0.0 < float(found[1]) < 0.2
 
 
 def test_examples_stay_short() -> None:

@@ -125,10 +125,12 @@ class Contestant:
         least = _WARM if self.name in ("noop", "dense", "fp16") else _WARM_STATEFUL
         return least if self.every == 1 else self.every * (1 + least // self.every) - 1
 
-    def turn_steps(self, seconds: float) -> int:
-        """Of a turn, where one step takes so long."""
+    def turn_steps(self, seconds: float, longest: int) -> int:
+        """Of a turn, where one step takes so long, and the longest period of all syncs so many steps: the
+        limit's are as long, or the barriers at its ends would weigh more in it than in what it limits."""
         steps = int(min(max(_TURN_SECONDS // seconds, 1), _MOST_STEPS))
-        return self.every * -(-steps // self.every)
+        period = longest if self.name == "noop" else self.every
+        return period * -(-steps // period)
 
     def run(self, batch: tuple[Tensor, Tensor], steps: int, measured: bool) -> float:
         """`steps` training steps between two barriers; seconds a step."""
@@ -241,11 +243,12 @@ def measure(config: dict[str, Any]) -> list[dict[str, Any]]:
             Contestant(name, default, config["density"], folder / _file_name(name, config)) for name in ours
         ]
     turn_steps = {}
+    longest = max(contestant.every for contestant in contestants)
     for contestant in contestants:
         contestant.run(batch, contestant.warm_steps - 1, measured=False)
         seconds = contestant.run(batch, 1, measured=False)
         tell(f"warm-up: {contestant.label} {1e3 * seconds:.0f} ms a step")
-        turn_steps[contestant.label] = contestant.turn_steps(_same_everywhere(seconds))
+        turn_steps[contestant.label] = contestant.turn_steps(_same_everywhere(seconds), longest)
     start = time.perf_counter()
     for turn in range(config["rounds"]):
         # There and back: whoever follows dense would always pay for what dense left in caches and links.
