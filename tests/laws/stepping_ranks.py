@@ -83,7 +83,14 @@ class Model(nn.Module):
 
 class OneRank:
     def __init__(
-        self, room: Room, rank: int, scheme: str, density: float, preview: float | None, every: int
+        self,
+        room: Room,
+        rank: int,
+        scheme: str,
+        density: float,
+        preview: float | None,
+        every: int,
+        late: int,
     ) -> None:
         self.rank, self.room = rank, room
         self.model = Model(torch.float32)
@@ -93,7 +100,7 @@ class OneRank:
         self.one = torch.optim.SGD([parameters[name] for name in ONE], lr=RATE)
         self.other = torch.optim.SGD([parameters[name] for name in OTHER], lr=RATE)
         self.settings = {"scheme": scheme, "density": density, "dense_if_faster": False}
-        self.treatment = gradsieve.Treatment(small=6, preview=preview, every=every)
+        self.treatment = gradsieve.Treatment(small=6, preview=preview, every=every, late=late)
         self.sync = self.attach()
 
     def attach(self) -> DdpSync:
@@ -128,12 +135,12 @@ class Fleet:
     """The ranks, and what is owed to the law."""
 
     def __init__(
-        self, world: int, scheme: str, density: float, preview: float | None, every: int = 1
+        self, world: int, scheme: str, density: float, preview: float | None, every: int = 1, late: int = 1
     ) -> None:
         self.room, self._lock = Room(world), threading.Lock()
         self.world, self.exact = world, world in (1, 2, 4) and preview is not None
         self.ranks: list[OneRank] = self.room.everyone(
-            lambda rank: OneRank(self.room, rank, scheme, density, preview, every)
+            lambda rank: OneRank(self.room, rank, scheme, density, preview, every, late)
         )
         self.owed = {name: world * part.double().flatten() for name, part in self.ranks[0].shared().items()}
         self.saved: tuple[list[dict[str, Tensor]], dict[str, Tensor]] | None = None
@@ -162,7 +169,7 @@ class Fleet:
             rank.model.last.grad[1, 2] = torch.inf
         for optimizer in optimizers:
             untouched = self._others(rank, optimizer)
-            if how == "interrupted" and rank.sync._under_way is not None:
+            if how == "interrupted" and rank.sync._under_way is not None and rank.pipeline.is_ripe:
                 self._interrupt(optimizer)
             optimizer.step()
             assert same_bits([*self._others(rank, optimizer).values()], [*untouched.values()]), (
@@ -298,7 +305,7 @@ class Fleet:
     # -- what must hold ---------------------------------------------------------------------------------
 
     def check(self, taken: Any = ()) -> None:
-        if any(rank.sync._under_way is not None for rank in self.ranks):
+        if len({rank.sync._under_way is None for rank in self.ranks}) > 1:
             return  # a rank that skipped its step is an exchange behind, until it looks
         shared = self.ranks[0].shared()
         for rank in self.ranks:

@@ -63,10 +63,17 @@ class AnyOrder(RuleBasedStateMachine):
         scheme=st.sampled_from(["exdyna", "topk", "spardl", "oktopk", "gtopk", "cltk", "micro", "deft"]),
         density=st.sampled_from([0.1, 0.3, 1.0]),
         preview=st.sampled_from([1.0, 0.5, 0.0, None]),
-        every=st.sampled_from([1, 1, 2, 3]),
+        every_and_late=st.sampled_from([(1, 1), (1, 1), (2, 1), (2, 2), (3, 2), (3, 3)]),
     )
-    def begin(self, world: int, scheme: str, density: float, preview: float | None, every: int) -> None:
-        self.fleet = Fleet(world, scheme, density, preview, every)
+    def begin(
+        self,
+        world: int,
+        scheme: str,
+        density: float,
+        preview: float | None,
+        every_and_late: tuple[int, int],
+    ) -> None:
+        self.fleet = Fleet(world, scheme, density, preview, *every_and_late)
 
     def teardown(self) -> None:
         if "fleet" in vars(self):  # it began

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradsieve.errors import MismatchError
+from gradsieve.errors import ConfigError, MismatchError
 from gradsieve.feedback.treatment import Treatment
 from gradsieve.schemes.stripes import Stripes
 from gradsieve.sync import StepPipeline
@@ -28,6 +28,7 @@ from laws.treated import (
     shared_of,
 )
 
+LATE = [(2, 2), (3, 2), (4, 4)]
 few = settings(max_examples=settings.default.max_examples // 3)
 SCHEMES = [name for name in registered() if name in ("dense", "topk", "exdyna", "spardl", "stripes")]
 
@@ -43,6 +44,86 @@ class Periods(Stepping):
         if True in due:
             self.exchange()
         return True in due
+
+
+class Lasting(Periods):
+    """Exchanges that last for several steps. `at_once`: they are carried when they begin; else only just
+    before they are taken over, after optimizers wrote what they read."""
+
+    def __init__(self, case: Case, scheme: Any, treatment: Treatment, at_once: bool) -> None:
+        super().__init__(case, scheme, treatment)
+        self.at_once, self.under_way = at_once, False
+
+    def advance(self, step: int, idle: Any = ()) -> bool:
+        """Whether an exchange was taken over."""
+        if self.pipelines[0].since == self.every - 1:
+            for pipeline, own in zip(self.pipelines, self.flat, strict=True):
+                pipeline.begins_exchange()
+                pipeline.put_aside(own, everything=False)
+            self.under_way = True
+            if self.at_once:
+                self.run(self.flat)
+        else:
+            for pipeline in self.pipelines:
+                pipeline.begins_exchange()
+        ripe = self.under_way and self.pipelines[0].is_ripe
+        if ripe:
+            if not self.at_once:
+                self.run(self.flat)
+            for pipeline, own in zip(self.pipelines, self.flat, strict=True):
+                pipeline.finish(own)
+            self.under_way = False
+        for rank in range(self.world):
+            self.move(rank, self.case.numbers(step, rank))
+        return ripe
+
+    @property
+    def every(self) -> int:
+        return self.pipelines[0].treatment.every
+
+
+def check_lasting(case: Case, scheme: str, every: int, late: int) -> None:
+    treatment = Treatment(small=SMALL, preview=1.0, every=every, late=late)
+    at_once, at_last = (Lasting(case, scheme, treatment, when) for when in (True, False))
+    taken = []
+    for step in range(3 * every):
+        at_once.advance(step)
+        if at_last.advance(step):
+            taken.append(step)
+        check_shared(at_last)
+        check_steps_conserved(at_last, case.exact)
+        assert same_bits(shared_of(at_last.pipelines[0]), shared_of(at_once.pipelines[0])), (
+            "an exchange read what was written after it began"
+        )
+    assert taken == [
+        begun + late - 1 for begun in range(every - 1, 3 * every, every) if begun + late <= 3 * every
+    ]
+
+
+@pytest.mark.parametrize("scheme", ["dense", "topk", "stripes"])
+@few
+@given(case=cases(worlds=[1, 2, 4]), every_and_late=st.sampled_from(LATE))
+def test_an_exchange_that_lasts_reads_what_was_there_when_it_began(
+    scheme: str, case: Case, every_and_late: tuple[int, int]
+) -> None:
+    check_lasting(case, scheme, *every_and_late)
+
+
+def test_one_that_reads_later_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twin: nothing is put aside."""
+
+    def nothing(self: StepPipeline, own: Any, everything: bool) -> None:
+        self.began_at = self.since
+
+    monkeypatch.setattr(StepPipeline, "put_aside", nothing)
+    with pytest.raises(AssertionError, match="written after it began"):
+        check_lasting(Case(world=2), "topk", 3, 3)
+
+
+@pytest.mark.parametrize(("every", "late"), [(1, 2), (4, 5), (4, -1)])
+def test_an_exchange_is_over_before_the_next_one_begins(every: int, late: int) -> None:
+    with pytest.raises(ConfigError, match=f"late={late} with every={every}"):
+        Treatment(every=every, late=late)
 
 
 def treated(every: int, preview: float | None = 1.0) -> Treatment:
@@ -155,3 +236,26 @@ def test_a_lossless_scheme_exchanges_steps_only_where_there_are_periods(every: i
 
     fitted = Fitted(model, [optimizer], make("dense"), Treatment(every=every), 0, 2)
     assert isinstance(fitted.pipeline, StepPipeline) is kind
+
+
+@pytest.mark.parametrize(("budget", "most"), [(Fixed(0.03), 1.15), (None, 1.35)])
+def test_what_a_rank_receives_is_flat_in_its_peers_most_so_with_a_budget(
+    budget: Fixed | None, most: float
+) -> None:
+    """Without one, all as signs, it goes as (P - 1) / P."""
+
+    def received(world: int) -> float:
+        scheme = Stripes(density=1.0)
+        ranks = Stepping(Case(world=world, n=60_001), scheme, Treatment(small=0, every=30))
+        for pipeline in ranks.pipelines:
+            pipeline.budget = budget
+        total = 0.0
+        for _ in range(6):
+            ranks.exchange()
+            total += max(pipeline.stats.meter.received for pipeline in ranks.pipelines)
+        return total
+
+    grown = received(32) / received(4)
+    assert 0.85 < grown < most
+    if budget is None:  # twin
+        assert grown > 1.15

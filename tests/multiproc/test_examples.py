@@ -46,6 +46,32 @@ def test_without_the_data_set_the_line_that_installs_it_is_printed(tmp_path: Pat
     assert "apt-get install dataset-fashion-mnist" in ended.stderr
 
 
+def test_gpt2_learns_with_trainer_and_says_what_it_took(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    example = ROOT / "examples" / "gpt2_trainer.py"
+    ended = torchrun(str(example), "--steps", "12", "--every", "2", "--folder", str(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    found = re.findall(r"step \d+: loss ([\d.]+), ([\d.]+) bits", ended.stdout)
+    losses, bits = ([float(each[i]) for each in found] for i in (0, 1))
+    assert losses[-1] < losses[0] - 0.5, ended.stdout
+    assert 0.0 < bits[-1] < 1.5
+    found = re.findall(r"loss on unseen files ([\d.]+)", ended.stdout)
+    assert float(found[0]) < losses[0]
+
+
+def test_two_sites_train_one_model_and_say_what_it_took() -> None:
+    example = ROOT / "examples" / "two_sites.py"
+    ended = torchrun(str(example), "--steps", "32", "--every", "8", "--late", "3", "--step-ms", "1")
+    assert ended.returncode == 0, ended.stderr
+    for site in (0, 1):
+        losses = [float(each) for each in re.findall(rf"site {site}, step \d+: loss ([\d.]+)", ended.stdout)]
+        assert losses[-1] < losses[0] - 0.5, ended.stdout
+    assert re.search(r"a step +\d+ ms; alone \d+, dense \d+", ended.stdout)
+    found = re.search(r"bits +([\d.]+) a parameter and step; dense 32", ended.stdout)
+    assert found, ended.stdout
+    assert 0.0 < float(found[1]) < 0.2
+
+
 def test_examples_stay_short() -> None:
     for path in (ROOT / "examples").rglob("*.py"):
         assert len(path.read_text().splitlines()) < 100, path

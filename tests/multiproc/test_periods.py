@@ -51,7 +51,15 @@ def later() -> Any:
         yield ranks
 
 
-@pytest.mark.parametrize("settings", [{"scheme": "dense"}, {"bits": 0.5}, {"density": 0.02}], ids=str)
+LASTING = gradsieve.Treatment(every=EVERY, late=3)
+"""Begun in step 8 an exchange is taken over in step 10, before the checkpoint."""
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"scheme": "dense"}, {"bits": 0.5}, {"density": 0.02}, {"bits": 0.5, "preset": LASTING}],
+    ids=str,
+)
 def test_resumed_in_the_middle_of_a_period_it_goes_on_bit_for_bit(
     two: Ranks, later: Ranks, settings: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -97,3 +105,29 @@ def test_a_flush_anywhere_in_a_period_brings_everything(two: Ranks, steps: int) 
     for name in answers[0][0]:
         learnt = -RATE * (answers[0][0][name] + answers[1][0][name]) / 2
         assert torch.equal(answers[0][2][name].double(), learnt), f"{name}: something was lost or made up"
+
+
+def looked_at_in_the_middle(rank: int, late: int) -> tuple[list[bool], list[dict[str, Tensor]]]:
+    """After each step, whether an exchange is under way; and the model that rank 0 alone looks at then."""
+    plan = Plan(scheme="topk", preset=gradsieve.Treatment(preview=1.0, every=EVERY, late=late))
+    run, under_way, seen = Run(rank, plan), [], []
+    for step in range(2 * EVERY):
+        run.train(1)
+        under_way.append(run.sync._under_way is not None)
+        if rank == 0 or step == 2 * EVERY - 1:
+            seen.append({name: part.clone() for name, part in run.model.state_dict().items()})
+    run.sync.flush()
+    run.sync.verify()
+    return under_way, seen
+
+
+@pytest.mark.parametrize(("late", "lasting", "moving"), [(1, [], [3, 7]), (3, [3, 4, 7], [5])])
+def test_an_exchange_lasts_as_long_as_it_may_and_who_looks_does_not_end_it(
+    two: Ranks, late: int, lasting: list[int], moving: list[int]
+) -> None:
+    """Exchanges begin in steps 3 and 7."""
+    (under_way, seen), (elsewhere, last) = two.run(looked_at_in_the_middle, late)
+    assert [step for step, is_it in enumerate(under_way) if is_it] == lasting
+    assert under_way == elsewhere
+    assert [step for step in range(1, 2 * EVERY) if differing(seen[step - 1], seen[step])] == moving
+    assert differing(seen[-1], last[-1]) == [], "ranks share different models"

@@ -29,7 +29,7 @@ def test_what_always_runs_comes_first_and_nothing_twice() -> None:
         ("fp16:rank=2", "no sync is called fp16:rank=2"),
         ("stripes:values=int3", "int3"),
         ("stripes:value=int4", "no setting 'value=int4'"),
-        ("stripes:density=0.5", "no setting 'density=0.5'"),
+        ("exdyna:density=0.5", "no setting 'density=0.5'"),
         ("exdyna@papers", "no treatment 'papers'"),
         ("exdyna@", "no treatment ''"),
         ("exdyna@steps:lat=false", "no setting 'lat=false'"),
@@ -49,6 +49,14 @@ def test_a_sync_that_is_none_is_refused(asked: str, said: str) -> None:
     [
         ("auto", {}),
         ("stripes", {"scheme": Stripes(), "preset": Treatment(), "dense_if_faster": True}),
+        (
+            "stripes:density=1+values=int2@steps:every=30+late=5",
+            {
+                "scheme": Stripes(density=1.0, values="int2"),
+                "preset": Treatment(every=30, late=5),
+                "dense_if_faster": True,
+            },
+        ),
         (
             "stripes:values=int4@steps:late=false",
             {"scheme": Stripes(values="int4"), "preset": Treatment(late=False), "dense_if_faster": True},
@@ -84,5 +92,10 @@ def test_auto_asks_for_nothing_stripes_have_their_own_share_and_what_was_publish
 
 def test_who_is_late() -> None:
     late = {"noop": None, "dense": 0, "fp16": 0, "powersgd": 0, "auto": 1, "stripes": 1, "exdyna": 1}
-    late |= {"exdyna@steps:late=false": 0, "exdyna@gradients": 0, "spardl:teams=2@paper": 0}
+    late |= {
+        "stripes@steps:every=30+late=5": 34,
+        "exdyna@steps:late=false": 0,
+        "exdyna@gradients": 0,
+        "spardl:teams=2@paper": 0,
+    }
     assert {sync: steps_late(sync) for sync in late} == late

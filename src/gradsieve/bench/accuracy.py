@@ -325,6 +325,8 @@ def rows(found: Found) -> list[dict[str, Any]]:
                 "metric": tasks.TASKS[key.task].metric,
                 "final": _mean(list(final.values()), 4),
                 "spread": _spread(list(final.values()), 4),
+                "unflushed": _mean([_or_nan(course["unflushed"]) for _, course in members], 4),
+                "unflushed_bits": _mean([_bits(course, "unflushed_bytes") for _, course in members], 4),
                 "gap": _mean(gaps, 3),
                 "gap_spread": _spread(gaps, 3),
                 "fidelity": _mean_of(members, "fidelity"),
@@ -340,13 +342,18 @@ def rows(found: Found) -> list[dict[str, Any]]:
 
 COLUMNS = (
     "task", "sync", "treatment", "density", "budget", "bits", "rate", "world", "batch", "seeds", "final",
-    "spread", "gap", "gap_spread", "fidelity", "age", "waiting", "apart", "bytes",
+    "spread", "unflushed", "unflushed_bits", "gap", "gap_spread", "fidelity", "age", "waiting", "apart",
+    "bytes",
 )  # fmt: skip
 
 
-def _bits(course: dict[str, Any]) -> float:
+def _bits(course: dict[str, Any], moved: str = "bytes_sent") -> float:
     """A parameter and step, moved by the busiest rank; NaN of a training from before they were counted."""
-    return 8 * course["bytes_sent"] / course["parameters"] if course["parameters"] else math.nan
+    return 8 * _or_nan(course[moved]) / course["parameters"] if course["parameters"] else math.nan
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def _gap(task: str, value: float, dense: float) -> float:

@@ -112,10 +112,25 @@ class Contestant:
         return self.sync.hook
 
     @property
+    def every(self) -> int:
+        """Steps to an exchange."""
+        return 1 if self.sync is None else self.sync.treatment.every
+
+    @property
     def warm_steps(self) -> int:
+        """With periods one less than some whole ones: a turn is of whole ones, and its exchange begins in its
+        first step, so that none is under way in the turns of others."""
         if self.name == "auto":
             return _WARM_SEARCH
-        return _WARM if self.name in ("noop", "dense", "fp16") else _WARM_STATEFUL
+        least = _WARM if self.name in ("noop", "dense", "fp16") else _WARM_STATEFUL
+        return least if self.every == 1 else self.every * (1 + least // self.every) - 1
+
+    def turn_steps(self, seconds: float, longest: int) -> int:
+        """Of a turn, where one step takes so long, and the longest period of all syncs so many steps: the
+        limit's are as long, or the barriers at its ends would weigh more in it than in what it limits."""
+        steps = int(min(max(_TURN_SECONDS // seconds, 1), _MOST_STEPS))
+        period = longest if self.name == "noop" else self.every
+        return period * -(-steps // period)
 
     def run(self, batch: tuple[Tensor, Tensor], steps: int, measured: bool) -> float:
         """`steps` training steps between two barriers; seconds a step."""
@@ -124,13 +139,17 @@ class Contestant:
             self.arena.door.sync = self
         else:
             self.sync.enter()
-        seen: list[tuple[Laps, Stats]] = []
+        seen: list[tuple[list[Span], Stats]] = []
+        spans: list[Span] = []
         dist.barrier()
         before, start, worked = bytes_out(), time.perf_counter(), time.process_time()
         for _ in range(steps):
+            last = None if self.sync is None else self.sync.pipeline.stats
             self._step(*batch)
-            if self.sync is not None:
-                seen.append((self._laps, self.sync.pipeline.stats))
+            spans += self._laps.spans
+            if self.sync is not None and self.sync.pipeline.stats is not last:
+                seen.append((spans, self.sync.pipeline.stats))
+                spans = []
         dist.barrier()
         seconds = (time.perf_counter() - start) / steps
         if measured:
@@ -155,11 +174,12 @@ class Contestant:
         self.optimizer.step()  # after the sync has finished: it watches the optimizer
         laps.lap("optimizer")
 
-    def _note(self, laps: Laps, stats: Stats) -> None:
+    def _note(self, laps: Sequence[Span], stats: Stats) -> None:
+        """An exchange, and what was done since the one before."""
         self.sent += stats.sent
         for stage, seconds in stats.seconds.items():
             self.stages[stage] = self.stages.get(stage, 0.0) + seconds
-        self.last_step = events_of(laps.spans, stats.timeline.spans)
+        self.last_step = events_of(laps, stats.timeline.spans)
         behind, exchange = hidden(self.last_step)
         self.behind += behind
         self.exchange += exchange
@@ -217,13 +237,12 @@ def measure(config: dict[str, Any]) -> list[dict[str, Any]]:
             Contestant(name, default, config["density"], folder / _file_name(name, config)) for name in ours
         ]
     turn_steps = {}
+    longest = max(contestant.every for contestant in contestants)
     for contestant in contestants:
         contestant.run(batch, contestant.warm_steps - 1, measured=False)
         seconds = contestant.run(batch, 1, measured=False)
         tell(f"warm-up: {contestant.label} {1e3 * seconds:.0f} ms a step")
-        turn_steps[contestant.label] = int(
-            min(max(_TURN_SECONDS // same_everywhere(seconds), 1), _MOST_STEPS)
-        )
+        turn_steps[contestant.label] = contestant.turn_steps(same_everywhere(seconds), longest)
     start = time.perf_counter()
     for turn in range(config["rounds"]):
         # There and back: whoever follows dense would always pay for what dense left in caches and links.

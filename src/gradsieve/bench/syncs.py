@@ -4,6 +4,7 @@
     exdyna:values=sign                with settings, as every bench takes them
     exdyna@paper                      in a treatment, as `bench accuracy --treatments` takes them
     spardl:teams=2@steps:late=false   both
+    stripes:density=1@steps:every=30  stripes have a density of their own
 
 What is no scheme of ours has neither.
 """
@@ -44,7 +45,8 @@ def treated(sync: str, density: float | None = None) -> tuple[Scheme[Any], Treat
     name = text.partition(":")[0]
     if name not in SCHEMES:
         raise ConfigError(f"no sync is called {sync}; there are: {', '.join(SYNCS)}")
-    scheme = parse(text, None if name == "stripes" else density)
+    # What stripes send need not be as little as what others choose: the text may say how much.
+    scheme = parse(text, fixed=()) if name == "stripes" else parse(text, density)
     if at and scheme.lossless:
         raise ConfigError(f"{name} has nothing that waits, and so no treatment: {sync}")
     return scheme, presets.parse(treatment if at else "default", scheme)

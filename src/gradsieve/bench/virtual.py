@@ -7,7 +7,7 @@ Batch norm's running statistics are rank 0's, as DistributedDataParallel has it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from gradsieve.integrations.recorder import Recorder
 from gradsieve.schemes.base import Scheme
 from gradsieve.sync.budget import Fixed, cost
 from gradsieve.sync.fitted import Fitted
+from gradsieve.sync.steps import StepPipeline
 from gradsieve.types import Sparse
 
 EVALUATIONS = 20
@@ -74,6 +75,10 @@ class Course:
     """By the busiest rank, a step; the flush included."""
     density: float = 0.0
     parameters: int = 0
+    unflushed: float | None = None
+    """The metric on the shared model before the flush, where steps are exchanged."""
+    unflushed_bytes: float | None = None
+    """By the busiest rank, a step, without the flush."""
 
 
 class Member:
@@ -128,6 +133,7 @@ def train(run: Run, after_step: Callable[[], None] = lambda: None) -> Course:
     watch = Watch(members)
     steps = members[0].training.steps
     judged = looks(steps) - {steps}
+    under_way: list[dict[str, Tensor]] = []
     for step in range(1, steps + 1):
         for member in members:
             member.backward()
@@ -135,7 +141,10 @@ def train(run: Run, after_step: Callable[[], None] = lambda: None) -> Course:
         begun = [member.pipeline.begins_exchange() for member in members]
         due = all(begun)
         if due and run.treatment.late:
-            exchange(members, everything=last and members[0].pipeline.exchanges_gradients)
+            under_way = begin(members, everything=last and members[0].pipeline.exchanges_gradients)
+        if under_way and members[0].pipeline.is_ripe:
+            end(members, under_way)
+            under_way = []
             watch.note(step)
         for member in members:
             member.step()
@@ -145,7 +154,11 @@ def train(run: Run, after_step: Callable[[], None] = lambda: None) -> Course:
         if step in judged:
             watch.judge(step)
         after_step()
+    if under_way:
+        end(members, under_way)
+        watch.note(steps)
     if not members[0].pipeline.exchanges_gradients:
+        watch.judge_shared(steps)
         exchange(members, everything=True)
         watch.note(steps)
     watch.judge(steps)
@@ -159,6 +172,11 @@ def train(run: Run, after_step: Callable[[], None] = lambda: None) -> Course:
 
 def exchange(members: list[Member], everything: bool = False) -> None:
     """One exchange of all units; every rank takes over what it gave."""
+    end(members, begin(members, everything))
+
+
+def begin(members: list[Member], everything: bool = False) -> list[dict[str, Tensor]]:
+    """The exchange alone: what it read, to be handed to `end` some steps later."""
     tensors = [member.fitted.tensors() for member in members]
     for index in range(len(members[0].pipeline.units)):
         lockstep.run(
@@ -167,6 +185,10 @@ def exchange(members: list[Member], everything: bool = False) -> None:
                 for member, own in zip(members, tensors, strict=True)
             ]
         )
+    return tensors
+
+
+def end(members: list[Member], tensors: list[dict[str, Tensor]]) -> None:
     for member, own in zip(members, tensors, strict=True):
         member.fitted.finish(own)
 
@@ -187,6 +209,17 @@ class Watch:
     def judge(self, step: int) -> None:
         self.course.steps.append(step)
         self.course.values.append(self.members[0].training.evaluate())
+
+    def judge_shared(self, steps: int) -> None:
+        """What a training has that ends here, without a flush."""
+        first = self.members[0]
+        assert isinstance(first.pipeline, StepPipeline)
+        own = {name: part.clone() for name, part in first.pipeline.own.items()}
+        _copy(first.pipeline.shown(), first.pipeline.own)
+        value = first.training.evaluate()
+        _copy(own, first.pipeline.own)
+        self.course.unflushed = value if math.isfinite(value) else None
+        self.course.unflushed_bytes = self.course.bytes_sent / steps
 
     def note(self, step: int) -> None:
         """After the exchange of a step."""
@@ -232,3 +265,8 @@ class Watch:
         xi = unlike_top_k(total, update, k, total - self._before)
         for recorder in recorders:
             recorder.note_xi(xi)
+
+
+def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    for name, part in source.items():
+        target[name].copy_(part)

@@ -1,7 +1,13 @@
-"""Real compute to set communication against: an MLP and a transformer encoder of a chosen size."""
+"""Compute to set communication against, of a chosen size: an MLP, a transformer encoder, and `elsewhere`.
+
+Ranks of a lab share this machine's processors. With `elsewhere` a layer waits in forward, as for an
+accelerator, and computes for one row only: what is seen there is how much of an exchange is waited for, and
+not what it costs processors.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +17,8 @@ from torch import Tensor, nn
 from gradsieve.errors import ConfigError
 
 _NARROWEST = 64
+_SECONDS_ELSEWHERE = 0.05
+"""Of a layer in a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +53,20 @@ def _encoder_layer(width: int) -> nn.Module:
     )
 
 
+class _Wait(nn.Module):
+    def forward(self, rows: Tensor) -> Tensor:
+        time.sleep(_SECONDS_ELSEWHERE)
+        return rows
+
+
+def _elsewhere_layer(width: int) -> nn.Module:
+    return nn.Sequential(_Wait(), nn.Linear(width, width))
+
+
 _WORKLOADS = {
     "mlp": Workload(_mlp_layer, widest=2048, rows=(32,)),
     "transformer": Workload(_encoder_layer, widest=512, rows=(1, 256)),
+    "elsewhere": Workload(_elsewhere_layer, widest=1024, rows=(1,)),
 }
 WORKLOADS = tuple(_WORKLOADS)
 

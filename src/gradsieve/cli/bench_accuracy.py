@@ -45,6 +45,7 @@ columns:
   apart       largest difference of an element between two ranks' own models, mean over looks
   bytes       sent or received by the busiest rank, whichever is more, a step, the flush at the end included
   bits        the same for one parameter
+  unflushed   the metric of the model that all ranks share before the flush at the end; and the bits so far
   rate        times the task's learning rate
 """
 

@@ -54,7 +54,8 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(commands, "step", run, summary, _DESCRIPTION, _EXAMPLES)
     add_lab(parser)
     add = parser.add_argument
-    add("--workload", choices=WORKLOADS, default="mlp", help="what is trained (default: mlp)")
+    add("--workload", choices=WORKLOADS, default="mlp", help="what is trained; elsewhere waits instead of "
+        "computing, as for an accelerator (default: mlp)")  # fmt: skip
     add("--params", type=size, default="25e6", metavar="N", help="model size (default: 25e6)")
     add("--density", type=float, default=0.001, metavar="D", help="default: 0.001")
     add_syncs(parser, default="noop,dense,fp16,powersgd,topk,exdyna")

@@ -29,9 +29,10 @@ class Treatment:
     preview: float | None = None
     """Part of what waits on this rank that its own model already has (steps). None: as much as it tells of
     what waits on all ranks, which is measured all the time (`feedback/coherence.py`)."""
-    late: bool = True
-    """Whether the exchange of a step hides behind the next forward and backward, which then know nothing of
-    it; else it is over before that forward (steps). Behind DistributedDataParallel: a loop of one's own calls
+    late: bool | int = True
+    """Steps of computing that an exchange hides behind, which then know nothing of it: `every` at most. True
+    is one; with False the exchange is over before the next forward (steps). Above 1 what an exchange reads is
+    copied first, n elements more. With False behind DistributedDataParallel only: a loop of one's own calls
     `reduce()` before the optimizer's step, which is late, or after it."""
     momentum: Literal["optimizer", "local", "masked"] = "optimizer"
     """Where SGD's momentum is applied (gradients): after the exchange by the optimizer; by each rank before
@@ -56,6 +57,11 @@ class Treatment:
             raise ConfigError(f"preview is a part, from 0 to 1, not {self.preview!r}")
         if self.every < 1:
             raise ConfigError(f"every is a number of steps, from 1 up, not {self.every!r}")
+        if not 0 <= self.late <= self.every:
+            raise ConfigError(
+                f"late={self.late} with every={self.every}: an exchange hides behind steps until the "
+                f"next one begins, from 0 to {self.every} of them"
+            )
         if min(self.warm_up, self.refresh, self.small) < 0:
             raise ConfigError("warm_up, refresh and small are counts: 0 or more")
         if self.clip is not None and not self.clip > 0:

@@ -224,7 +224,8 @@ def refuse_unfit(ddp: DistributedDataParallel) -> None:
     if not isinstance(ddp, DistributedDataParallel):
         raise ConfigError(
             f"attach() wants a DistributedDataParallel model, not {type(ddp).__name__}. Accelerate and "
-            "Trainer wrap none in a single process: start several, with torchrun"
+            "Trainer wrap none in a single process: start several, with torchrun. Nor does a Trainer whose "
+            "evaluate() came before its train(): call it after"
         )
     if getattr(ddp, "_use_python_reducer", False):
         raise ConfigError(

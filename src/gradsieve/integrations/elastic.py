@@ -34,8 +34,9 @@ from gradsieve.feedback import checkpoint
 from gradsieve.feedback.coherence import Coherence
 from gradsieve.feedback.units import flat_view
 from gradsieve.integrations.agreement import as_bytes, as_text
-from gradsieve.integrations.gradient_sync import GradientSync, UnderWay
+from gradsieve.integrations.gradient_sync import GradientSync
 from gradsieve.integrations.optimizers import as_list
+from gradsieve.integrations.under_way import UnderWay
 from gradsieve.sync import StepPipeline
 from gradsieve.sync.parts import Part, capture, restore
 from gradsieve.types import Program

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from gradsieve.integrations.metrics import metrics
 from gradsieve.integrations.optimizers import Optimizers, as_list, refuse_sharded, refuse_unfrozen
 from gradsieve.integrations.stopwatch import Stopwatch
 from gradsieve.integrations.two_models import TwoModels
+from gradsieve.integrations.under_way import UnderWay
 from gradsieve.presets import Preset, choose, choose_scheme
 from gradsieve.schemes.base import Scheme
 from gradsieve.sync import UNIT_CAP_MB, GradientPipeline, StepPipeline
@@ -48,16 +48,6 @@ from gradsieve.telemetry import Span
 
 VERIFY_EVERY = 100
 """Steps between two comparisons of the replicas' fingerprints: a few bytes and one pass over the model."""
-
-
-@dataclass(slots=True)
-class UnderWay:
-    """An exchange of all units that was begun."""
-
-    tensors: dict[str, Tensor]
-    futures: list[Future[None]]
-    is_taken_over: bool = False
-    was_good: bool = True
 
 
 class GradientSync:
@@ -161,7 +151,7 @@ class GradientSync:
             return True
         self.begin_step()
         self.start_if_due()
-        self.take_over(self.parameters.keys())
+        self.take_over_if_ripe(self.parameters.keys())
         if self.models is not None:
             self.models.raise_versions()
         return self.pipeline.last_step_good
@@ -180,12 +170,19 @@ class GradientSync:
             self._moved = False
         self.pipeline.times = self.watch.begin()
         tensors = self.fitted.tensors()
+        if isinstance(self.pipeline, StepPipeline) and self.treatment.late > 1:
+            self.pipeline.put_aside(tensors, call == "flush()")
         futures = []
         for index, unit in enumerate(self.pipeline.units):
             own = {slot.name: tensors[slot.name] for slot in unit.slots}
             program = self.pipeline.program(index, own, call == "flush()", CALLS.index(call))
             futures.append(self.engine.submit(program, self.describe(index), unit.device))
         self._under_way = UnderWay(tensors, futures)
+
+    def take_over_if_ripe(self, names: Set[str] = frozenset()) -> None:
+        """In the step in which all ranks do; before it, nothing waits for the exchange under way."""
+        if self._under_way is None or self.pipeline.is_ripe:
+            self.take_over(names)
 
     def take_over(self, names: Set[str] = frozenset()) -> bool:
         """Wait for the exchange under way, if there is one, and take over what it gave; then write this
@@ -245,7 +242,7 @@ class GradientSync:
         """
         if self.models is not None:
             self.models.show_own(names)
-        self.take_over(names)
+        self.take_over_if_ripe(names)
         if self.exchanges_steps:
             good = self.are_finite([g for name in names if (g := self.parameters[name].grad) is not None])
             self.pipeline.last_step_good = good

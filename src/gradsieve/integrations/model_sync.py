@@ -79,7 +79,7 @@ class ModelSync(GradientSync):
             return
         trains = torch.is_grad_enabled() and (module.training or self._trains_in_evaluation_mode)
         if not module.training and not trains:
-            self.take_over()  # a rank that skipped its step has not done so yet
+            self.take_over_if_ripe()  # a rank that skipped its step has not done so yet
             self._looks.append(self.models.look())
         elif trains:
             self.models.show_own()
@@ -97,7 +97,7 @@ class ModelSync(GradientSync):
 
     def before_saving(self, module: torch.nn.Module) -> None:
         if self.models is not None:
-            self.take_over()
+            self.take_over_if_ripe()
             self._saving = self.models.look()
 
     def after_saving(self, module: torch.nn.Module) -> None:

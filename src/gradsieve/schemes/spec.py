@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from gradsieve.schemes import make
@@ -9,8 +10,10 @@ from gradsieve.schemes.base import Scheme
 from gradsieve.settings import with_settings
 
 
-def parse(text: str, density: float | None = None) -> Scheme[Any]:
-    """The scheme that `text` names, at that density."""
+def parse(
+    text: str, density: float | None = None, fixed: Collection[str] = frozenset({"density"})
+) -> Scheme[Any]:
+    """The scheme that `text` names, at that density; `fixed` settings are not for the text."""
     name, colon, settings = text.partition(":")
     scheme = make(name, density)
-    return with_settings(scheme, name, settings, fixed=["density"]) if colon else scheme
+    return with_settings(scheme, name, settings, fixed) if colon else scheme

@@ -120,6 +120,8 @@ class Pipeline(ABC):
         """Exchanges committed."""
         self.since = 0
         """Steps of all ranks since the one with the last exchange: see `begins_exchange`."""
+        self.began_at = 0
+        """What `since` was when the exchange under way began."""
         self.skipped = 0
         """Steps skipped because a gradient was not finite."""
         self.last_step_good = True
@@ -148,6 +150,12 @@ class Pipeline(ABC):
         self.since = (self.since + 1) % self.treatment.every
         return self.since == 0
 
+    @property
+    def is_ripe(self) -> bool:
+        """Whether an exchange that began in the last step which begins one is to be taken over by now: in the
+        same step on all ranks."""
+        return self.since >= self.treatment.late - 1
+
     @abstractmethod
     def program(
         self, index: int, tensors: Mapping[str, Tensor], everything: bool = False, call: int = 0
@@ -162,7 +170,7 @@ class Pipeline(ABC):
     def meet(self, call: int) -> Program[None]:
         """Find out whether all ranks make this call, by an exchange as the next one would be, of which
         nothing is kept: a rank that went on training meets it with its own, and both are told."""
-        before = replace(self._ways[0])
+        before, self.began_at = replace(self._ways[0]), self.since
         acc, rider = self.offer(0)
         yield from self.exchange(0, acc, rider, Stats(Meter(self.rank, self.world)), False, call)
         self._ways[0] = before
@@ -212,7 +220,7 @@ class Pipeline(ABC):
         scheme = self.scheme.whole() if way.dense else self.scheme_of_this_step()
         ctx = Ctx(self.rank, self.world, self.step)
         exchange = scheme.exchange(acc, state, ctx) if self.units[index].n else _nothing(rider, state)
-        tag = Tag(call, self.step, index, self.loads, self.since)
+        tag = Tag(call, self.step, index, self.loads, self.began_at)
         seconds = rider.new_tensor(self._seconds_to_tell(index, way))
         whole = torch.cat(
             [rider, words(tag, self.rank, self.idle, rider), seconds, rider.new_zeros(LEDGER_WORDS)]

@@ -65,6 +65,9 @@ class StepPipeline(Pipeline):
         which model the parameters hold (`integrations/two_models.py`)."""
         self.local = [LocalSteps(unit, self.own) for unit in self.units]
         self._staged: list[Staged] = []
+        self._arriving: list[Staged] = []
+        """Of the last exchange that was taken over, and of the one under way; by unit."""
+        self._aside: list[tuple[Tensor | Vector, Sparse, Tensor]] = []
         self._fresh = self.stats
         self.coherence = Coherence()
         """Of what waits; and of gradients."""
@@ -83,15 +86,26 @@ class StepPipeline(Pipeline):
     ) -> Program[None]:
         """Exchange unit `index`, given flat parameters; they are written in `fold`, and only there."""
         if index == 0:
-            self._staged = []
+            self._arriving = []
             self._fresh = Stats(Meter(self.rank, self.world))
-        self.in_order(index, len(self._staged))
+            if not self._aside:
+                self.began_at, self._staged = self.since, []
+        self.in_order(index, len(self._arriving))
         stats = self._fresh
         with stats.timeline.stage("accumulate", index):
-            waiting, dense, rider = self._offer(index, tensors, everything)
+            offered = self._aside[index] if self._aside else self._offer(index, tensors, everything)
+            waiting, dense, rider = offered
         outcome, ride = yield from self.exchange(index, waiting, rider, stats, everything, call)
         total = replace(dense, source=ride[: dense.count])
-        self._staged.append(Staged(outcome, Outcome(total, dense, None), ride[dense.count :]))
+        self._arriving.append(Staged(outcome, Outcome(total, dense, None), ride[dense.count :]))
+
+    def put_aside(self, own: Mapping[str, Tensor], everything: bool) -> None:
+        """All that the exchange which begins now will read: optimizers write while it is under way."""
+        self.began_at = self.since
+        self._aside = []
+        for index, unit in enumerate(self.units):
+            waiting, dense, rider = self._offer(index, own, everything)
+            self._aside.append((waiting.between(0, unit.n), dense, rider))
 
     def _within_budget(self) -> Scheme[Any]:
         if self.budget is None:
@@ -166,6 +180,7 @@ class StepPipeline(Pipeline):
         A sum that overflowed is the same on all ranks, and they all leave it: it still waits. Then False.
         """
         stats = self.stats = self._fresh
+        self._staged, self._arriving, self._aside = self._arriving, [], []
         with stats.timeline.stage("apply"):
             seen = to_host(torch.stack([squares(staged.probes) for staged in self._staged]))
             updates = [
@@ -272,7 +287,7 @@ class StepPipeline(Pipeline):
     def remaining_norm(self) -> float:
         """Of all that will wait once what is staged is taken over."""
         norms = []
-        for local, staged in zip(self.local, self._staged, strict=True):
+        for local, staged in zip(self.local, self._arriving, strict=True):
             sparse, dense = local.waiting(self.own).between(0, local.unit.n), local.waiting_dense(self.own)
             staged.outcome.spent.subtract_from(sparse)
             staged.dense.spent.subtract_from(dense)
