@@ -26,7 +26,7 @@ NO_NUMPY: dict[str, tuple[str, ...]] = {
     "schemes": ("exclusive.py", "exdyna.py", "micro.py"),
     "kernels": ("compiled.py",),
     "wire": ("indices.py", "check.py"),
-    "comm": (),
+    "comm": ("messages.py", "simulated.py"),  # sizes of messages of virtual ranks, never their values
     "feedback": ("coherence.py", "units.py"),
     "sync": (),
 }
