@@ -49,7 +49,7 @@ def run_rank(measure: Callable[[dict[str, Any]], Rows]) -> NoReturn:
     """The life of one rank: join the others, measure, and leave when all of them have."""
     config = json.loads(sys.argv[1])
     per_host = config.get("per_host", 1)
-    if int(os.environ["LOCAL_WORLD_SIZE"]) != per_host:
+    if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) != per_host:
         _become_ranks(per_host)
     out = Path(config.pop("out"))
     torch.set_num_threads(1)
