@@ -131,10 +131,13 @@ class ChaosTraining(Training):
     def _break_off(self, op: Op) -> None:
         """Half of a message, and the end of the connections."""
         engine = self.sync.engine
-        half = op.tensor.contiguous().view(-1)[: op.tensor.numel() // 2]
-        peer = (self.rank + 1) % self.episode.world
+        peer = op.to if isinstance(op, Exchange) else (self.rank + 1) % self.episode.world
         if isinstance(op, AllToAll | Exchange):
-            for work in engine._moves(half, op.to if isinstance(op, Exchange) else peer, half[:0], peer):
+            whole = op.tensor.contiguous()
+            if isinstance(op, AllToAll):  # more than the peer has room for, and gloo would abort it
+                whole = whole.split(op.send_counts)[peer]
+            half = whole.reshape(-1)[: whole.numel() // 2]
+            for work in engine._moves(half, peer, half[:0], peer):
                 torch.distributed.batch_isend_irecv([work])
         engine._end_connections()
         raise BrokenOffError("the connection ended in the middle of a message")
