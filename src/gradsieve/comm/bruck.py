@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,8 +26,8 @@ from gradsieve.types import Host, Program
 def gather(own: Tensor, place: int, ranks: Sequence[int], lengths: Sequence[int] | Host) -> Program[Tensor]:
     """The messages of all members end to end; `ranks` and `lengths` are in member order, `place` is ours."""
     members = len(ranks)
-    ahead = np.roll(np.asarray(lengths, dtype=np.int64), -place)  # from ourselves on
-    edges = [0, *ahead.cumsum().tolist()]
+    ahead = torch.as_tensor(lengths, dtype=torch.int64, device="cpu").roll(-place)  # from ourselves on
+    edges = [0, *ahead.cumsum(0).tolist()]
     held = own.new_empty(edges[-1])
     held[: own.numel()] = own
     for count, more in _doubling(members):
@@ -59,12 +58,12 @@ def _doubling(members: int) -> list[tuple[int, int]]:
 def transpose(rows: Tensor, rank: int) -> Program[Tensor]:
     """From `rows[j]` for rank j, on every rank, to the rows that all ranks have for this one."""
     world = rows.shape[0]
-    far = np.arange(world)
+    far = torch.arange(world, dtype=torch.int64, device="cpu")  # on the host: how many move is to be known
     held = rows.roll(-rank, 0)  # by the places still to go
     for power in range((world - 1).bit_length()):
         hop = 1 << power
-        moving = torch.from_numpy(np.flatnonzero(far & hop)).to(rows.device)
+        moving = (far & hop).nonzero().flatten().to(rows.device)
         given = held[moving]
         reply = yield Exchange(given.flatten(), (rank + hop) % world, (rank - hop) % world, given.numel())
         held[moving] = reply.view_as(given)
-    return held[torch.from_numpy((rank - far) % world).to(rows.device)]
+    return held[((rank - far) % world).to(rows.device)]

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
+import torch
 
-from gradsieve.types import Host
+from gradsieve.types import Host, to_host
 
 MANY = 16
 """Ranks up to which all of them own a partition: so many headers are next to nothing."""
@@ -43,8 +43,9 @@ class Owners:
 
     def ranks(self) -> Host:
         """In their order."""
-        parts = (np.arange(self.partitions) + self.first) % self.partitions
-        return (self._apart * parts - self.step) % self.world
+        rows = torch.arange(self.partitions, dtype=torch.int64, device="cpu")
+        parts = (rows + self.first) % self.partitions
+        return to_host((self._apart * parts - self.step) % self.world)
 
     @property
     def _apart(self) -> int:
