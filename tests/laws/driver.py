@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradsieve.comm import lockstep
 from gradsieve.schemes.base import Scheme
-from gradsieve.types import Ctx, Outcome
+from gradsieve.types import Ctx, Outcome, Program
 
 Gradients = Callable[[int, int, int], Tensor]
 """The gradient of (step, rank, bucket)."""
@@ -58,9 +58,16 @@ class Fleet:
         states = [self.states[rank][bucket] for rank in ranks]
         before = [acc.clone() for acc in accs], deepcopy(states)
         programs = [
-            self.scheme.exchange(accs[rank], states[rank], Ctx(rank, self.world, self.step)) for rank in ranks
+            self.carried(
+                self.scheme.exchange(accs[rank], states[rank], Ctx(rank, self.world, self.step)), rank
+            )
+            for rank in ranks
         ]
         return Round(self.step, bucket, accs, before[0], states, before[1], lockstep.run(programs))
+
+    def carried(self, program: Program[Outcome[Any]], rank: int) -> Program[Outcome[Any]]:
+        """For fleets whose ops are carried in another way."""
+        return program
 
     def _commit(self, rounds: list[Round]) -> None:
         for rank in range(self.world):

@@ -17,6 +17,7 @@ SAME: list[tuple[Op, Op]] = [
     (Broadcast(A, 1), Broadcast(B, 1)),
     (AllToAll(A, (3, 0), (1, 2)), AllToAll(LONG, (2, 2), (0, 0))),
     (Exchange(A, 1, 1, 2), Exchange(LONG, 0, 0, 3)),
+    (Exchange(A, 1, 1, 2, "a sum"), Exchange(LONG, 0, 0, 3, "a sum")),
 ]
 DIFFERENT: list[tuple[Op, Op]] = [
     (AllGather(A), AllReduce(A)),
@@ -26,6 +27,9 @@ DIFFERENT: list[tuple[Op, Op]] = [
     (Broadcast(A, 1), Broadcast(A, 2)),
     (AllToAll(A, (3,), (3,)), AllToAll(WIDE, (3,), (3,))),
     (Exchange(A, 1, 1, 3), Exchange(WIDE, 1, 1, 3)),
+    (Exchange(A, 1, 1, 3, "a sum"), Exchange(A, 1, 1, 3)),
+    (AllToAll(A, (3,), (3,), even=True), AllToAll(A, (3,), (3,))),
+    (AllToAll(A, (3,), (3,), even=True), AllToAll(LONG, (4,), (4,), even=True)),
 ]
 
 

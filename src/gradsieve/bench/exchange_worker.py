@@ -54,11 +54,11 @@ def measure(config: dict[str, Any]) -> list[dict[str, Any]]:
         "engine": lambda: engine.submit(ask(ops), "bench exchange", _CPU).result(),
     }
     for way in ways.values():
-        _turn(way)
+        turn(way)
     turns: dict[str, list[Turn]] = {name: [] for name in ways}
     for _ in range(config["rounds"]):
         for name, way in ways.items():
-            turns[name].append(_turn(way))
+            turns[name].append(turn(way))
     engine.close()
     floor = [turn.seconds for turn in turns["bare gloo"]]
     rows = [_row(name, own, floor) for name, own in turns.items()]
@@ -126,7 +126,7 @@ def bare(op: Op, group: dist.ProcessGroup) -> Callable[[], object]:
             )
 
 
-def _turn(way: Callable[[], object]) -> Turn:
+def turn(way: Callable[[], object]) -> Turn:
     dist.barrier()
     before, start = bytes_out(), time.perf_counter()
     for _ in range(_REPEATED):

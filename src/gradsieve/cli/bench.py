@@ -8,6 +8,7 @@ from pathlib import Path
 from gradsieve.cli import (
     bench_accuracy,
     bench_bits,
+    bench_collectives,
     bench_elastic,
     bench_exchange,
     bench_lost,
@@ -57,6 +58,7 @@ def add_parser(subparsers: Commands) -> None:
     bench_step.add_parser(commands)
     bench_overhead.add_parser(commands)
     bench_exchange.add_parser(commands)
+    bench_collectives.add_parser(commands)
     bench_time_to_accuracy.add_parser(commands)
     _add_traffic(commands)
     bench_schemes.add_parser(commands)

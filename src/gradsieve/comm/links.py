@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
-from gradsieve.comm.ops import AllReduce, Exchange
+from gradsieve.comm.ops import AllGather, AllReduce, Exchange, Op
 from gradsieve.errors import Malformed
 from gradsieve.types import Ctx, Program, to_host
 
+IN_FLIGHT = 4
+"""Messages of an all-to-all on their way at once."""
 _LONG = 1 << 16
 _TRIES = 3
 
@@ -24,9 +28,19 @@ class Links:
     """Seconds that a round takes however short its messages."""
     word: float
     """Seconds for one more word."""
+    gather: float = 0.0
+    sum: float = 0.0
+    """Seconds of an all-gather and an all-reduce by the engine itself, however short."""
 
     def seconds(self, rounds: int, words: float) -> float:
         return self.latency * rounds + self.word * words
+
+
+def nominal(world: int) -> Links:
+    """For ranks that did not measure, so that a run which is repeated chooses alike: one switch at 10 Gbit/s,
+    and gloo's rings on it. Such figures let rounds pay from some 16 ranks on, for messages up to a few MB."""
+    hop = 30e-6
+    return Links(100e-6, 32 / 10e9, hop * (world - 1), 2 * hop * (world - 1))
 
 
 def measure_links(ctx: Ctx, device: torch.device) -> Program[Links]:
@@ -35,21 +49,47 @@ def measure_links(ctx: Ctx, device: torch.device) -> Program[Links]:
     From `device`: a process group for accelerators carries nothing else.
     """
     to, source = (ctx.rank + 1) % ctx.world, (ctx.rank - 1) % ctx.world
+    asked: list[Callable[[], Op]] = [
+        lambda: Exchange(_zeros(1, device), to, source, 1),
+        lambda: Exchange(_zeros(_LONG, device), to, source, _LONG),
+    ]
+    short, long = yield from _agreed_seconds(asked, ctx, device, "messages around the ring")
+    return Links(short, max(long - short, 0.0) / (_LONG - 1))
+
+
+def measure_collectives(links: Links, ctx: Ctx, device: torch.device) -> Program[Links]:
+    """`links`, with what the engine's own collectives cost on them."""
+    asked: list[Callable[[], Op]] = [
+        lambda: AllGather(_zeros(1, device)),
+        lambda: AllReduce(_zeros(4 * ctx.world, device)),  # shorter ones leave out some of a ring's messages
+    ]
+    gather, total = yield from _agreed_seconds(asked, ctx, device, "an all-gather and an all-reduce")
+    return replace(links, gather=gather, sum=total)
+
+
+def _zeros(length: int, device: torch.device) -> Tensor:
+    return torch.zeros(length, dtype=torch.int32, device=device)
+
+
+def _agreed_seconds(
+    asked: Sequence[Callable[[], Op]], ctx: Ctx, device: torch.device, what: str
+) -> Program[list[float]]:
+    """Of each op the quickest of a few; the mean over ranks."""
     quickest = []
-    for length in (1, _LONG):
+    for ask in asked:
         tries = []
         for _ in range(_TRIES):
-            message = torch.zeros(length, dtype=torch.int32, device=device)
+            op = ask()
             start = time.perf_counter()
-            reply = yield Exchange(message, to, source, length)
-            to_host(reply[:1])  # an accelerator's is only queued so far
+            reply = yield op
+            to_host(reply.view(-1)[:1])  # an accelerator's is only queued so far
             tries.append(time.perf_counter() - start)
         quickest.append(min(tries))
     means = yield AllReduce(torch.tensor(quickest, dtype=torch.float64, device=device))
-    short, long = (means / ctx.world).tolist()
-    if not (0.0 <= short < math.inf and 0.0 <= long < math.inf):
+    seconds: list[float] = (means / ctx.world).tolist()
+    if not all(0.0 <= each < math.inf for each in seconds):
         raise Malformed(
-            f"rank {ctx.rank}, step {ctx.step}: messages around the ring took {short} and {long} seconds in "
-            "the mean over ranks: some rank sent what no clock shows"
+            f"rank {ctx.rank}, step {ctx.step}: {what} took {seconds} seconds in the mean over ranks: some "
+            "rank sent what no clock shows"
         )
-    return Links(short, max(long - short, 0.0) / (_LONG - 1))
+    return seconds

@@ -38,6 +38,8 @@ class AllToAll:
     tensor: Tensor
     send_counts: tuple[int, ...]
     receive_counts: tuple[int, ...]
+    even: bool = False
+    """Every count of every rank is the same. Who asks has to say so: a rank sees only its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +50,8 @@ class Exchange:
     to: int
     source: int
     receive: int
+    within: str = ""
+    """The collective that it is a round of, in words."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,5 +74,7 @@ def describe(op: Op) -> str:
             return f"{kind} of {dtype} {tuple(op.tensor.shape)}"
         case Broadcast():
             return f"{kind} of {dtype} {tuple(op.tensor.shape)} from rank {op.root}"
-        case AllToAll() | Exchange():  # sizes differ between ranks by nature
-            return f"{kind} of {dtype}"
+        case AllToAll():
+            return f"{kind} of {dtype}, even {tuple(op.tensor.shape)}" if op.even else f"{kind} of {dtype}"
+        case Exchange():  # sizes differ between ranks by nature
+            return f"{kind} of {dtype} within {op.within}" if op.within else f"{kind} of {dtype}"

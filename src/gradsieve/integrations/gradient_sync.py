@@ -28,7 +28,8 @@ from torch import Tensor
 
 from gradsieve import kernels
 from gradsieve.comm.c10d import Engine
-from gradsieve.comm.links import Links, measure_links
+from gradsieve.comm.links import Links, nominal
+from gradsieve.comm.rounds import Rounds, measure_all
 from gradsieve.errors import ConfigError, GradsieveError
 from gradsieve.feedback.units import flat_view
 from gradsieve.integrations import folder as files
@@ -120,26 +121,26 @@ class GradientSync:
         try:
             if world > 1 and not self.scheme.silent:
                 replicas.start_alike(self, dense_if_faster)
-                self._find_a_budget(dense_if_faster)
+                self._know_the_links(dense_if_faster)
         except BaseException:
             self.fitted.give_back()
             raise
         adaptive = not all(isinstance(one, torch.optim.SGD) for one in self._given)
         self._advisor = Advisor(self.scheme, adaptive, rank)
 
-    def _find_a_budget(self, dense_if_faster: bool) -> None:
-        """Which density does not give: by what the links hold, where nobody fixed it."""
-        if self.fixed is not None:
-            self.pipeline.budget = self.fixed
+    def _know_the_links(self, dense_if_faster: bool) -> None:
+        """A budget that nobody fixed, or when to go dense, and how collectives are carried. Where only the
+        last is to be known nothing is measured: a run that is repeated is the same bits."""
+        self.pipeline.budget, ctx = self.fixed, Ctx(self.engine.rank, self.engine.world, 0)
+        spends = self.fixed is None and self._spends and self.exchanges_steps
+        if self.fixed is not None or not (spends or (dense_if_faster and not self.scheme.lossless)):
+            self.pipeline.rounds = Rounds(ctx.rank, ctx.world, nominal(ctx.world))
             return
-        spends = self._spends and self.exchanges_steps
-        if not spends and (self.scheme.lossless or not dense_if_faster):
-            return
-        program = measure_links(Ctx(self.engine.rank, self.engine.world, 0), self.device)
-        links: Links = self.engine.run(program, "the links", self.device)
+        links: Links = self.engine.run(measure_all(ctx, self.device), "the links", self.device)
+        self.pipeline.rounds = Rounds(ctx.rank, ctx.world, links)
         if spends:
             n = sum(parameter.numel() for parameter in self.parameters.values())
-            self.pipeline.budget = Adaptive.over(links, n, self.engine.world, self.treatment.every)
+            self.pipeline.budget = Adaptive.over(links, n, ctx.world, self.treatment.every)
         else:
             self.pipeline.fall_back(links)
 

@@ -57,7 +57,9 @@ def sum_between(
     with stage("encode"):
         rows = shape.encode(read)
     one_each = (1,) * world
-    arrived = yield AllToAll(rows.roll(-turn, 0), one_each, one_each)  # row (r + step) mod P is rank r's
+    arrived = yield AllToAll(
+        rows.roll(-turn, 0), one_each, one_each, even=True
+    )  # rank r: row (r + step) mod P
     with stage("decode"):
         row = shape.add_up(arrived)
     sums = yield AllGather(row)

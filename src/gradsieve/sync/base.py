@@ -22,6 +22,8 @@ from torch import Tensor
 
 from gradsieve.comm.links import Links
 from gradsieve.comm.meter import Meter
+from gradsieve.comm.ops import Op
+from gradsieve.comm.rounds import Rounds
 from gradsieve.errors import ConfigError, GradsieveError, Malformed
 from gradsieve.feedback.rider import carry
 from gradsieve.feedback.treatment import Treatment
@@ -33,7 +35,7 @@ from gradsieve.sync.ledger import WORDS as LEDGER_WORDS
 from gradsieve.sync.ledger import Ledger
 from gradsieve.sync.tags import IDLE, WORDS, Tag, agree, who_is_idle, words
 from gradsieve.telemetry import Timeline
-from gradsieve.types import Ctx, Outcome, Program, Result, Sparse, Vector, to_host
+from gradsieve.types import Ctx, Outcome, Program, Result, Sparse, Vector, by_way_of, to_host
 from gradsieve.wire.check import sums_within
 
 _log = logging.getLogger("gradsieve")
@@ -127,6 +129,8 @@ class Pipeline(ABC):
         """How often another model was loaded into the parameters."""
         self._idle_ones = ""
         self._ledger = Ledger(rank, world)
+        self.rounds = Rounds(rank, world)
+        """How collectives are carried: by the engine itself, until somebody knows the links."""
         self.budget: Budget | None = None
         """In bits a parameter; None: what is sent follows from the density alone."""
         self.times = Times()
@@ -215,7 +219,9 @@ class Pipeline(ABC):
         )
         carried = self._ledger.watched(carry(exchange, whole), whole.dtype)
         try:
-            outcome, ride = yield from _measured(carried, stats, index)
+            # Innermost the collective: a ledger of what all gave is right however often it was passed on.
+            timed = self.rounds.carried(_timed(carried, stats.timeline, index))
+            outcome, ride = yield from _counted(timed, stats.meter)
         except Malformed as error:
             where = f"rank {self.rank}, unit {index} of {len(self.units)} in step {self.step}"
             raise Malformed(f"{where}: {error}") from error
@@ -303,17 +309,26 @@ def _nothing(like: Tensor, state: Any) -> Program[Outcome[Any]]:
     return Outcome(nothing, nothing, state)
 
 
-def _measured(program: Program[Result], stats: Stats, unit: int) -> Program[Result]:
-    """Count the ops; time spent waiting for replies is the exchange, the rest is the scheme's own."""
+def _timed(program: Program[Result], timeline: Timeline, unit: int) -> Program[Result]:
+    """Time spent waiting for replies is the exchange, the rest is the scheme's own."""
     reply: Tensor | None = None
     while True:
-        with stats.timeline.stage("select", unit):
+        with timeline.stage("select", unit):
             try:
                 op = program.send(reply)  # type: ignore[arg-type]  # None starts a generator
             except StopIteration as end:
                 result: Result = end.value
                 return result
-        stats.meter.count(op)
         start = time.perf_counter()
         reply = yield op
-        stats.timeline.add("exchange", unit, start)
+        timeline.add("exchange", unit, start)
+
+
+def _counted(program: Program[Result], meter: Meter) -> Program[Result]:
+    """What is really asked of the engine."""
+
+    def perform(op: Op) -> Program[Tensor]:
+        meter.count(op)
+        return (yield op)
+
+    return by_way_of(program, perform)

@@ -1,0 +1,56 @@
+"""`gradsieve bench collectives`: in rounds of our own, and the engine's, on hosts of a lab."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from gradsieve.cli.arguments import Commands, add_command, add_lab, check_hosts, size
+
+_DESCRIPTION = """\
+Collectives in about log2 P rounds of messages beside gloo's own, in turn, in one run on a lab network.
+
+Needs root.
+
+columns:
+  bytes      that a rank hands in; of an all-to-all, for all ranks together
+  bare_ms    torch.distributed on gloo, called from the main thread; the median over turns
+  engine_ms  the op as our engine carries it by itself: gloo's, and an all-to-all message by message
+  rounds_ms  the same op in rounds
+  faster     bare_ms over rounds_ms of the same turn, the median
+  chosen     what a training takes of engine and rounds on these links
+"""
+_EXAMPLE = "example:\n  gradsieve bench collectives --hosts 16 --delay 5ms --json collectives.json\n"
+
+
+def add_parser(commands: Commands) -> None:
+    summary = "collectives in few rounds against gloo's own, on a lab network"
+    parser = add_command(commands, "collectives", run, summary, _DESCRIPTION, _EXAMPLE)
+    add_lab(parser)
+    add = parser.add_argument
+    add(
+        "--bytes",
+        type=lambda text: sorted({size(part) for part in text.split(",")}),
+        default="1e3,100e3,1e6",
+        metavar="LIST",
+        help="what a rank hands in (default: %(default)s)",
+    )
+    add("--rounds", type=size, default="5", metavar="N", help="turns of ten each (default: 5)")
+    add("--json", type=Path, metavar="FILE", help="write the result there")
+
+
+def run(args: argparse.Namespace) -> int:
+    from gradsieve.bench import collectives, results
+
+    check_hosts(args.hosts)
+    results.writable(args.json)
+    plan = collectives.Plan(args.hosts[0], args.rate, args.delay, args.bytes, args.rounds)
+    every = []
+    for hosts in args.hosts:
+        rows = collectives.measure(replace(plan, hosts=hosts))
+        every += rows
+        print(results.table(rows, collectives.COLUMNS))
+    if args.json is not None:
+        results.write(args.json, asdict(plan) | results.hosts_of(args.hosts), every)
+    return 0
