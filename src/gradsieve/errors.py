@@ -52,9 +52,10 @@ class LabError(GradsieveError, RuntimeError):
     """The test network cannot be built on this machine."""
 
 
-def printable(content: bytes) -> str:
-    """A peer's bytes, for a message: only what can be printed."""
-    return "".join(c for c in content.decode(errors="replace") if c.isprintable())
+def printable(content: bytes | str) -> str:
+    """What a peer or a file said, for a message: nothing that a terminal would obey."""
+    text = content.decode(errors="replace") if isinstance(content, bytes) else content
+    return "".join(c for c in text if c.isprintable())
 
 
 def list_ranks(ranks: Sequence[int]) -> str:

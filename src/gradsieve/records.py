@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gradsieve.errors import Malformed
+from gradsieve.errors import Malformed, printable
 
 VERSION = 1
 _MARK = "gradsieve_record"
@@ -48,6 +48,11 @@ class Header:
     """Steps between two lines that have norms."""
     period: int = 1
     """Steps of the training for one exchange, and so for one line."""
+
+    @property
+    def bytes_a_bit(self) -> float:
+        """Moved by a rank in an exchange, for each bit a parameter and step."""
+        return self.parameters * self.period / 8
 
 
 @dataclass(slots=True, kw_only=True)
@@ -210,19 +215,14 @@ _KINDS: dict[type, dict[str, str]] = {
 def _entry(kind: type[Entry], found: dict[str, Any], where: str) -> Entry:
     kinds = _KINDS[kind]
     if found.keys() != kinds.keys():
-        wrong = sorted(set(found) ^ set(kinds))
-        raise Malformed(f"{where}: not as a record has it, in {', '.join(map(_shown, wrong[:6]))}")
+        wrong = [printable(name[:80]) for name in sorted(set(found) ^ set(kinds))[:6]]
+        raise Malformed(f"{where}: not as a record has it, in {', '.join(wrong)}")
     for name, type_ in kinds.items():
         if not (_fits(found[name], type_) and _in_range(name, found[name])):
-            raise Malformed(f"{where}: {name} is {_shown(repr(found[name]))}")
+            raise Malformed(f"{where}: {name} is {printable(repr(found[name])[:80])}")
     if kind is Header and not found["rank"] < found["world"]:
         raise Malformed(f"{where}: rank {found['rank']} of {found['world']}")
     return kind(**found)
-
-
-def _shown(text: str) -> str:
-    """In a message: no more than a line of it, and nothing that a terminal would obey."""
-    return "".join(c for c in text[:80] if c.isprintable())
 
 
 def _fits(value: Any, kind: str) -> bool:

@@ -29,10 +29,10 @@ from multiproc.training import (
     check_applied,
     check_nothing_lost,
     check_replicas,
-    typical,
+    usual,
 )
 
-every_scheme = pytest.mark.parametrize("scheme", typical())
+every_scheme = pytest.mark.parametrize("scheme", usual())
 
 
 # -- refusals -----------------------------------------------------------------------------------------

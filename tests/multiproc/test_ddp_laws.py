@@ -41,7 +41,7 @@ def train(rank: int, plan: Plan) -> Seen:
     return Run(rank, plan).train().report()
 
 
-@every_scheme
+@every_way
 @pytest.mark.parametrize("world", [2, 4])
 def test_nothing_is_lost_and_replicas_are_the_same_bits(
     pool: Callable[[int], Ranks], scheme: str, world: int

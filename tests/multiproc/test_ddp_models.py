@@ -21,10 +21,10 @@ from multiproc.training import (
     check_nothing_lost,
     check_replicas,
     differing,
-    typical,
+    usual,
 )
 
-every_scheme = pytest.mark.parametrize("scheme", typical())
+every_scheme = pytest.mark.parametrize("scheme", usual())
 
 
 # -- frozen -------------------------------------------------------------------------------------------

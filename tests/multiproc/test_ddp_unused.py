@@ -11,10 +11,10 @@ import pytest
 from torch import Tensor
 
 from multiproc.harness import Ranks
-from multiproc.training import Plan, Run, Seen, check_laws, check_nothing_lost, typical
+from multiproc.training import Plan, Run, Seen, check_laws, check_nothing_lost, usual
 
-every_scheme = pytest.mark.parametrize("scheme", typical())
-every_lossy_scheme = pytest.mark.parametrize("scheme", typical(lossless=False))
+every_scheme = pytest.mark.parametrize("scheme", usual())
+every_lossy_scheme = pytest.mark.parametrize("scheme", usual(lossless=False))
 
 LEFT, RIGHT = (0, 1), (3, 4, 5)
 """Two branches of `Whole`, by place; the rest is always used."""

@@ -12,9 +12,9 @@ import torch
 from gradsieve import SCHEMES, DivergenceError
 from gradsieve.integrations import gradient_sync
 from multiproc.harness import Ranks
-from multiproc.training import Plan, Run, registered, typical
+from multiproc.training import Plan, Run, registered, usual
 
-every_scheme = pytest.mark.parametrize("scheme", typical())
+every_scheme = pytest.mark.parametrize("scheme", usual())
 with_threshold = pytest.mark.parametrize(
     "scheme", [name for name in registered() if hasattr(SCHEMES[name]().begin(4096, 4), "threshold")]
 )

@@ -21,11 +21,11 @@ from multiproc.training import (
     check_replicas,
     differing,
     snapshot,
-    typical,
+    usual,
 )
 
-every_scheme = pytest.mark.parametrize("scheme", typical())
-every_lossy_scheme = pytest.mark.parametrize("scheme", typical(lossless=False))
+every_scheme = pytest.mark.parametrize("scheme", usual())
+every_lossy_scheme = pytest.mark.parametrize("scheme", usual(lossless=False))
 BAD_STEP, BAD_RANK, STEPS = 10, 1, 15
 SPARSE, DENSE = 3, 1
 """Places in `Whole` of a tensor that goes sparse and of one that goes dense."""

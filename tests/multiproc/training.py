@@ -35,6 +35,14 @@ TYPICAL = ["dense", "topk", "gtopk", "cltk", "oktopk", "spardl", "exdyna", "stri
 """One scheme for each way of talking (a test sees to it): for what lies around the schemes, these tell."""
 
 
+USUAL = ["dense", "oktopk", "exdyna", "stripes"]
+"""For what lies around the engine and sees of a scheme only its outcome: all, few or striped places."""
+
+
+def usual(*, lossless: bool = True) -> list[str]:
+    return [name for name in USUAL if lossless or not SCHEMES[name].lossless]
+
+
 def typical(*, lossless: bool = True) -> list[str]:
     return [name for name in TYPICAL if lossless or not SCHEMES[name].lossless]
 

@@ -24,7 +24,8 @@ def test_the_command_sees_residuals_and_a_lossless_scheme_has_none(
     assert "added_n" in capfd.readouterr().out
     rows = {row["scheme"]: row for row in json.loads(out.read_text())["rows"]}
     assert all((row["params"], row["world"]) == (PARAMS, 2) for row in rows.values())
-    assert 2.0 < rows["exdyna"]["added_n"] < 6.5
+    # Measured 6.1; what numba needs to compile where it has no cache yet is up to 2 more of these 64 MB.
+    assert 2.0 < rows["exdyna"]["added_n"] < 8.0
     assert rows["exdyna"]["residual_n"] == 2.0
     assert rows["dense"]["residual_n"] == 0.0
     assert all(row["peak_mb"] > row["before_mb"] > PARAMS * 4 / 2**20 for row in rows.values())

@@ -17,6 +17,8 @@ _MARKERS = "os^Dv"
 _WINDOWS = 40
 """Running means over as many parts of a training: steps are noisy, trends are what a figure shows."""
 _REFERENCES = ("dense", "noop")
+_AS_MANY_BITS = 1.1
+"""Budgets found in training differ by a few per cent and are compared all the same."""
 
 
 def over_steps(
@@ -172,9 +174,6 @@ def gap_against_bits(axes: Any, rows: Sequence[Row]) -> None:
 def _worth(row: Row) -> tuple[float, float]:
     """Of two rows with one setting: more seeds say more, then the better rate."""
     return row.figures.get("seeds") or 1, -row.figures["gap"]
-
-
-_AS_MANY_BITS = 1.1
 
 
 def _beats(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

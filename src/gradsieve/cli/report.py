@@ -48,12 +48,14 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from gradsieve.bench.results import writable
     from gradsieve.views.gathered import files_of, gather
     from gradsieve.views.report import report
 
     files = files_of(args.places)
     if args.out.resolve() in {file.resolve() for file in files}:
         raise ConfigError(f"{args.out} is one of the records")
+    writable(args.out)
     page = report(gather(files), args.title or args.places[0].resolve().name)
     try:
         args.out.write_text(page, encoding="utf-8", errors="xmlcharrefreplace")

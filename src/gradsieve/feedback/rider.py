@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradsieve.comm.ops import AllReduce
-from gradsieve.types import Program, Result
+from gradsieve.comm.ops import AllReduce, Op
+from gradsieve.types import Program, Result, by_way_of
 
 
 def carry(program: Program[Result], rider: Tensor) -> Program[tuple[Result, Tensor]]:
@@ -16,17 +16,17 @@ def carry(program: Program[Result], rider: Tensor) -> Program[tuple[Result, Tens
     is, since they agree on the program's ops.
     """
     ride: Tensor | None = None
-    reply: Tensor | None = None
-    while True:
-        try:
-            op = program.send(reply)  # type: ignore[arg-type]  # None starts a generator
-        except StopIteration as end:
-            if ride is None:
-                ride = yield AllReduce(rider)
-            return end.value, ride
-        if ride is None and isinstance(op, AllReduce) and op.tensor.dtype == rider.dtype:
-            own = op.tensor.numel()
-            both = yield AllReduce(torch.cat([op.tensor.flatten(), rider]))
-            reply, ride = both[:own].view_as(op.tensor), both[own:]
-        else:
-            reply = yield op
+
+    def perform(op: Op) -> Program[Tensor]:
+        nonlocal ride
+        if ride is not None or not isinstance(op, AllReduce) or op.tensor.dtype != rider.dtype:
+            return (yield op)
+        own = op.tensor.numel()
+        both = yield AllReduce(torch.cat([op.tensor.flatten(), rider]))
+        ride = both[own:]
+        return both[:own].view_as(op.tensor)
+
+    result = yield from by_way_of(program, perform)
+    if ride is None:
+        ride = yield AllReduce(rider)
+    return result, ride

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gradsieve.errors import Malformed, ProtocolError
+from gradsieve.types import Host
 
 REFUSED = (Malformed, ProtocolError)
 """The second, where what a peer says of itself is another thing than what this rank does (`sync/tags.py`)."""
@@ -23,3 +24,9 @@ class Door:
     edges: tuple[int, ...]
     """Numbers beside which a check should change its mind: a length, a count."""
     enter: Callable[[bytearray], None]
+
+
+def check_rising(indices: Host, n: int) -> None:
+    """What no reader may let through otherwise."""
+    if len(indices) and (indices[0] < 0 or indices[-1] >= n or not (indices[1:] > indices[:-1]).all()):
+        raise AssertionError("indices that are not sorted, unique and inside")

@@ -20,7 +20,7 @@ from torch import Tensor
 from gradsieve.comm import lockstep
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op
 from gradsieve.errors import Malformed
-from gradsieve.fuzz.door import REFUSED, Door
+from gradsieve.fuzz.door import REFUSED, Door, check_rising
 from gradsieve.schemes import SCHEMES
 from gradsieve.schemes.base import Scheme
 from gradsieve.schemes.spec import parse
@@ -209,5 +209,4 @@ def check_lawful(sparse: Sparse, n: int) -> None:
     indices = sparse.indices.numpy()
     if indices.dtype != np.int64 or len(indices) != sparse.count:
         raise AssertionError("not one value for each index")
-    if len(indices) and (indices[0] < 0 or indices[-1] >= n or not (indices[1:] > indices[:-1]).all()):
-        raise AssertionError("indices that are not sorted, unique and inside")
+    check_rising(indices, n)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradsieve.comm import lockstep
 from gradsieve.errors import MismatchError
-from gradsieve.fuzz.door import Door
+from gradsieve.fuzz.door import Door, check_rising
 from gradsieve.fuzz.exchanges import LIAR, WORLD, Heard, as_bytes, check_lawful, overheard
 from gradsieve.kernels import largest
 from gradsieve.schemes.bags import Bags
@@ -86,7 +86,7 @@ def _enter_rows(
         arrived = rows.copy()
         arrived[LIAR] = np.frombuffer(forged, np.uint8)
         picked = read_rows(arrived, codec, cuts, capacity, 5).picked
-        _check_rising(picked, int(cuts[-1]))
+        check_rising(picked, int(cuts[-1]))
 
     return enter
 
@@ -110,14 +110,9 @@ def _enter_codec(codec: indices.IndexCodec, capacity: int, span: int) -> Callabl
     def enter(forged: bytearray) -> None:
         data = np.frombuffer(forged, np.uint8)
         found = codec.decode(data[None, 8:], data[:8].view(np.int64), capacity, span)
-        _check_rising(found, span)
+        check_rising(found, span)
 
     return enter
-
-
-def _check_rising(found: Host, n: int) -> None:
-    if len(found) and (found[0] < 0 or found[-1] >= n or not (found[1:] > found[:-1]).all()):
-        raise AssertionError("indices that are not sorted, unique and inside")
 
 
 def _entries() -> Iterator[Door]:

@@ -82,7 +82,7 @@ def known(line: Line) -> Iterator[tuple[Figure, float]]:
 
 def moved_bytes(header: Header, line: Line) -> float:
     """By this rank in the exchange of this line."""
-    return line.bits * header.parameters * header.period / 8
+    return line.bits * header.bytes_a_bit
 
 
 def replay(path: str | Path, sink: Sink) -> None:

@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from gradsieve.errors import printable
 from gradsieve.records import Line
 from gradsieve.views.follow import WINDOW, Folder, Rank, silent_for
 from gradsieve.views.stages import EXCHANGE_STAGES, OTHER, STAGE_COLOURS, WAITING
@@ -46,8 +47,8 @@ def frame(folder: Folder) -> RenderableType:
 
 
 def plain(text: str, most: int = 120) -> str:
-    """Nothing that a terminal would obey."""
-    return "".join(c for c in text if c.isprintable())[:most]
+    """Of a name from a file: no more than fits a line."""
+    return printable(text)[:most]
 
 
 def _name(ranks: Sequence[Rank]) -> str:

@@ -73,7 +73,7 @@ class Training:
     @cached_property
     def bytes(self) -> Array:
         """Moved by a rank in one exchange."""
-        return self.columns["bits"] * self.header.parameters * self.header.period / 8
+        return self.columns["bits"] * self.header.bytes_a_bit
 
     @cached_property
     def engine_seconds(self) -> Array:
