@@ -26,6 +26,7 @@ from torch import Tensor
 
 from gradsieve.comm import bruck
 from gradsieve.comm.links import IN_FLIGHT, Links, measure_collectives, measure_links
+from gradsieve.comm.meter import Meter
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Exchange, Op, describe
 from gradsieve.types import Ctx, Program, Result, by_way_of
 
@@ -64,6 +65,17 @@ class Rounds:
             return False
         rounds, moved, own = self._costs(op, self.links)
         return _SURE * (self.links.seconds(rounds, moved) + _COPIED * moved) < own
+
+    def seconds(self, op: Op, links: Links) -> float:
+        """That `op` takes on the links, the way it goes."""
+        meter = Meter(self.rank, self.world)
+        match op:
+            case AllGather() | AllReduce() | AllToAll():
+                rounds, moved, own = self._costs(op, links)
+                return links.seconds(rounds, moved) + _COPIED * moved if self.pays(op) else own
+            case _:
+                meter.count(op)
+                return links.seconds(meter.rounds, meter.moved / 4)
 
     def _costs(self, op: Op, links: Links) -> tuple[int, float, float]:
         """Rounds and words of ours; seconds of the engine's own."""
