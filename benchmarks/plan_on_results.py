@@ -18,13 +18,12 @@ from gradsieve.bench import results
 from gradsieve.comm.links import Links
 from gradsieve.costs import Costs, Host, with_rings
 from gradsieve.lab.units import parse_rate
-from gradsieve.plan.choose import make_plan
-from gradsieve.plan.options import Model
+from gradsieve.plan.options import Model, named
+from gradsieve.plan.predict import predict
 
 FOLDER = Path(__file__).parent / "results"
 FILES = ["step-mlp", "step-transformer"]
 RATES = ["100mbit", "1gbit", "unshaped"]
-NAMES = {"dense": "dense (plain DDP)", "fp16": "fp16 or bf16 hook", "powersgd": "PowerSGD, rank 2"}
 GOODPUT, LATENCY, UNSHAPED = 0.957, 1e-3, 30e9
 
 
@@ -45,17 +44,14 @@ def _of(path: Path) -> list[dict[str, object]]:
     rate = (parse_rate(config["rate"]) or UNSHAPED / GOODPUT) * GOODPUT
     host = Host(14e9 / shared, 0.76e9 / shared, 50e-6)
     costs = Costs(world, with_rings(Links(LATENCY, 32 / rate), world), host)
-    plan = make_plan(Model(config["params"], compute / 3, 2 * compute / 3), costs, config["density"], 5.0)
-    rows = []
+    model = Model(config["params"], compute / 3, 2 * compute / 3)
+    rows: list[dict[str, object]] = []
     for sync, step in measured.items():
-        wanted = NAMES.get(sync, f"{sync} {config['density']:g}")
-        found = [each for each in plan.ranked if each.option.name.split(",")[0] == wanted.split(",")[0]]
-        if found:
-            predicted = 1e3 * found[0].step
-            off = predicted / step - 1
-            rows.append(
-                {"file": path.stem, "sync": sync, "measured_ms": step, "predicted_ms": predicted, "off": off}
-            )
+        option = named(sync, model, costs, config["density"])
+        predicted = 1e3 * predict(option, model, costs).step
+        row = {"file": path.stem, "sync": sync, "measured_ms": step, "predicted_ms": predicted}
+        if sync != "noop":
+            rows.append(row | {"off": predicted / step - 1})
     return rows
 
 

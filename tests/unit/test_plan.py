@@ -157,7 +157,8 @@ def test_a_pair_that_is_clearly_slower_counts_and_noise_does_not() -> None:
     assert Costs.of(slow).links.latency == 1e-2
 
 
-BY_HAND = ["plan", "--world", "8", "--rate", "100mbit", "--delay", "5ms", "--params", "25e6", "--compute", "300ms"]
+LINKS = ["--world", "8", "--rate", "100mbit", "--delay", "5ms"]
+BY_HAND = ["plan", *LINKS, "--params", "25e6", "--compute", "300ms"]
 
 
 def test_from_figures_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

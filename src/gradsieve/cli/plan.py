@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
     plan = make_plan(model, costs, args.density, args.gap)
     print(f"{view.describe(model, costs)}\n\n{view.text(plan, args.price)}")
     if args.json is not None:
-        config = {"given": view.describe(model, costs), "recommendation": recommendation(plan)}
+        config: dict[str, object] = {"given": view.describe(model, costs)}
+        config |= {"recommendation": recommendation(plan), "density": args.density, "gap": args.gap}
         config |= {"recommended": plan.best.option.name, "plain_ddp": plan.plain, "price": args.price}
         results.write(args.json, config, view.rows(plan, args.price))
     if args.plot is not None:
@@ -142,7 +144,7 @@ def _model(profile: Profile, args: argparse.Namespace) -> Model:
     return Model(parameters, known.forward, known.backward)
 
 
-def _quantity(units: Units, example: str) -> object:
+def _quantity(units: Units, example: str) -> Callable[[str], float]:
     def read(text: str) -> float:
         value = parse(text, units)
         if value is None or (value <= 0 and units is not SECONDS):

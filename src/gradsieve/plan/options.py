@@ -91,6 +91,21 @@ def every_option(model: Model, costs: Costs, density: float, step: Step) -> list
     return [*_of_torch(model), *_local_steps(model), *budgets, *periods, *chosen]
 
 
+def named(sync: str, model: Model, costs: Costs, density: float) -> Option:
+    """One that `gradsieve bench step` measures under this name, with the settings it has there."""
+    torchs = dict(zip(["dense", "fp16", "powersgd"], _of_torch(model), strict=True))
+    if sync in torchs:
+        return torchs[sync]
+    if sync == "auto":
+        return automatic(model, costs, 1)
+    if sync == "noop":
+        return no_communication(model)
+    if sync == "stripes":
+        usual = Stripes()
+        return _stripes(sync, "", model, usual.values, usual.density, quality.UNKNOWN)
+    return next(_of_scheme(sync, model, costs.world, density))
+
+
 def no_communication(model: Model) -> Option:
     return Option("no communication", "", lambda costs: Cost(), "not", quality.UNKNOWN, 0.0)
 

@@ -33,7 +33,6 @@ from gradsieve.types import Ctx, Outcome, Program, Sparse
 from gradsieve.wire.check import none_negative, rows_increasing, strictly_increasing
 from gradsieve.wire.frame import index_dtype
 
-
 UNEVEN = 1.6
 """Times the mean that the longest row is where whole layers are dealt out: 1.3 to 3.5 were seen with 2 to 64
 ranks (`traffic-published-16-2026-11-16.json` and `-2-4-64-`)."""

@@ -85,7 +85,8 @@ class Regional(Scheme[State]):
         """Counts, elements to their owners, counts, sums to everybody; without balancing and new regions."""
         k, log = self.k(n), log2_ceil(world)
         counts = blank(max(1, world // 2))
-        pairs = AllToAll(blank(2 * k).view(k, 2), *[tuple(evenly(k, world))] * 2)
+        dealt = tuple(evenly(k, world))
+        pairs = AllToAll(blank(2 * k).view(k, 2), dealt, dealt)
         rows = AllGather(blank(2 * -(-k // world)))
         return [*[Exchange(counts, 1, 1, counts.numel())] * log, pairs, AllGather(blank(2)), rows]
 
