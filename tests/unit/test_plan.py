@@ -1,11 +1,13 @@
 """The model of costs and the plan: what must hold whatever the constants are."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import gradsieve
 from gradsieve.cli.main import main
 from gradsieve.comm.links import Links
 from gradsieve.costs import Costs, Host, dense_seconds, seconds_a_bit, with_rings
@@ -106,6 +108,12 @@ def test_each_rejected_one_has_its_reason_and_the_best_none() -> None:
         assert (reason == "") == (each.option.name == made.best.option.name), each.option.name
 
 
+def test_what_a_plan_says_to_call_is_there() -> None:
+    for each in plan(1e9).ranked:
+        found = re.search(r"scheme=gradsieve\.(\w+)\(", each.option.call)
+        assert found is None or hasattr(gradsieve, found[1])
+
+
 def test_every_scheme_is_in_the_plan_once() -> None:
     names = [each.option.name for each in plan(1e9).ranked]
     assert len(names) == len(set(names))
@@ -145,7 +153,7 @@ def test_training_asks_the_same_model() -> None:
     adaptive = Adaptive.over(links, n, 8)
     assert adaptive.bit == seconds_a_bit(links, n) == pytest.approx(n / 1e9)
     host = replace(LAPTOP, memory=1e15, message=0.0)  # sockets for nothing: the link alone
-    whole = dense(Model(n, 0.1, 0.2)).price(Costs(8, with_rings(links, 8), host))
+    whole = dense(Model(n, 0.1, 0.2)).price(Costs(8, with_rings(links, 8), host))  # one bucket
     assert whole.link == pytest.approx(dense_seconds(n, links, 8), rel=1e-6)
 
 

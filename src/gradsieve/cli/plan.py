@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     from gradsieve.bench import results
     from gradsieve.costs import Costs
     from gradsieve.plan import view
-    from gradsieve.plan.choose import make_plan, recommendation
+    from gradsieve.plan.choose import ERROR_BAR, make_plan, recommendation
     from gradsieve.types import check_density
 
     check_density(args.density)
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     plan = make_plan(model, costs, args.density, args.gap)
     print(f"{view.describe(model, costs)}\n\n{view.text(plan, args.price)}")
     if args.json is not None:
-        config: dict[str, object] = {"given": view.describe(model, costs)}
+        config: dict[str, object] = {"given": view.describe(model, costs), "errors": ERROR_BAR}
         config |= {"recommendation": recommendation(plan), "density": args.density, "gap": args.gap}
         config |= {"recommended": plan.best.option.name, "plain_ddp": plan.plain, "price": args.price}
         results.write(args.json, config, view.rows(plan, args.price))

@@ -28,6 +28,8 @@ Price: TypeAlias = Callable[[Costs], Cost]
 
 DDP_BUCKET = 25 * 2**20
 """Bytes, torch's default."""
+AT_ONCE = 2
+"""Collectives that torch's gloo carries at the same time: its threads, by default."""
 PASSES, PASSES_GRADIENTS, PASSES_FP16, PASSES_POWERSGD = 1.1, 2.3, 7.0, 18.0
 """Over memory, beside selecting: processor time of `overhead-25e6-2026-11-15.json` (ours) and
 `step-mlp-1gbit-2026-11-15.json` (torch's hooks, on a CPU; an accelerator casts faster)."""
@@ -114,9 +116,16 @@ def dense(model: Model) -> Option:
     n, buckets = model.parameters, model.units(DDP_BUCKET / 2**20)
 
     def price(costs: Costs) -> Cost:
-        return costs.of_ops([AllReduce(blank(-(-n // buckets)))], ours=False).times(buckets)
+        return _in_buckets(AllReduce(blank(-(-n // buckets))), buckets, costs)
 
     return Option("dense (plain DDP)", "plain DDP", price, "backward", quality.NONE, 0.0, buckets=buckets)
+
+
+def _in_buckets(op: AllReduce, buckets: int, costs: Costs) -> Cost:
+    """By torch itself, a few at once: they share the link, and wait for their rings' latency together."""
+    all_of_them = costs.of_ops([op], ours=False).times(buckets)
+    together = buckets - math.ceil(buckets / AT_ONCE)
+    return replace(all_of_them, link=all_of_them.link - together * costs.links.sum)
 
 
 def _of_torch(model: Model) -> Iterator[Option]:
@@ -126,7 +135,7 @@ def _of_torch(model: Model) -> Iterator[Option]:
     def fp16(costs: Costs) -> Cost:
         half = AllReduce(blank(-(-n // buckets), torch.float16))
         cast = Cost(computed=PASSES_FP16 * PASS * n / costs.host.memory)
-        return costs.of_ops([half], ours=False).times(buckets) + cast
+        return _in_buckets(half, buckets, costs) + cast
 
     def powersgd(costs: Costs) -> Cost:
         side = min(POWERSGD_SIDE, max(1, math.isqrt(n)))

@@ -9,7 +9,7 @@ from typing import Any
 
 from gradsieve.bench import results
 from gradsieve.costs import Costs
-from gradsieve.plan.choose import Plan, acceptable, recommendation
+from gradsieve.plan.choose import ERROR_BAR, Plan, acceptable, recommendation
 from gradsieve.plan.options import Model, Option, automatic, dense, no_communication
 from gradsieve.plan.predict import Prediction, predict
 
@@ -51,7 +51,7 @@ def _row(each: Prediction, plan: Plan, why: str, price: float | None) -> dict[st
 def text(plan: Plan, price: float | None) -> str:
     place = COLUMNS.index("gap")
     columns = COLUMNS if price is None else [*COLUMNS[:place], "money_a_day", *COLUMNS[place:]]
-    return f"{results.table(rows(plan, price), columns)}\n\n{recommendation(plan)}"
+    return f"{results.table(rows(plan, price), columns)}\n\n{recommendation(plan)}\n\n{ERROR_BAR}"
 
 
 def draw(plan: Plan, most_above: float, path: Path) -> None:
