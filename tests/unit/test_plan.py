@@ -16,7 +16,7 @@ from gradsieve.plan.choose import Plan, make_plan, recommendation
 from gradsieve.plan.options import Model, dense, every_option
 from gradsieve.plan.predict import predict
 from gradsieve.plan.quality import of_bits
-from gradsieve.profiles import Profile
+from gradsieve.profiles import ModelProfile, Profile, write_profile
 from gradsieve.sync.budget import Adaptive
 
 LAPTOP = Host(memory=10e9, selection=500e6, message=20e-6)
@@ -180,6 +180,20 @@ def test_from_figures_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert saved["config"]["plain_ddp"] is False
     assert all(row["money_a_day"] == pytest.approx(0.1 * row["gb_a_day"], abs=0.01) for row in saved["rows"])
     assert picture.stat().st_size > 10_000
+
+
+def test_from_a_profile_and_figures_in_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "profile.toml"
+    timed = ModelProfile(25_000_000, 1, 0.1, 0.2)
+    profile = Profile(8, 8, 1e-4, 1e8, 2e-5, 1e-4, 1e8, memory=10e9, selection=500e6, model=timed)
+    write_profile(path, profile)
+    assert main(["plan", "--profile", str(path)]) == 0
+    assert "RECOMMENDED" in capsys.readouterr().out
+    assert main(["plan", "--profile", str(path), "--rate", "400gbit", "--memory", "900GB/s"]) == 0
+    assert "Use plain DDP" in capsys.readouterr().out
+    write_profile(path, replace(profile, model=None))
+    assert main(["plan", "--profile", str(path), "--params", "1e6"]) == 2
+    assert "--compute" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -68,12 +68,12 @@ class Rounds:
 
     def seconds(self, op: Op, links: Links) -> float:
         """That `op` takes on the links, the way it goes."""
-        meter = Meter(self.rank, self.world)
         match op:
             case AllGather() | AllReduce() | AllToAll():
                 rounds, moved, own = self._costs(op, links)
                 return links.seconds(rounds, moved) + _COPIED * moved if self.pays(op) else own
             case _:
+                meter = Meter(self.rank, self.world)
                 meter.count(op)
                 return links.seconds(meter.rounds, meter.moved / 4)
 

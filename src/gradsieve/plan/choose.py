@@ -89,8 +89,10 @@ def _consolation(each: Prediction, best: Prediction) -> str:
 
 
 def _pace(each: Prediction, best: Prediction) -> str:
-    faster = best.step / each.step - 1
-    return f"{100 * faster:.0f} % faster" if faster > MARGIN else "not clearly faster"
+    times = best.step / each.step
+    if times >= 2:
+        return f"{times:,.1f} times as fast"
+    return f"{100 * (times - 1):.0f} % faster" if times > 1 + MARGIN else "not clearly faster"
 
 
 def _cause(each: Prediction, model: Model) -> str:
