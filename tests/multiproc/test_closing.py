@@ -118,7 +118,9 @@ def failed_attach(rank: int, where: str) -> tuple[dict[str, int], dict[str, int]
         mock.patch.object(gradient_sync, where, side_effect=RuntimeError("here")),
         pytest.raises(RuntimeError),
     ):
-        gradsieve.attach(ddp, optimizer, density=0.1, preset=memory if where == "know_the_links" else "default")
+        gradsieve.attach(
+            ddp, optimizer, density=0.1, preset=memory if where == "know_the_links" else "default"
+        )
     return before, left_behind(ddp), [group["momentum"] for group in optimizer.param_groups]
 
 

@@ -15,6 +15,7 @@ from gradsieve.cli import (
     bench_lost,
     bench_memory,
     bench_overhead,
+    bench_plan,
     bench_resize,
     bench_schemes,
     bench_step,
@@ -60,6 +61,7 @@ def add_parser(subparsers: Commands) -> None:
     bench_overhead.add_parser(commands)
     bench_exchange.add_parser(commands)
     bench_hsdp.add_parser(commands)
+    bench_plan.add_parser(commands)
     bench_collectives.add_parser(commands)
     bench_time_to_accuracy.add_parser(commands)
     _add_traffic(commands)

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from gradsieve.cli import bench, doctor, figure, lab, report, simulate, watch
+from gradsieve.cli import bench, doctor, figure, lab, plan, report, simulate, watch
 from gradsieve.errors import GradsieveError
 
 
@@ -29,6 +29,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     doctor.add_parser(commands)
+    plan.add_parser(commands)
     lab.add_parser(commands)
     bench.add_parser(commands)
     simulate.add_parser(commands)

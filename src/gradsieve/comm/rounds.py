@@ -31,6 +31,7 @@ from torch import Tensor
 
 from gradsieve.comm import bruck
 from gradsieve.comm.links import Links, measure_collectives, measure_links
+from gradsieve.comm.meter import Meter
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Exchange, Op, describe
 from gradsieve.types import Ctx, Program, Result, by_way_of
 
@@ -76,6 +77,16 @@ class Rounds:
         seconds = self._seconds(op, self.links)
         ours: Way = "rounds" if seconds["rounds"] <= seconds["direct"] else "direct"
         return ours if _SURE * seconds[ours] < seconds["engine"] else "engine"
+
+    def seconds(self, op: Op, links: Links) -> float:
+        """That `op` takes on the links, the way it goes."""
+        match op:
+            case AllGather() | AllReduce() | AllToAll():
+                return self._seconds(op, links)[self.chosen(op)]
+            case _:
+                meter = Meter(self.rank, self.world)
+                meter.count(op)
+                return links.seconds(meter.rounds, meter.moved / 4)
 
     def _seconds(self, op: Op, links: Links) -> dict[Way, float]:
         world, log = self.world, (self.world - 1).bit_length()

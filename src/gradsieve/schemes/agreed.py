@@ -13,10 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import torch
 from torch import Tensor
 
-from gradsieve.comm.ops import AllGather, AllReduce, AllToAll
-from gradsieve.schemes.base import Scheme
+from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Op
+from gradsieve.schemes.base import Scheme, blank
 from gradsieve.telemetry import stage
 from gradsieve.types import Ctx, Program, State, Stream, Vector, gathered
 from gradsieve.wire.coded import Coded, Shape, Sum
@@ -31,6 +32,19 @@ class Agreed(Scheme[State]):
 
     values: Values = "exact"
     """How values travel. Who rounds keeps the rounding error, so that nothing is lost."""
+
+    def coded(self, n: int, world: int) -> int:
+        return 0 if self.values == "exact" else self.k(n)
+
+
+def asked_for_sum(count: int, values: Values, world: int) -> list[Op]:
+    """What `sum_agreed` asks for."""
+    if values == "exact":
+        return [AllReduce(blank(count, torch.float32))]
+    row = VALUE_CODECS[values].predict_size(-(-count // world), torch.float32)
+    one_each = (1,) * world
+    rows = blank(world * row, torch.uint8).view(world, row)
+    return [AllToAll(rows, one_each, one_each, even=True), AllGather(blank(row, torch.uint8))]
 
 
 def sum_agreed(mine: Tensor, values: Values, ctx: Ctx) -> Program[tuple[Tensor, Tensor]]:

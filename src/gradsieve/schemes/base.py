@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Generic
 
+import torch
 from torch import Tensor
 
-from gradsieve.comm.ops import AllReduce
+from gradsieve.comm.ops import AllReduce, Exchange, Op
 from gradsieve.types import Ctx, Outcome, Program, Sparse, State, Vector, check_density, target_count
 
 
@@ -43,6 +44,11 @@ def log2_ceil(world: int) -> int:
     return (world - 1).bit_length()
 
 
+def blank(count: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    """A tensor of that size and no content, for an op that nobody carries."""
+    return torch.empty(count, dtype=dtype, device="meta")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scheme(ABC, Generic[State]):
     """A frozen dataclass: its fields are its settings, its State travels through `step`."""
@@ -61,6 +67,10 @@ class Scheme(ABC, Generic[State]):
 
     whole_model: ClassVar[bool] = False
     """True for published rules: papers lay them over the model, so that it is one unit, whatever its size."""
+
+    looks: ClassVar[float] = 5.0
+    """What selecting costs, in comparisons of every element with a threshold: an exact top-k is about five
+    (processor time in `step-mlp-1gbit-2026-11-15.json` and `step-exclusive-2026-11-16.json`)."""
 
     in_turn: ClassVar[bool] = False
     """True where every element is sent within 1/density steps: small tensors need no way of their own."""
@@ -123,6 +133,23 @@ class Scheme(ABC, Generic[State]):
     @abstractmethod
     def expected_rounds(self, n: int, world: int, state: State | None = None) -> int:
         """Messages one after the other in that step, by the published formula."""
+
+    def asks(self, n: int, world: int) -> Sequence[Op]:
+        """What a settled and balanced step asks for, in tensors without content: costs are predicted from it.
+
+        Here: the formula's words in the formula's rounds, as messages between two ranks.
+        """
+        rounds = self.expected_rounds(n, world)
+        message = blank(round(self.expected_words(n, world) / max(1, rounds)))
+        return [Exchange(message, 1, 1, message.numel())] * rounds
+
+    def looked_at(self, n: int, world: int) -> float:
+        """Comparisons with a threshold that a rank's selection costs as much as."""
+        return self.looks * n
+
+    def coded(self, n: int, world: int) -> int:
+        """Elements that a rank rounds to few bits in a step."""
+        return 0
 
     def words_band(self, n: int, world: int, state: State | None = None) -> tuple[float, float]:
         """Within which the words counted are as the formula says."""

@@ -9,15 +9,16 @@ Where the leader has nothing to send, nothing is sent in that step: the others' 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gradsieve.comm.ops import Broadcast
+from gradsieve.comm.ops import Broadcast, Op
 from gradsieve.kernels import largest
-from gradsieve.schemes.agreed import Agreed, sum_agreed
-from gradsieve.schemes.base import Stateless, log2_ceil
+from gradsieve.schemes.agreed import Agreed, asked_for_sum, sum_agreed
+from gradsieve.schemes.base import Stateless, blank, log2_ceil
 from gradsieve.types import Ctx, Outcome, Program, Sparse
 from gradsieve.wire.check import row_increasing
 from gradsieve.wire.frame import index_dtype
@@ -42,6 +43,9 @@ class CltK(Agreed[Stateless]):
         # 3.
         total, given = yield from sum_agreed(acc[picked], self.values, ctx)
         return Outcome(Sparse(picked, total, n), Sparse(picked, given, n), state)
+
+    def asks(self, n: int, world: int) -> Sequence[Op]:
+        return [Broadcast(blank(self.k(n)), root=0), *asked_for_sum(self.k(n), self.values, world)]
 
     def expected_words(self, n: int, world: int, state: Stateless | None = None) -> float:
         return self.k(n) * (log2_ceil(world) + 2.0 * (world - 1) / world)

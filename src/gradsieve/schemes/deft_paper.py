@@ -19,6 +19,7 @@ they tell nobody anything.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -26,11 +27,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradsieve.comm.ops import Broadcast
+from gradsieve.comm.ops import AllGather, AllReduce, Broadcast, Op
 from gradsieve.errors import ConfigError
 from gradsieve.kernels import largest
-from gradsieve.schemes.base import Scheme, log2_ceil
-from gradsieve.schemes.deft import State, all_of, finite, lay_layers, norms_of, pack
+from gradsieve.schemes.base import Scheme, blank, log2_ceil
+from gradsieve.schemes.deft import UNEVEN, State, all_of, finite, lay_layers, norms_of, pack
 from gradsieve.schemes.exclusive_paper import by_owner, edges_of, gather_padded, sum_at
 from gradsieve.schemes.speeds import shares_of_work
 from gradsieve.types import Ctx, Outcome, Program
@@ -80,6 +81,14 @@ class DeftPaper(Scheme[State]):
 
     def report(self, state: State) -> Mapping[str, float]:
         return {"layers": state.edges.numel() - 1.0}
+
+    def asks(self, n: int, world: int) -> Sequence[Op]:
+        layers, row = self.begin(n, world).edges.numel() - 1, blank(math.ceil(UNEVEN * self.k(n) / world))
+        plan = [Broadcast(blank(world), root=0), Broadcast(blank(layers), root=0)]
+        return [*plan, AllGather(blank(2)), AllGather(row), AllReduce(blank(self.k(n), torch.float32))]
+
+    def looked_at(self, n: int, world: int) -> float:
+        return n * (1 + self.looks / world)
 
     def expected_words(self, n: int, world: int, state: State | None = None) -> float:
         """K' (f + 2) (P-1)/P + (P + L) log P, f K' being all rows at the length of the longest."""

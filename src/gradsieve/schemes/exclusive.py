@@ -24,6 +24,7 @@ there. So an exchange waits for the device once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -34,11 +35,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradsieve.comm import bruck
-from gradsieve.comm.ops import AllGather
+from gradsieve.comm.ops import AllGather, Op
 from gradsieve.kernels import largest, select
 from gradsieve.kernels.fast import sendable
-from gradsieve.schemes.agreed import Agreed, Values, sum_agreed
-from gradsieve.schemes.base import log2_ceil
+from gradsieve.schemes.agreed import Agreed, Values, asked_for_sum, sum_agreed
+from gradsieve.schemes.base import blank, log2_ceil
 from gradsieve.schemes.owners import Owners
 from gradsieve.schemes.quota import phase
 from gradsieve.schemes.threshold import FACTORS, AnyPartitioned, settle_threshold
@@ -74,6 +75,16 @@ class Exclusive(Agreed[AnyPartitioned]):
             "demand": state.demand,
             "cut": state.cut,
         }
+
+    def asks(self, n: int, world: int) -> Sequence[Op]:
+        """With rows an eighth longer than they are filled."""
+        span = max(1, n // world)
+        capacity = min(span, math.ceil(1.125 * self.k(n) / world))
+        row = HEADER + indices.choose(capacity, span).predict_size(capacity, span)
+        return [AllGather(blank(row, torch.uint8)), *asked_for_sum(self.k(n), self.values, world)]
+
+    def looked_at(self, n: int, world: int) -> float:
+        return n / world
 
     def expected_words(self, n: int, world: int, state: AnyPartitioned | None = None) -> float:
         """K' (f + 2) (P-1)/P as published, f K' being all rows at the length of the longest."""

@@ -19,10 +19,10 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from gradsieve.comm.ops import AllGather, AllReduce
+from gradsieve.comm.ops import AllGather, AllReduce, Op
 from gradsieve.errors import ConfigError
 from gradsieve.kernels import above
-from gradsieve.schemes.base import Scheme, log2_ceil
+from gradsieve.schemes.base import Scheme, blank, log2_ceil
 from gradsieve.types import Ctx, Host, Program, Sparse
 from gradsieve.wire.check import counts_within, strictly_increasing
 from gradsieve.wire.frame import index_dtype
@@ -84,6 +84,13 @@ class PublishedThreshold(Scheme[AnyTracked]):
     def report(self, state: AnyTracked) -> Mapping[str, float]:
         mean = max(state.sent, 1) / state.load.numel()
         return {"threshold": state.threshold, "imbalance": float(state.load.max()) / mean}
+
+    def asks(self, n: int, world: int) -> Sequence[Op]:
+        row = blank(-(-self.k(n) // world))
+        return [AllGather(blank(2)), AllGather(row), AllReduce(blank(self.k(n), torch.float32))]
+
+    def looked_at(self, n: int, world: int) -> float:
+        return n / world
 
     def expected_words(self, n: int, world: int, state: AnyTracked | None = None) -> float:
         imbalance, sent = (self.report(state)["imbalance"], state.sent) if state else (1.0, self.k(n))

@@ -10,17 +10,17 @@ Ranks pick the same index or not, as it happens. Either everybody's values are a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from gradsieve.comm.ops import AllGather
+from gradsieve.comm.ops import AllGather, Op
 from gradsieve.kernels import above, largest, sum_by_index
 from gradsieve.schemes.agreed import Values, sum_agreed
-from gradsieve.schemes.base import Scheme, Seen, log2_ceil
+from gradsieve.schemes.base import Scheme, Seen, blank, log2_ceil
 from gradsieve.types import Ctx, Program, Sparse
 from gradsieve.wire.check import counts_within, rows_increasing
 from gradsieve.wire.frame import from_bits, index_dtype, to_bits
@@ -44,6 +44,9 @@ class Gathering(Scheme[AnyFigures]):
 
     def report(self, state: AnyFigures) -> Mapping[str, float]:
         return {"imbalance": state.imbalance}
+
+    def asks(self, n: int, world: int) -> Sequence[Op]:
+        return [AllGather(blank(1)), AllGather(blank(2 * self.k(n)))]
 
     def expected_words(self, n: int, world: int, state: AnyFigures | None = None) -> float:
         return 2.0 * (state.longest if state else self.k(n)) * (world - 1)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ _FEW, _MANY = 0.75, 1.25
 
 @dataclass(frozen=True, kw_only=True)
 class GaussianK(Gathering[Seen]):
+    looks: ClassVar[float] = 16.0
+    """Passes to fit a distribution and to correct it, by `schemes-2026-11-15.json` beside top-k."""
+
     def begin(self, n: int, world: int, previous: Seen | None = None) -> Seen:
         return Seen()
 

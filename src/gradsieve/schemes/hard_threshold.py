@@ -12,20 +12,24 @@ What stays below the constant for good, on every rank, is never sent.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
+from gradsieve.comm.ops import AllGather, Op
 from gradsieve.kernels import above
-from gradsieve.schemes.agreed import Agreed
-from gradsieve.schemes.base import Seen, log2_ceil
+from gradsieve.schemes.agreed import Agreed, asked_for_sum
+from gradsieve.schemes.base import Seen, blank, log2_ceil
 from gradsieve.schemes.gathering import reduce_union
 from gradsieve.types import Ctx, Outcome, Program
 
 
 @dataclass(frozen=True, kw_only=True)
 class HardThreshold(Agreed[Seen]):
+    looks: ClassVar[float] = 1.0
+
     @property
     def remembers(self) -> bool:
         """Counts grow as residuals fill up, so that one step does not tell the traffic of the next."""
@@ -46,6 +50,11 @@ class HardThreshold(Agreed[Seen]):
 
     def report(self, state: Seen) -> Mapping[str, float]:
         return {"imbalance": state.imbalance}
+
+    def asks(self, n: int, world: int) -> Sequence[Op]:
+        union = min(n, self.k(n) * world)
+        rows = [AllGather(blank(1)), AllGather(blank(self.k(n)))]
+        return [*rows, *asked_for_sum(union, self.values, world)]
 
     def expected_words(self, n: int, world: int, state: Seen | None = None) -> float:
         """Without a state, as if every rank picked k elements that no other picked."""

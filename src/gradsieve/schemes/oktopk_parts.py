@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradsieve.comm import bruck
-from gradsieve.comm.ops import AllReduce, AllToAll
+from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Exchange, Op
 from gradsieve.errors import ConfigError
 from gradsieve.kernels import sum_by_index
-from gradsieve.schemes.base import Scheme, log2_ceil
+from gradsieve.schemes.base import Scheme, blank, log2_ceil
+from gradsieve.schemes.quota import evenly
 from gradsieve.types import Ctx, Program, private
 from gradsieve.wire.check import counts_within, lists_increasing
 from gradsieve.wire.frame import from_pairs, index_dtype, to_pairs
@@ -64,6 +65,8 @@ class Regional(Scheme[State]):
     region_period: int = 64
     """Steps between new regions; the paper's tau."""
 
+    looks: ClassVar[float] = 4.0
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("local_period", "global_period", "region_period"):
@@ -77,6 +80,15 @@ class Regional(Scheme[State]):
     def report(self, state: State) -> Mapping[str, float]:
         exact = float(state.exact)
         return {"threshold": state.global_threshold, "imbalance": state.imbalance, "exact": exact}
+
+    def asks(self, n: int, world: int) -> Sequence[Op]:
+        """Counts, elements to their owners, counts, sums to everybody; without balancing and new regions."""
+        k, log = self.k(n), log2_ceil(world)
+        counts = blank(max(1, world // 2))
+        dealt = tuple(evenly(k, world))
+        pairs = AllToAll(blank(2 * k).view(k, 2), dealt, dealt)
+        rows = AllGather(blank(2 * -(-k // world)))
+        return [*[Exchange(counts, 1, 1, counts.numel())] * log, pairs, AllGather(blank(2)), rows]
 
     def expected_words(self, n: int, world: int, state: State | None = None) -> float:
         """4k of the published 2k to 6k: k elements to owners, k sums (all on exact steps) to everybody."""

@@ -13,13 +13,16 @@ to be random is that no element is favoured, and each has exactly one turn in ev
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from gradsieve.schemes.agreed import Agreed, sum_agreed
+from gradsieve.comm.ops import Op
+from gradsieve.schemes.agreed import Agreed, asked_for_sum, sum_agreed
 from gradsieve.schemes.base import Stateless, log2_ceil
 from gradsieve.types import Ctx, Outcome, Program, Sparse
 
@@ -29,6 +32,8 @@ _PRODUCT = 1 << 62
 
 @dataclass(frozen=True, kw_only=True)
 class RandomK(Agreed[Stateless]):
+    looks: ClassVar[float] = 0.0
+
     def begin(self, n: int, world: int, previous: Stateless | None = None) -> Stateless:
         return Stateless()
 
@@ -39,6 +44,9 @@ class RandomK(Agreed[Stateless]):
         # 2.
         total, given = yield from sum_agreed(acc[picked], self.values, ctx)
         return Outcome(Sparse(picked, total, n), Sparse(picked, given, n), state)
+
+    def asks(self, n: int, world: int) -> Sequence[Op]:
+        return asked_for_sum(self.k(n), self.values, world)
 
     def expected_words(self, n: int, world: int, state: Stateless | None = None) -> float:
         return 2.0 * self.k(n) * (world - 1) / world

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -46,6 +46,9 @@ class State:
 @dataclass(frozen=True, kw_only=True)
 class Sidco(Gathering[State]):
     fit: Literal["exponential", "gamma", "pareto"] = "exponential"
+
+    looks: ClassVar[float] = 20.0
+    """Passes to fit a distribution and to correct it, by `schemes-2026-11-15.json` beside top-k."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

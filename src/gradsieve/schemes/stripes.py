@@ -12,13 +12,15 @@ and places, and tells more. One pass over a contiguous stretch, no random access
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from gradsieve.schemes.agreed import Agreed, Values, sum_between
+from gradsieve.comm.ops import Op
+from gradsieve.schemes.agreed import Agreed, Values, asked_for_sum, sum_between
 from gradsieve.schemes.base import log2_ceil
 from gradsieve.types import Ctx, Outcome, Program, Sparse, Vector
 from gradsieve.wire.values import VALUE_CODECS
@@ -45,6 +47,7 @@ class Stripes(Agreed[State]):
 
     reads_parts: ClassVar[bool] = True
     in_turn: ClassVar[bool] = True
+    looks: ClassVar[float] = 0.0
 
     @property
     def is_whole(self) -> bool:
@@ -69,6 +72,9 @@ class Stripes(Agreed[State]):
         total, given = yield from sum_between(acc, start, stop, self.values, ctx)
         state = State(n=n, cursor=stop % n if n else 0, ahead=min(n, max(0, state.ahead + stop - start - k)))
         return Outcome(Sparse.run(start, total, n), Sparse.run(start, given, n), state)
+
+    def asks(self, n: int, world: int) -> Sequence[Op]:
+        return asked_for_sum(self.k(n), self.values, world)
 
     def expected_words(self, n: int, world: int, state: State | None = None) -> float:
         size = VALUE_CODECS[self.values].predict_size(self.k(n), torch.float32)

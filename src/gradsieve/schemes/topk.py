@@ -9,13 +9,14 @@ Traffic grows with the number of ranks, and so does the number of elements that 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from gradsieve.comm.ops import AllGather
+from gradsieve.comm.ops import AllGather, Op
 from gradsieve.kernels import largest
-from gradsieve.schemes.base import Scheme, Stateless, log2_ceil
+from gradsieve.schemes.base import Scheme, Stateless, blank, log2_ceil
 from gradsieve.schemes.gathering import pack_entries, sum_entries
 from gradsieve.types import Ctx, Outcome, Program, Sparse
 
@@ -35,6 +36,9 @@ class TopK(Scheme[Stateless]):
         # 3.
         update = sum_entries(messages, n, acc.dtype, ctx)
         return Outcome(update, Sparse(mine, values, n), state)
+
+    def asks(self, n: int, world: int) -> Sequence[Op]:
+        return [AllGather(blank(2 * self.k(n)))]
 
     def expected_words(self, n: int, world: int, state: Stateless | None = None) -> float:
         return 2.0 * self.k(n) * (world - 1)

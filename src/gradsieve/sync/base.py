@@ -24,11 +24,12 @@ from gradsieve.comm.links import Links
 from gradsieve.comm.meter import Meter
 from gradsieve.comm.ops import Op
 from gradsieve.comm.rounds import Rounds
+from gradsieve.costs import dense_seconds
 from gradsieve.errors import ConfigError, GradsieveError, Malformed
 from gradsieve.feedback.rider import carry
 from gradsieve.feedback.treatment import Treatment
 from gradsieve.feedback.units import lay_units
-from gradsieve.schemes.base import Scheme, log2_ceil
+from gradsieve.schemes.base import Scheme
 from gradsieve.sync.budget import Budget, Times
 from gradsieve.sync.fallback import Fallback
 from gradsieve.sync.ledger import WORDS as LEDGER_WORDS
@@ -295,8 +296,8 @@ class Pipeline(ABC):
     def fall_back(self, links: Links) -> None:
         """From now on, dense where that is faster."""
         for way, unit in zip(self._ways, self.units, strict=True):
-            words = 2.0 * unit.n * unit.dtype.itemsize / 4 * (self.world - 1) / self.world
-            way.fallback = Fallback(links.seconds(2 * log2_ceil(self.world), words))
+            words = unit.n * unit.dtype.itemsize // 4
+            way.fallback = Fallback(dense_seconds(words, links, self.world))
 
     def _seconds_to_tell(self, index: int, way: Way) -> Sequence[float]:
         if self.budget is not None:

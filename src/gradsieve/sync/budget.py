@@ -26,6 +26,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from gradsieve.comm.links import Links
+from gradsieve.costs import bits_in, seconds_a_bit
 from gradsieve.errors import ConfigError
 from gradsieve.schemes.agreed import Values
 from gradsieve.wire.values import VALUE_CODECS
@@ -122,7 +123,7 @@ class Adaptive:
 
     @classmethod
     def over(cls, links: Links, n: int, world: int, every: int = 1) -> Adaptive:
-        return cls(cost("exact", world) / every, links.word * n / 32 * every, every=every)
+        return cls(cost("exact", world) / every, seconds_a_bit(links, n) * every, every=every)
 
     def at(self, bits: float) -> Adaptive:
         """As a checkpoint left it, on links and processors that may be others: with a look first."""
@@ -152,8 +153,7 @@ class Adaptive:
         )
 
     def _after_look(self, median: Times) -> Adaptive:
-        first = _CAUTION * median.room / self.bit if self.bit > 0 else _FIRST
-        bits = max(self.found or min(first, _FIRST), LEAST)
+        bits = max(self.found or bits_in(_CAUTION * median.room, self.bit, LEAST, _FIRST), LEAST)
         return replace(self, looking=False, bits=bits, alone=median, epochs=0)
 
     def _after_epoch(self, median: Times) -> Adaptive:

@@ -135,7 +135,8 @@ class ChaosTraining(Training):
         if isinstance(op, AllToAll | Exchange):
             whole = op.tensor.contiguous()
             if isinstance(op, AllToAll):  # more than the peer has room for, and gloo would abort it
-                whole = whole.split(op.send_counts)[peer]
+                start = sum(op.send_counts[:peer])
+                whole = whole[start : start + op.send_counts[peer]]
             half = whole.reshape(-1)[: whole.numel() // 2]
             for work in engine._moves(half, peer, half[:0], peer):
                 torch.distributed.batch_isend_irecv([work])

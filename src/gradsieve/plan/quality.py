@@ -1,0 +1,78 @@
+"""What an option was measured to cost in quality. Nothing here is a prediction: what is not here was not
+measured.
+
+`above` is the loss above dense's of the transformer of `docs/studies/`, in per cent, 4 ranks, AdamW; the only
+figure in which all options can be compared. Files in `benchmarks/results/`:
+
+    accuracy-bits-transformer-2026-11-15.json   budgets in bits, 2,000 steps, 3 seeds
+    accuracy-published-400-2026-11-16.json      schemes at density 0.01, 400 steps, one seed
+    accuracy-2026-11-15.json                    ExDyna at 0.001, 2,000 steps, one seed, before ADR 19
+    accuracy-equal-bytes-0.75-2026-11-16.json   local SGD, 400 steps, 3 seeds
+    time-to-accuracy-*-2026-11-15.json          fp16: steps to dense's loss, one seed
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    above: float | None
+    """Per cent; None: not measured in this figure."""
+    said: str
+
+    def __str__(self) -> str:
+        return self.said
+
+
+NONE = Gap(0.0, "0")
+UNKNOWN = Gap(None, "not measured")
+FP16 = Gap(0.1, "none seen (one seed)")
+POWERSGD = Gap(None, "CNN 0.7 points (one seed); loss not measured")
+_DENSITY = 0.01
+_MEASURED_BITS = ((0.15, 3.59), (0.75, 1.70))
+"""Of stripes, ± 0.45 and 0.35."""
+_SCHEMES = {
+    "exdyna": 6.8,
+    "deft": 6.7,
+    "oktopk": 6.8,
+    "spardl": 6.4,
+    "topk": 2.4,
+    "randomk": 9.7,
+}
+_PUBLISHED = {
+    "exdyna-paper": 16.9,
+    "deft-paper": 25.3,
+    "oktopk-paper": 20.4,
+    "spardl-paper": 24.8,
+}
+_EXDYNA_AT_A_THOUSANDTH = 14.5
+
+
+def of_bits(bits: float) -> Gap:
+    """Between two budgets that were measured, between their gaps; below the smaller one nothing is known."""
+    (low, worst), (high, best) = _MEASURED_BITS
+    if bits < low:
+        return Gap(None, f"below {low:g} bits not measured")
+    part = min(1.0, math.log(bits / low) / math.log(high / low))
+    above = worst + part * (best - worst)
+    return Gap(above, f"{above:.1f} % (3 seeds)" if part in (0.0, 1.0) else f"about {above:.1f} %")
+
+
+def of_scheme(name: str, density: float, exact: bool) -> Gap:
+    """Of values as they are; a scheme with rounded ones was not trained."""
+    if not exact:
+        return UNKNOWN
+    if density == _DENSITY and name in (known := _SCHEMES | _PUBLISHED):
+        return Gap(known[name], f"{known[name]:g} % (one seed)")
+    if name == "exdyna" and density == 0.001:
+        return Gap(_EXDYNA_AT_A_THOUSANDTH, f"{_EXDYNA_AT_A_THOUSANDTH:g} % (one seed)")
+    return UNKNOWN
+
+
+def of_local_steps(every: int) -> Gap:
+    if every == 76:
+        return Gap(16.7, "16.7 % (3 seeds)")
+    return UNKNOWN
