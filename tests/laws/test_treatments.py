@@ -106,7 +106,7 @@ def test_an_idle_rank_pays_its_share_and_no_more(scheme: str, case: Case, treatm
     assert same_bits(list(ranks.pipelines[0].waiting()), kept), (
         "a model that did not move has something new to tell"
     )
-    spent = [outcome.spent.to_dense() for outcome in ranks.pipelines[0].outcomes]
+    spent = [staged.outcome.spent.to_dense() for staged in ranks.pipelines[0]._arriving]
     ranks.pipelines[0].finish(ranks.flat[0])
     for before, paid, after in zip(kept, spent, ranks.pipelines[0].waiting(), strict=True):
         assert torch.allclose(after, before - paid, rtol=0.0, atol=2.0**-22)

@@ -64,7 +64,8 @@ class ChaosTraining(Training):
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         resource.setrlimit(resource.RLIMIT_AS, (hard, hard))  # to tell how it ended takes memory
         kept = code == DONE or self.before == self._all()
-        del self._usual, self._earlier
+        del self._usual
+        self._earlier.clear()
         self._end(kind, said, at, ranks, kept)
         return code
 
