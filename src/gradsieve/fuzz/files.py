@@ -76,6 +76,9 @@ class Loader:
         self.parameters = parameters()
         self.fitted = _Stepped([_Optimizer(rank.tensors)])
 
+    def optimizer_state(self, optimizer: _Optimizer) -> dict[str, Any]:
+        return optimizer.state_dict()
+
     def as_sync(self) -> GradientSync:
         return cast("GradientSync", self)
 
