@@ -158,7 +158,7 @@ def test_laws_hold_for_every_length_and_kind_of_gradient(name: str, world: int) 
 
 
 @every_scheme
-@pytest.mark.parametrize("kind", ["integers", "skewed", "two-valued"])
+@pytest.mark.parametrize("kind", ["integers", "skewed"])
 def test_laws_hold_for_a_hundred_thousand_elements(name: str, kind: str) -> None:
     case = Case(kind, world=16, sizes=(99_991,), density=0.01, steps=4)
     for round_ in case.fleet(name).advance(case.source, case.steps):
@@ -178,7 +178,7 @@ def test_laws_hold_when_fewer_elements_than_k_are_alive(
     def mostly_dead(step: int, rank: int, bucket: int) -> Tensor:
         return Source("normal", (600,), 5, dtype)(step, rank, bucket) * alive
 
-    for round_ in Fleet(make(name, density), [600], 4, dtype).advance(mostly_dead, 100):
+    for round_ in Fleet(make(name, density), [600], 4, dtype).advance(mostly_dead, 50):
         check_round(round_, exact=False)
 
 
