@@ -100,10 +100,10 @@ def test_an_interruption_of_the_command_alone_leaves_nothing(
 
 def test_hosts_of_several_ranks_are_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "hsdp.json"
-    size = ["--params", "1e5", "--rounds", "1", "--steps", "80", "--rate", "1gbit"]
+    size = ["--params", "1e5", "--rounds", "1", "--steps", "40", "--rate", "1gbit"]
     assert main(["bench", "hsdp", *size, "--json", str(out)]) == 0
     printed = capfd.readouterr()
     assert "Traceback" not in printed.err
     rows = {row["sync"]: row for row in json.loads(out.read_text())["rows"]}
-    assert rows["auto"]["replicas_equal_for"] >= 80
+    assert rows["auto"]["replicas_equal_for"] >= 40
     assert rows["noop"]["bytes_sent"] < rows["auto"]["bytes_sent"] < rows["dense"]["bytes_sent"]

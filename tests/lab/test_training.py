@@ -18,7 +18,7 @@ from gradsieve.lab import Lab
 pytestmark = pytest.mark.lab
 
 HOSTS, STEPS, ODD = 4, 120, 2
-SCHEMES = ["dense", "oktopk", "spardl", "exdyna", "stripes"]
+SCHEMES = ["oktopk", "exdyna", "stripes"]
 
 
 # -- on a host ----------------------------------------------------------------------------------------

@@ -28,20 +28,20 @@ from multiproc.training import (
     check_nothing_lost,
     check_replicas,
     differing,
-    registered,
     typical,
+    usual,
 )
 
-every_scheme = pytest.mark.parametrize("scheme", registered())
 every_way = pytest.mark.parametrize("scheme", typical())
-every_lossy_way = pytest.mark.parametrize("scheme", typical(lossless=False))
+every_scheme = pytest.mark.parametrize("scheme", usual())
+every_lossy_scheme = pytest.mark.parametrize("scheme", usual(lossless=False))
 
 
 def train(rank: int, plan: Plan) -> Seen:
     return Run(rank, plan).train().report()
 
 
-@every_way
+@every_scheme
 @pytest.mark.parametrize("world", [2, 4])
 def test_nothing_is_lost_and_replicas_are_the_same_bits(
     pool: Callable[[int], Ranks], scheme: str, world: int
@@ -51,7 +51,7 @@ def test_nothing_is_lost_and_replicas_are_the_same_bits(
     assert seen[0].units >= 3
 
 
-@every_scheme
+@every_way
 def test_real_processes_give_what_lockstep_gives(four: Ranks, scheme: str) -> None:
     plan = Plan(scheme, steps=8)
     virtual = Virtual(plan, 4).train()
@@ -61,7 +61,7 @@ def test_real_processes_give_what_lockstep_gives(four: Ranks, scheme: str) -> No
         assert differing(real.residuals, expected.residuals) == []
 
 
-@every_lossy_way
+@every_lossy_scheme
 def test_a_sparse_scheme_keeps_something_back(two: Ranks, scheme: str) -> None:
     """Or the tests above would say nothing about residuals."""
     seen = two.run(train, Plan(scheme))
@@ -127,7 +127,7 @@ def train_and_watch_buckets(rank: int, plan: Plan) -> tuple[Seen, list[list[list
     return run.train().report(), steps
 
 
-@every_way
+@every_scheme
 @pytest.mark.parametrize("cap_mb", [0.01, 1])
 def test_residuals_survive_the_rebuilding_of_buckets(two: Ranks, scheme: str, cap_mb: float) -> None:
     plan = Plan(scheme, cap_mb=cap_mb)
@@ -139,7 +139,7 @@ def test_residuals_survive_the_rebuilding_of_buckets(two: Ranks, scheme: str, ca
     assert differing(seen[0].parameters, virtual[0].parameters) == []
 
 
-@every_way
+@every_scheme
 def test_views_into_buckets_change_nothing(two: Ranks, scheme: str) -> None:
     plans = [Plan(scheme, ddp={"gradient_as_bucket_view": flag}) for flag in (False, True)]
     copied, viewed = (two.run(train, plan) for plan in plans)
@@ -166,7 +166,7 @@ def train_on_the_sum(rank: int, plan: Plan) -> Seen:
     return run.report()
 
 
-@every_way
+@every_scheme
 @pytest.mark.parametrize(
     ("micro", "ddp"),
     [(1, {}), (2, {"gradient_as_bucket_view": True}), (5, {})],
@@ -192,7 +192,7 @@ def train_on_a_static_graph(rank: int, plan: Plan) -> tuple[Seen, int]:
     return run.report(), run.sync.pipeline.step
 
 
-@every_way
+@every_scheme
 def test_accumulation_on_a_static_graph(two: Ranks, scheme: str) -> None:
     plan = Plan(scheme, micro=3, ddp={"static_graph": True})
     seen, steps = zip(*two.run(train_on_a_static_graph, plan), strict=True)
@@ -234,7 +234,7 @@ def test_many_units_keep_their_order_on_an_uneven_machine(two: Ranks, scheme: st
     assert differing(seen[0].parameters, Virtual(plan, 2).train()[0].parameters) == []
 
 
-@every_way
+@every_scheme
 def test_units_of_one_tensor_each_some_without_anything_sparse(two: Ranks, scheme: str) -> None:
     plan = Plan(scheme, cap_mb=1e-6)
     seen = two.run(train, plan)

@@ -16,10 +16,10 @@ import gradsieve
 from gradsieve import ConfigError
 from multiproc.harness import Ranks
 from multiproc.models import Whole
-from multiproc.training import RATE, Plan, Run, Seen, Virtual, check_laws, differing, typical
+from multiproc.training import RATE, Plan, Run, Seen, Virtual, check_laws, differing, usual
 
-every_scheme = pytest.mark.parametrize("scheme", typical())
-every_lossy_scheme = pytest.mark.parametrize("scheme", typical(lossless=False))
+every_scheme = pytest.mark.parametrize("scheme", usual())
+every_lossy_scheme = pytest.mark.parametrize("scheme", usual(lossless=False))
 
 
 class ByHand(Run):

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from gradsieve import Malformed
 from multiproc.harness import Ranks
 from multiproc.resumable import Resumable
-from multiproc.training import Plan, Run, differing, snapshot, typical, usual, without_rank
+from multiproc.training import Plan, Run, differing, snapshot, usual, without_rank
 
-every_scheme = pytest.mark.parametrize("scheme", typical())
+every_scheme = pytest.mark.parametrize("scheme", usual())
 every_lossy_scheme = pytest.mark.parametrize("scheme", usual(lossless=False))
 HALF = 21
 """Odd: every second step leaves gradients that the next exchange tells of."""

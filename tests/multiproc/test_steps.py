@@ -16,12 +16,12 @@ from gradsieve.integrations.ddp import DdpSync
 from gradsieve.sync import StepPipeline
 from multiproc.harness import Ranks
 from multiproc.outside import Lines
-from multiproc.training import RATE, Plan, Run, differing, typical
+from multiproc.training import RATE, Plan, Run, differing, usual
 
 WHOLE = gradsieve.Treatment(preview=1.0)
 """With whole numbers for gradients, all sums are exact."""
 
-lossy = pytest.mark.parametrize("scheme", typical(lossless=False))
+lossy = pytest.mark.parametrize("scheme", usual(lossless=False))
 
 
 def train(rank: int, plan: Plan) -> list[dict[str, Tensor]]:
