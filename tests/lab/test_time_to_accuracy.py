@@ -1,4 +1,4 @@
-"""`bench time-to-accuracy` on two hosts: each task, the usual syncs, a small model, a few steps."""
+"""`bench time-to-accuracy` on two hosts: the usual syncs, a small model, a few steps."""
 
 import json
 from typing import Any
@@ -10,14 +10,14 @@ from gradsieve.cli.main import main
 pytestmark = pytest.mark.lab
 
 STEPS = 12
-SYNCS = ["dense", "fp16", "powersgd", "auto", "oktopk"]
+SYNCS = ["dense", "fp16", "powersgd", "auto"]
 
 
-@pytest.fixture(scope="module", params=["mlp", "transformer"])
-def result(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("time-to-accuracy") / "result.json"
     size = ["--hosts", "2", "--params", "5e4", "--density", "0.05", "--steps", str(STEPS)]
-    asked = ["--task", request.param, "--syncs", ",".join(SYNCS), "--rate", "1gbit", "--json", str(path)]
+    asked = ["--task", "transformer", "--syncs", ",".join(SYNCS), "--rate", "1gbit", "--json", str(path)]
     assert main(["bench", "time-to-accuracy", *size, *asked]) == 0
     found: dict[str, Any] = json.loads(path.read_text())
     return found
@@ -37,10 +37,7 @@ def test_every_sync_has_a_row_and_a_curve_that_ends_where_the_rule_says(result: 
         else:
             assert curve["steps"][-1] == run["steps"] == row["steps"] <= limit
             assert curve["seconds"][-1] == run["seconds"] == row["seconds"]
-        if curve["metric"] == "accuracy":
-            assert max(curve["values"]) > 0.2, f"{row['sync']} learnt nothing"
-        else:
-            assert min(curve["values"]) < 4.5, f"{row['sync']} learnt nothing"
+        assert min(curve["values"]) < 4.5, f"{row['sync']} learnt nothing"
 
 
 def test_dense_sets_the_target_and_reaches_it_within_its_budget(result: dict[str, Any]) -> None:
@@ -72,6 +69,4 @@ def test_what_is_saved_in_bytes_is_seen_at_the_interface(result: dict[str, Any])
 def test_the_result_says_how_it_was_trained(result: dict[str, Any]) -> None:
     config = result["config"]
     trained = (config["optimizer"], config["learning_rate"], result["rows"][0]["runs"][0]["curve"]["metric"])
-    assert (
-        trained == {"mlp": ("sgd", 0.05, "accuracy"), "transformer": ("adamw", 2e-3, "loss")}[config["task"]]
-    )
+    assert trained == ("adamw", 2e-3, "loss")
