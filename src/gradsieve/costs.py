@@ -15,15 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradsieve.comm.links import Links
 from gradsieve.comm.meter import Meter
 from gradsieve.comm.ops import AllReduce, Op
 from gradsieve.comm.rounds import Rounds
-from gradsieve.profiles import Profile
 from gradsieve.schemes.base import Scheme, blank
 from gradsieve.schemes.dense import Dense
+
+if TYPE_CHECKING:
+    from gradsieve.profiles import Profile  # a training reads no file
 
 WORD = 4
 """Bytes."""

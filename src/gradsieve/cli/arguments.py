@@ -42,7 +42,7 @@ def add_lab(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--hosts",
-        type=lambda text: sorted({size(part) for part in text.split(",")}),
+        type=sizes,
         default="4",
         metavar="LIST",
         help="numbers of hosts in the lab, a table each (default: 4)",
@@ -103,6 +103,11 @@ def size(text: str) -> int:
     if not (number.is_finite() and 1 <= number <= MOST and number == number.to_integral_value()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 up, such as 25e6")
     return int(number)
+
+
+def sizes(text: str) -> list[int]:
+    """In order, each once."""
+    return sorted({size(part) for part in text.split(",")})
 
 
 def worlds(text: str) -> list[int]:

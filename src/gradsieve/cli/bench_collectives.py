@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from gradsieve.cli.arguments import Commands, add_command, add_lab, check_hosts, size
+from gradsieve.cli.arguments import Commands, add_command, add_lab, check_hosts, size, sizes
 
 _DESCRIPTION = """\
 Collectives by messages of our own beside gloo's, in turn, in one run on a lab network.
@@ -32,7 +32,7 @@ def add_parser(commands: Commands) -> None:
     add = parser.add_argument
     add(
         "--bytes",
-        type=lambda text: sorted({size(part) for part in text.split(",")}),
+        type=sizes,
         default="1e3,100e3,1e6",
         metavar="LIST",
         help="what a rank hands in (default: %(default)s)",

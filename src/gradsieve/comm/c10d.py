@@ -33,12 +33,10 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from gradsieve.comm import sockets
 from gradsieve.comm.inquest import HURRY_SECONDS, PATIENCE_SECONDS, Progress, Verdict, Watch
-from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op, describe
+from gradsieve.comm.ops import IN_FLIGHT, AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op, describe
 from gradsieve.errors import ConfigError, GradsieveError, Malformed, PeerError
 from gradsieve.types import Program, Result
 
-_IN_FLIGHT = 4
-"""Messages of an uneven all-to-all on their way at once."""
 _OF_THIS_RANK_ALONE = (Malformed, MemoryError, torch.OutOfMemoryError)
 """Errors of a program that other ranks need not meet; others are raised on all ranks, and programs go on."""
 _engines: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -242,9 +240,9 @@ class Engine:
         sends = torch.split(tensor, list(op.send_counts))
         receives = torch.split(out, list(op.receive_counts))
         receives[self.rank].copy_(sends[self.rank])
-        for first in range(1, self.world, _IN_FLIGHT):
+        for first in range(1, self.world, IN_FLIGHT):
             moves = []
-            for shift in range(first, min(first + _IN_FLIGHT, self.world)):
+            for shift in range(first, min(first + IN_FLIGHT, self.world)):
                 to, source = (self.rank + shift) % self.world, (self.rank - shift) % self.world
                 moves += self._moves(sends[to], to, receives[source], source)
             _wait(moves)

@@ -23,14 +23,11 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op
+from gradsieve.comm.ops import IN_FLIGHT, AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op
 
 Collectives = Literal["ring", "log"]
 Ranks: TypeAlias = NDArray[np.int64]
 Sizes: TypeAlias = NDArray[np.float64]
-
-IN_FLIGHT = 4
-"""Messages of an all-to-all under way at once, as in `c10d.py`."""
 
 
 @dataclass(frozen=True, slots=True)

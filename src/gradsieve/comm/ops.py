@@ -62,6 +62,9 @@ class Broadcast:
     root: int
 
 
+IN_FLIGHT = 4
+"""Messages of an uneven all-to-all on their way at once."""
+
 Op: TypeAlias = AllGather | AllReduce | AllToAll | Exchange | Broadcast
 
 
