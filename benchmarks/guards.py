@@ -22,8 +22,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from gradsieve.bench.step_worker import Arena, Contestant
-from gradsieve.bench.workloads import batch_for, build
+from gradsieve.bench.common.workloads import batch_for, build
+from gradsieve.bench.step.worker import Arena, Contestant
 from gradsieve.integrations.ddp import DdpSync
 from gradsieve.integrations.two_models import TwoModels
 from gradsieve.sync import base

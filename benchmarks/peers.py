@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from gradsieve.bench import results, tasks
+from gradsieve.bench.common import results
+from gradsieve.bench.tasks import training as tasks
 from gradsieve.comm import lockstep
 from gradsieve.feedback.treatment import Treatment
 from gradsieve.schemes.spec import parse

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from gradsieve.bench import results
+from gradsieve.bench.common import results
 from gradsieve.comm.links import Links
 from gradsieve.costs import Costs, Host, with_rings
 from gradsieve.lab.units import parse_rate

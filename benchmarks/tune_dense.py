@@ -3,8 +3,8 @@
     python benchmarks/tune_dense.py --json benchmarks/results/tuning-dense-2026-11-15.json
 
 The gradient is the mean over four ranks' batches, as in a run with four workers. The best of a task's grid
-are trained once more with all their steps; the winner is then written by hand into bench/tasks.py, for every
-sync. What FILE knows already is not trained again: after a wider grid, only what is new.
+are trained once more with all their steps; the winner is then written by hand into the tasks' recipes, for
+every sync. What FILE knows already is not trained again: after a wider grid, only what is new.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from itertools import product
 from operator import itemgetter
 from pathlib import Path
 
-from gradsieve.bench.machine import one_thread
-from gradsieve.bench.results import Row, table, writable, write
-from gradsieve.bench.tasks import TASKS, Recipe, Training, batches, shards
+from gradsieve.bench.common.machine import one_thread
+from gradsieve.bench.common.results import Row, table, writable, write
+from gradsieve.bench.tasks.training import TASKS, Recipe, Training, batches, shards
 
 WORLD = 4
 SEED = 0

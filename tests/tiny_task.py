@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradsieve.bench import tasks
-from gradsieve.bench.task_data import Data, DataSet
+from gradsieve.bench.tasks import training as tasks
+from gradsieve.bench.tasks.data import Data, DataSet
 
 TASK = "tiny"
 

@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradsieve.bench import accuracy, tasks, virtual
-from gradsieve.bench import accuracy_rivals as rivals
-from gradsieve.bench.accuracy import Case
-from gradsieve.bench.rival_base import RivalRun
-from gradsieve.bench.task_data import Data, DataSet
+from gradsieve.bench.accuracy import measure as accuracy
+from gradsieve.bench.accuracy import rivals
+from gradsieve.bench.accuracy.measure import Case
+from gradsieve.bench.common import virtual
+from gradsieve.bench.rivals.base import RivalRun
+from gradsieve.bench.tasks import training as tasks
+from gradsieve.bench.tasks.data import Data, DataSet
 from multiproc.harness import Ranks
 
 TASK = "tiny"

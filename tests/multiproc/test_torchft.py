@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gradsieve.bench import elastic
-from gradsieve.bench.elastic_replica import Plan
+from gradsieve.bench.elastic import measure as elastic
+from gradsieve.bench.elastic.replica import Plan
 
 
 def trained(steps: int, faults: elastic.Faults) -> dict[str, Any]:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "gradsieve"
 
 FILE_LIMIT, SCHEME_LIMIT, FUNCTION_LIMIT = 400, 249, 60
-MAY_USE_DISTRIBUTED = ("comm/c10d.py", "integrations/", "bench/", "doctor/", "lab/")
+MAY_USE_DISTRIBUTED = ("comm/c10d.py", "integrations/", "bench/", "doctor/", "lab/", "plan/validation/")
 NO_NUMPY: dict[str, tuple[str, ...]] = {
     "schemes": ("exclusive.py", "exdyna.py", "micro.py"),
     "kernels": ("compiled.py",),

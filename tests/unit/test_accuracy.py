@@ -14,11 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsieve.bench import accuracy, accuracy_plot, tasks, virtual
-from gradsieve.bench import accuracy_rivals as rivals
-from gradsieve.bench.accuracy import Case
-from gradsieve.bench.machine import one_thread
-from gradsieve.bench.results import table
+from gradsieve.bench.accuracy import measure as accuracy
+from gradsieve.bench.accuracy import plot as accuracy_plot
+from gradsieve.bench.accuracy import rivals
+from gradsieve.bench.accuracy.measure import Case
+from gradsieve.bench.common import virtual
+from gradsieve.bench.common.machine import one_thread
+from gradsieve.bench.common.results import table
+from gradsieve.bench.tasks import training as tasks
 from gradsieve.cli.main import main
 from gradsieve.errors import ConfigError
 from tiny_task import TASK, tiny

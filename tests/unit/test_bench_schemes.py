@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from gradsieve.bench import models
-from gradsieve.bench.clock import Clock
-from gradsieve.bench.models import Task
-from gradsieve.bench.recordings import WARM_STEPS, Recording
-from gradsieve.bench.schemes import COLUMNS, Fleet, Plan, measure, measure_all, tables
-from gradsieve.bench.schemes_plot import plot
+from gradsieve.bench.common import models
+from gradsieve.bench.common.clock import Clock
+from gradsieve.bench.common.models import Task
+from gradsieve.bench.common.recordings import WARM_STEPS, Recording
+from gradsieve.bench.schemes.measure import COLUMNS, Fleet, Plan, measure, measure_all, tables
+from gradsieve.bench.schemes.plot import plot
 from gradsieve.cli.main import main
 from gradsieve.comm.ops import AllReduce
 from gradsieve.errors import ConfigError

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from gradsieve.bench import bits, bits_plot
-from gradsieve.bench.bits import Plan, Waiting
+from gradsieve.bench.bits import measure as bits
+from gradsieve.bench.bits import plot as bits_plot
+from gradsieve.bench.bits.measure import Plan, Waiting
 from gradsieve.cli.main import main
 from gradsieve.errors import ConfigError
 from gradsieve.schemes import SCHEMES

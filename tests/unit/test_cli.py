@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from gradsieve.bench import exchange, step, time_to_accuracy
+from gradsieve.bench.exchange import measure as exchange
+from gradsieve.bench.step import measure as step
+from gradsieve.bench.time_to_accuracy import measure as time_to_accuracy
 from gradsieve.cli import bench, progress
 from gradsieve.cli.main import main
 
@@ -102,7 +104,7 @@ def test_a_model_that_is_too_small_is_refused_before_there_is_a_network(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("gradsieve.bench.in_lab.Lab", None)
+    monkeypatch.setattr("gradsieve.bench.common.in_lab.Lab", None)
     assert main(["bench", "step", *arguments]) == 2
     error = capsys.readouterr().err
     assert said in error

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from gradsieve import kernels
-from gradsieve.bench import models, task_data, traffic, workloads
+from gradsieve.bench import traffic
+from gradsieve.bench.common import models, workloads
+from gradsieve.bench.tasks import data as task_data
 from gradsieve.feedback.checkpoint import fields_to_tensors, text_to_tensor
 from gradsieve.feedback.digest import digest
 from gradsieve.kernels import fast, reference

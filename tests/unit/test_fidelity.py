@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsieve.bench.fidelity import captured, imbalance, left_behind, unlike_top_k
+from gradsieve.bench.common.fidelity import captured, imbalance, left_behind, unlike_top_k
 from gradsieve.types import Sparse
 
 TOTAL = torch.tensor([3.0, -4.0, 1.0, 0.0], dtype=torch.float64)

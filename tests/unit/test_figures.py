@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from gradsieve.bench.figure_data import Row, Training, labels, records
-from gradsieve.bench.figure_draw import gap_against_bits, running_mean
-from gradsieve.bench.figures import FIGURES, Figure
+from gradsieve.bench.figures.catalogue import FIGURES, Figure
+from gradsieve.bench.figures.data import Row, Training, labels, records
+from gradsieve.bench.figures.draw import gap_against_bits, running_mean
 from gradsieve.cli.main import _parser, main
 from gradsieve.errors import ConfigError
 from gradsieve.records import Header, Line, Record, path_of, text_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradsieve.bench import lost
-from gradsieve.bench.recordings import Recording
+from gradsieve.bench.common.recordings import Recording
 from gradsieve.schemes import SCHEMES
 from gradsieve.schemes.spec import parse
 

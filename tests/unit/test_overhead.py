@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradsieve.bench import overhead
-from gradsieve.bench.clock import Clock
+from gradsieve.bench.common.clock import Clock
 from gradsieve.bench.overhead import Case, Rank, bare, cases, kernels, measure, step
 from gradsieve.cli.main import main
 from gradsieve.comm.ops import AllReduce

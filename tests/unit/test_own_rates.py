@@ -7,8 +7,10 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from gradsieve.bench import accuracy, tasks, virtual
-from gradsieve.bench.accuracy import Case
+from gradsieve.bench.accuracy import measure as accuracy
+from gradsieve.bench.accuracy.measure import Case
+from gradsieve.bench.common import virtual
+from gradsieve.bench.tasks import training as tasks
 
 RATES = (0.5, 1.0, 2.0)
 

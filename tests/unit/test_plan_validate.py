@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from gradsieve.bench.in_lab import Rows
+from gradsieve.bench.common.in_lab import Rows
 from gradsieve.errors import ConfigError, GradsieveError
-from gradsieve.plan import validate
-from gradsieve.plan.validate import Case, compare, places, run_all, summary
+from gradsieve.plan.validation import measure as validate
+from gradsieve.plan.validation.measure import Case, compare, places, run_all, summary
 from gradsieve.profiles import Profile
 
 CASES = [Case(hosts, "1gbit", "5ms", 1_000_000, 0.01, ["dense", "exdyna"], 3) for hosts in (2, 4)]

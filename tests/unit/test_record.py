@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 import gradsieve
-from gradsieve.bench import accuracy, overhead, virtual
+from gradsieve.bench import overhead
+from gradsieve.bench.accuracy import measure as accuracy
+from gradsieve.bench.common import virtual
 from gradsieve.errors import ConfigError, Malformed
 from gradsieve.integrations import recorder as module
 from gradsieve.integrations.recorder import Recorder, spec_of

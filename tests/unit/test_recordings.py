@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from gradsieve.bench import models
-from gradsieve.bench.models import Task, interactions, sources
-from gradsieve.bench.recordings import Recording, record
+from gradsieve.bench.common import models
+from gradsieve.bench.common.models import Task, interactions, sources
+from gradsieve.bench.common.recordings import Recording, record
 from gradsieve.errors import ConfigError
 from gradsieve.feedback.units import lay_units
 

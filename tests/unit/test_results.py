@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradsieve.bench.results import table, writable, write
+from gradsieve.bench.common.results import table, writable, write
 from gradsieve.errors import ConfigError
 
 

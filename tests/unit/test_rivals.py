@@ -9,12 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsieve.bench import accuracy, rival_runs, tasks, virtual
-from gradsieve.bench.accuracy import Case
-from gradsieve.bench.rival_base import Part, RivalRun, flat
-from gradsieve.bench.rival_cser import Cser, CserPart
-from gradsieve.bench.rival_entries import Entries
-from gradsieve.bench.rival_runs import RIVALS, Member, parse
+from gradsieve.bench.accuracy import measure as accuracy
+from gradsieve.bench.accuracy.measure import Case
+from gradsieve.bench.common import virtual
+from gradsieve.bench.rivals import runs as rival_runs
+from gradsieve.bench.rivals.base import Part, RivalRun, flat
+from gradsieve.bench.rivals.cser import Cser, CserPart
+from gradsieve.bench.rivals.entries import Entries
+from gradsieve.bench.rivals.runs import RIVALS, Member, parse
+from gradsieve.bench.tasks import training as tasks
 from gradsieve.comm import lockstep
 from gradsieve.errors import ConfigError
 from gradsieve.types import Ctx

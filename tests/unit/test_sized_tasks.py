@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradsieve.bench.sized_tasks import TASKS, rate_at
+from gradsieve.bench.tasks.sized import TASKS, rate_at
 from gradsieve.errors import ConfigError
 
 every_task = pytest.mark.parametrize("name", TASKS)

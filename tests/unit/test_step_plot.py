@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsieve.bench.step_plot import read, spread
+from gradsieve.bench.step.plot import read, spread
 from gradsieve.cli.main import main
 from gradsieve.errors import ConfigError
 

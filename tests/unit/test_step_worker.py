@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradsieve.bench import exchange_worker, in_lab, step_worker
-from gradsieve.bench.step_worker import Arena, Contestant
-from gradsieve.bench.timeline import COMPUTING, from_all_ranks
+from gradsieve.bench.common import in_lab
+from gradsieve.bench.exchange import worker as exchange_worker
+from gradsieve.bench.step import worker as step_worker
+from gradsieve.bench.step.timeline import COMPUTING, from_all_ranks
+from gradsieve.bench.step.worker import Arena, Contestant
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Exchange, Op
 from gradsieve.errors import ConfigError
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from gradsieve.bench import syncs
-from gradsieve.bench.syncs import attached, steps_late, syncs_of
+from gradsieve.bench.common import syncs
+from gradsieve.bench.common.syncs import attached, steps_late, syncs_of
 from gradsieve.errors import ConfigError
 from gradsieve.feedback.treatment import Treatment
 from gradsieve.schemes import ExDyna, Stripes

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
-from gradsieve.bench import sized_tasks, time_to_accuracy, time_to_accuracy_worker
-from gradsieve.bench.models import sources
-from gradsieve.bench.task_data import fashion_mnist
-from gradsieve.bench.tasks import BETTER, Metric
-from gradsieve.bench.time_to_accuracy import Curve, Plan, Run, summary
-from gradsieve.bench.time_to_accuracy_plot import plot
+from gradsieve.bench.common.models import sources
+from gradsieve.bench.tasks import sized as sized_tasks
+from gradsieve.bench.tasks.data import fashion_mnist
+from gradsieve.bench.tasks.training import BETTER, Metric
+from gradsieve.bench.time_to_accuracy import measure as time_to_accuracy
+from gradsieve.bench.time_to_accuracy import worker as time_to_accuracy_worker
+from gradsieve.bench.time_to_accuracy.measure import Curve, Plan, Run, summary
+from gradsieve.bench.time_to_accuracy.plot import plot
 from gradsieve.cli.main import main
 from gradsieve.errors import ConfigError, GradsieveError
 from gradsieve.lab import Lab

@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradsieve.bench import sized_tasks, syncs, time_to_accuracy_worker
-from gradsieve.bench.task_data import Data, DataSet
-from gradsieve.bench.tasks import Metric
-from gradsieve.bench.time_to_accuracy import Plan
-from gradsieve.bench.time_to_accuracy_worker import Learner, measure
+from gradsieve.bench.common import syncs
+from gradsieve.bench.tasks import sized as sized_tasks
+from gradsieve.bench.tasks.data import Data, DataSet
+from gradsieve.bench.tasks.training import Metric
+from gradsieve.bench.time_to_accuracy import worker as time_to_accuracy_worker
+from gradsieve.bench.time_to_accuracy.measure import Plan
+from gradsieve.bench.time_to_accuracy.worker import Learner, measure
 
 SYNCS = ["dense", "auto", "stripes:values=int4", "exdyna", "fp16"]
 PLAN = Plan(1, None, None, "mlp", 3_000, 0.05, SYNCS, steps=12, seeds=2)

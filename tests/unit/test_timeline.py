@@ -9,9 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from gradsieve.bench.step import Plan
-from gradsieve.bench.timeline import EXCHANGING, TRAINING, Event, Step, chrome_trace, events_of, hidden, read
-from gradsieve.bench.timeline_plot import plot
+from gradsieve.bench.step.measure import Plan
+from gradsieve.bench.step.timeline import (
+    EXCHANGING,
+    TRAINING,
+    Event,
+    Step,
+    chrome_trace,
+    events_of,
+    hidden,
+    read,
+)
+from gradsieve.bench.step.timeline_plot import plot
 from gradsieve.cli.main import main
 from gradsieve.telemetry import Span
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from gradsieve.bench import tasks
-from gradsieve.bench.virtual import own_batches
+from gradsieve.bench.common.virtual import own_batches
+from gradsieve.bench.tasks import training as tasks
 from gradsieve.schemes.randomk import turn
 from gradsieve.wire.values import VALUE_CODECS
 from tiny_task import TASK

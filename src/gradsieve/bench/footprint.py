@@ -22,8 +22,8 @@ from torch import nn
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from gradsieve import kernels
-from gradsieve.bench.machine import check_fits
-from gradsieve.bench.ranks import leave, run_ranks
+from gradsieve.bench.common.machine import check_fits
+from gradsieve.bench.common.ranks import leave, run_ranks
 from gradsieve.errors import GradsieveError
 from gradsieve.integrations.gradient_sync import GradientSync
 from gradsieve.schemes.spec import parse

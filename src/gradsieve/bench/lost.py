@@ -14,10 +14,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from gradsieve.bench.machine import check_fits, one_thread
-from gradsieve.bench.models import build
-from gradsieve.bench.recordings import Recording, record
-from gradsieve.bench.schemes import Fleet
+from gradsieve.bench.common.machine import check_fits, one_thread
+from gradsieve.bench.common.models import build
+from gradsieve.bench.common.recordings import Recording, record
+from gradsieve.bench.schemes.measure import Fleet
 from gradsieve.schemes.base import Scheme
 from gradsieve.schemes.spec import parse
 

@@ -21,8 +21,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from gradsieve.bench.clock import Clock
-from gradsieve.bench.machine import check_fits, one_thread
+from gradsieve.bench.common.clock import Clock
+from gradsieve.bench.common.machine import check_fits, one_thread
 from gradsieve.comm import lockstep
 from gradsieve.feedback.treatment import Treatment
 from gradsieve.kernels import active, is_finite, using

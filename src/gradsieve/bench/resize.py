@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from gradsieve import presets
-from gradsieve.bench.machine import one_thread
-from gradsieve.bench.virtual import Member, Run, exchange, own_batches
+from gradsieve.bench.common.machine import one_thread
+from gradsieve.bench.common.virtual import Member, Run, exchange, own_batches
 from gradsieve.comm import lockstep
 from gradsieve.errors import ConfigError
 from gradsieve.schemes.spec import parse

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsieve.bench.machine import check_fits, one_thread
-from gradsieve.bench.models import Transformer
-from gradsieve.bench.sized_tasks import TASKS
-from gradsieve.bench.task_data import CONTEXT
+from gradsieve.bench.common.machine import check_fits, one_thread
+from gradsieve.bench.common.models import Transformer
+from gradsieve.bench.tasks.data import CONTEXT
+from gradsieve.bench.tasks.sized import TASKS
 from gradsieve.comm import lockstep
 from gradsieve.comm.meter import Meter
 from gradsieve.schemes import make

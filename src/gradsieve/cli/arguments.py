@@ -63,7 +63,7 @@ def check_hosts(hosts: Sequence[int], *files: Path | None) -> None:
 
 def add_syncs(parser: argparse.ArgumentParser, default: str) -> None:
     """What a bench on a lab network compares."""
-    from gradsieve.bench.syncs import SYNCS
+    from gradsieve.bench.common.syncs import SYNCS
 
     parser.add_argument(
         "--syncs",
@@ -139,7 +139,7 @@ def schemes(text: str) -> list[str]:
 
 
 def models(text: str) -> list[str]:
-    from gradsieve.bench.models import MODELS
+    from gradsieve.bench.common.models import MODELS
 
     names = list(dict.fromkeys(text.split(",")))
     unknown = [name for name in names if name not in MODELS]
@@ -151,7 +151,7 @@ def models(text: str) -> list[str]:
 
 
 def tasks(text: str) -> list[str]:
-    from gradsieve.bench.tasks import TASKS
+    from gradsieve.bench.tasks.training import TASKS
 
     names = list(TASKS) if text == "all" else list(dict.fromkeys(text.split(",")))
     unknown = [name for name in names if name not in TASKS]

@@ -102,7 +102,8 @@ def _add_traffic(commands: Commands) -> None:
 
 
 def run_traffic(args: argparse.Namespace) -> int:
-    from gradsieve.bench import results, traffic
+    from gradsieve.bench import traffic
+    from gradsieve.bench.common import results
     from gradsieve.types import check_density
 
     check_density(args.density)

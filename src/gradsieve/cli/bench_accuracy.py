@@ -22,7 +22,7 @@ from gradsieve.cli.progress import progress
 from gradsieve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gradsieve.bench.accuracy import Case
+    from gradsieve.bench.accuracy.measure import Case
 
 _DESCRIPTION = """\
 Whether a model ends as good as it would with dense exchange.
@@ -114,8 +114,9 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from gradsieve import presets
-    from gradsieve.bench import accuracy, results
-    from gradsieve.bench.accuracy_plot import plot
+    from gradsieve.bench.accuracy import measure as accuracy
+    from gradsieve.bench.accuracy.plot import plot
+    from gradsieve.bench.common import results
     from gradsieve.schemes.spec import parse
     from gradsieve.types import check_density
 
@@ -164,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _train(todo: Sequence[Case], args: argparse.Namespace) -> None:
     """Those that are not there yet."""
-    from gradsieve.bench import accuracy
+    from gradsieve.bench.accuracy import measure as accuracy
 
     missing = accuracy.missing(todo, args.folder, args.record)
     with progress(sum(case.work for case in missing)) as advance:
@@ -173,7 +174,7 @@ def _train(todo: Sequence[Case], args: argparse.Namespace) -> None:
 
 def _syncs(text: str) -> list[str]:
     """Schemes and rivals: `dense,exdyna,powersgd:rank=4,diloco`."""
-    from gradsieve.bench import accuracy_rivals as rivals
+    from gradsieve.bench.accuracy import rivals
 
     found: list[str] = []
     for each in text.split(","):

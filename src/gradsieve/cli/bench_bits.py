@@ -74,8 +74,9 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.bench import bits, results
-    from gradsieve.bench.bits_plot import plot
+    from gradsieve.bench.bits import measure as bits
+    from gradsieve.bench.bits.plot import plot
+    from gradsieve.bench.common import results
     from gradsieve.types import check_density
 
     if len(args.world) > 1:

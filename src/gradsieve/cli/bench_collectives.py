@@ -42,7 +42,8 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.bench import collectives, results
+    from gradsieve.bench.collectives import measure as collectives
+    from gradsieve.bench.common import results
 
     check_hosts(args.hosts)
     results.writable(args.json)

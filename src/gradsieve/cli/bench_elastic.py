@@ -53,7 +53,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.bench import results
+    from gradsieve.bench.common import results
 
     if importlib.util.find_spec("torchft") is None:
         raise ConfigError("this needs torchft: pip install 'gradsieve[torchft]'")
@@ -62,9 +62,9 @@ def run(args: argparse.Namespace) -> int:
     if args.bits is not None and args.density is not None:
         raise ConfigError("give --bits or --density, and not both")
     results.writable(args.json)
-    from gradsieve.bench import elastic
-    from gradsieve.bench.elastic_replica import Plan
-    from gradsieve.bench.tasks import TASKS
+    from gradsieve.bench.elastic import measure as elastic
+    from gradsieve.bench.elastic.replica import Plan
+    from gradsieve.bench.tasks.training import TASKS
 
     settings = {"scheme": args.sync, "density": args.density}
     if args.density is None:

@@ -43,8 +43,9 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.bench import exchange, results
-    from gradsieve.bench.syncs import treated
+    from gradsieve.bench.common import results
+    from gradsieve.bench.common.syncs import treated
+    from gradsieve.bench.exchange import measure as exchange
     from gradsieve.types import check_density
 
     check_density(args.density)

@@ -43,7 +43,8 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.bench import hsdp, results
+    from gradsieve.bench.common import results
+    from gradsieve.bench.hsdp import measure as hsdp
 
     check_hosts([args.hosts])
     results.writable(args.json)

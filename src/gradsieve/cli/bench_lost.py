@@ -36,8 +36,9 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.bench import lost, results
-    from gradsieve.bench.recordings import WARM_STEPS
+    from gradsieve.bench import lost
+    from gradsieve.bench.common import results
+    from gradsieve.bench.common.recordings import WARM_STEPS
     from gradsieve.types import check_density
 
     check_density(args.density)

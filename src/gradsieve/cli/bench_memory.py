@@ -32,7 +32,8 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.bench import footprint, results
+    from gradsieve.bench import footprint
+    from gradsieve.bench.common import results
     from gradsieve.types import check_density
 
     check_density(args.density)

@@ -38,7 +38,8 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.bench import overhead, results
+    from gradsieve.bench import overhead
+    from gradsieve.bench.common import results
     from gradsieve.types import check_density
 
     check_density(args.density)

@@ -47,9 +47,9 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.bench import results
-    from gradsieve.bench.syncs import SYNCS as KNOWN
-    from gradsieve.plan import validate
+    from gradsieve.bench.common import results
+    from gradsieve.bench.common.syncs import SYNCS as KNOWN
+    from gradsieve.plan.validation import measure as validate
 
     syncs = args.syncs.split(",") if args.syncs else validate.SYNCS
     unknown = [sync for sync in syncs if sync not in KNOWN]

@@ -54,7 +54,8 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.bench import resize, results
+    from gradsieve.bench import resize
+    from gradsieve.bench.common import results
 
     if (args.bits is None) == (args.density is None):
         raise ConfigError("give --bits or --density, and not both")

@@ -71,9 +71,9 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.bench import results
-    from gradsieve.bench import schemes as bench
-    from gradsieve.bench.schemes_plot import plot
+    from gradsieve.bench.common import results
+    from gradsieve.bench.schemes import measure as bench
+    from gradsieve.bench.schemes.plot import plot
     from gradsieve.types import check_density
 
     for density in args.densities:

@@ -48,7 +48,7 @@ _PLOT_EXAMPLE = (
 
 
 def add_parser(commands: Commands) -> None:
-    from gradsieve.bench.workloads import WORKLOADS
+    from gradsieve.bench.common.workloads import WORKLOADS
 
     summary = "seconds a training step takes, on a lab network"
     parser = add_command(commands, "step", run, summary, _DESCRIPTION, _EXAMPLES)
@@ -74,10 +74,11 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.bench import results, step
-    from gradsieve.bench.syncs import syncs_of
-    from gradsieve.bench.timeline import chrome_trace
-    from gradsieve.bench.timeline_plot import plot
+    from gradsieve.bench.common import results
+    from gradsieve.bench.common.syncs import syncs_of
+    from gradsieve.bench.step import measure as step
+    from gradsieve.bench.step.timeline import chrome_trace
+    from gradsieve.bench.step.timeline_plot import plot
     from gradsieve.types import check_density
 
     check_density(args.density)
@@ -111,8 +112,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_plot(args: argparse.Namespace) -> int:
-    from gradsieve.bench import results
-    from gradsieve.bench.step_plot import plot, read
+    from gradsieve.bench.common import results
+    from gradsieve.bench.step.plot import plot, read
 
     drawable(args.plot)
     results.writable(args.plot)

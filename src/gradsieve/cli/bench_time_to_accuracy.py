@@ -51,7 +51,7 @@ examples:
 
 
 def add_parser(commands: Commands) -> None:
-    from gradsieve.bench.sized_tasks import TASKS
+    from gradsieve.bench.tasks.sized import TASKS
 
     summary = "seconds to the accuracy or loss that dense ends with, on a lab network"
     parser = add_command(commands, "time-to-accuracy", run, summary, _DESCRIPTION, _EXAMPLES)
@@ -71,10 +71,10 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.bench import results
-    from gradsieve.bench.syncs import syncs_of
-    from gradsieve.bench.time_to_accuracy import COLUMNS, Plan, measure, summary
-    from gradsieve.bench.time_to_accuracy_plot import plot
+    from gradsieve.bench.common import results
+    from gradsieve.bench.common.syncs import syncs_of
+    from gradsieve.bench.time_to_accuracy.measure import COLUMNS, Plan, measure, summary
+    from gradsieve.bench.time_to_accuracy.plot import plot
 
     syncs = syncs_of(args.syncs, always=["dense"])
     plan = Plan(

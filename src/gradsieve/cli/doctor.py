@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradsieve.bench.results import writable
+from gradsieve.bench.common.results import writable
 from gradsieve.cli.arguments import Commands, add_command, drawable
 from gradsieve.cli.progress import progress
 from gradsieve.errors import ConfigError

@@ -27,7 +27,8 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.bench import figures, results
+    from gradsieve.bench.common import results
+    from gradsieve.bench.figures import catalogue as figures
 
     if args.list:
         print(figures.listing())

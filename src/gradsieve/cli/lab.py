@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from gradsieve.bench.results import writable
+from gradsieve.bench.common.results import writable
 from gradsieve.cli import lab_chaos, lab_faults, lab_fuzz, lab_soak
 from gradsieve.cli.arguments import add_command, drawable
 from gradsieve.errors import ConfigError, GradsieveError

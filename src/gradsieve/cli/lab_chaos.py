@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradsieve.bench import results
+from gradsieve.bench.common import results
 from gradsieve.cli.arguments import Commands, add_command
 from gradsieve.cli.lab_faults import Lines
 from gradsieve.cli.progress import progress

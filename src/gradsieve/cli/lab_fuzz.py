@@ -43,7 +43,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.bench import results
+    from gradsieve.bench.common import results
     from gradsieve.fuzz.run import fuzz
 
     if args.case is not None:

@@ -8,7 +8,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from gradsieve.bench import results
+from gradsieve.bench.common import results
 from gradsieve.cli.arguments import Commands, add_command, size
 from gradsieve.errors import ConfigError
 

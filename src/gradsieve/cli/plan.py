@@ -76,7 +76,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.bench import results
+    from gradsieve.bench.common import results
     from gradsieve.costs import Costs
     from gradsieve.plan import view
     from gradsieve.plan.choose import ERROR_BAR, make_plan, recommendation

@@ -48,7 +48,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.bench.results import writable
+    from gradsieve.bench.common.results import writable
     from gradsieve.views.gathered import files_of, gather
     from gradsieve.views.report import report
 

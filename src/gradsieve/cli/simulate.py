@@ -95,8 +95,8 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.bench import results
-    from gradsieve.bench.machine import one_thread
+    from gradsieve.bench.common import results
+    from gradsieve.bench.common.machine import one_thread
     from gradsieve.comm.simulated import require
     from gradsieve.simulate import study
     from gradsieve.simulate.page import page

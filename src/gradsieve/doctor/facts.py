@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from gradsieve.bench.results import versions
+from gradsieve.bench.common.results import versions
 from gradsieve.kernels import active
 
 _SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B

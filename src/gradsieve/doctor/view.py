@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gradsieve.bench.results import origin, table
+from gradsieve.bench.common.results import origin, table
 from gradsieve.doctor.findings import Matrix, exit_code
 from gradsieve.doctor.judge_links import SLOW
 from gradsieve.doctor.run import Report

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gradsieve.bench import results
+from gradsieve.bench.common import results
 from gradsieve.costs import Costs
 from gradsieve.plan.choose import ERROR_BAR, Plan, acceptable, recommendation
 from gradsieve.plan.options import Model, Option, automatic, dense, no_communication

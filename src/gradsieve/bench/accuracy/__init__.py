@@ -1,0 +1,1 @@
+"""Trainings with every sync: final accuracy and loss."""

@@ -1,0 +1,1 @@
+"""gloo's collectives beside ours."""

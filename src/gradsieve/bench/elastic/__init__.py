@@ -1,0 +1,1 @@
+"""Replicas that die and come back."""

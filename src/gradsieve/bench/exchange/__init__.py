@@ -1,0 +1,1 @@
+"""One exchange, by what it is made of."""

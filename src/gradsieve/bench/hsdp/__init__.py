@@ -1,0 +1,1 @@
+"""Sharded inside hosts, sparse between them."""

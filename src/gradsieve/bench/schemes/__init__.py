@@ -1,0 +1,1 @@
+"""What each scheme selects and what it costs."""

@@ -1,0 +1,1 @@
+"""Real trainings: data, models, recipes."""

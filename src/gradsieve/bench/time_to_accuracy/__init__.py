@@ -1,0 +1,1 @@
+"""Seconds until a model is as good as asked."""

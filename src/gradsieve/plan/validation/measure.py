@@ -1,0 +1,161 @@
+"""Predictions held against a lab: `gradsieve bench plan`.
+
+For each case (hosts, rate, delay): the doctor measures a profile there; every sync's exchange is timed alone
+and in a training step; both are predicted from the profile and from the step without communication. A case is
+a file of the folder: one that is there is not run again.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from gradsieve import profiles
+from gradsieve.bench.common.in_lab import Rows, rows_from_hosts
+from gradsieve.bench.step import measure as step
+from gradsieve.costs import Costs
+from gradsieve.errors import ConfigError, GradsieveError
+from gradsieve.lab import Lab
+from gradsieve.lab.topology import MOST_HOSTS
+from gradsieve.lab.units import parse_delay, parse_rate
+from gradsieve.plan.choose import MARGIN
+from gradsieve.plan.options import Model, named
+from gradsieve.plan.predict import predict
+
+COLUMNS = ["hosts", "rate", "delay", "sync", "exchange_ms", "predicted_exchange_ms", "exchange_off"]
+COLUMNS += ["step_ms", "predicted_ms", "off"]
+SYNCS = ["dense", "fp16", "powersgd", "auto", "topk", "exdyna", "deft", "oktopk", "spardl"]
+GRID = [
+    (hosts, rate, delay)
+    for hosts in (2, 4, 8, 16)
+    for rate in ("20mbit", "100mbit", "1gbit")
+    for delay in ("0ms", "5ms", "20ms")
+]
+_NO_EXCHANGE_ALONE = ("powersgd", "auto")
+"""torch's hook needs DDP, and a budget a training to find it."""
+_DOCTOR_SECONDS = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    hosts: int
+    rate: str
+    delay: str
+    params: int
+    density: float
+    syncs: Sequence[str]
+    rounds: int
+
+    def __str__(self) -> str:
+        return f"{self.hosts}-hosts-{self.rate}-{self.delay}-{self.params}"
+
+    def __post_init__(self) -> None:
+        parse_rate(self.rate)
+        parse_delay(self.delay)
+        if not 2 <= self.hosts <= MOST_HOSTS:
+            raise ConfigError(f"hosts is {self.hosts}; here it is 2 to {MOST_HOSTS}")
+
+
+def places(text: str) -> list[tuple[int, str, str]]:
+    """Of `4:1gbit:5ms,2:20mbit:0ms`, or `grid`."""
+    if text == "grid":
+        return GRID
+    found = []
+    for each in text.split(","):
+        hosts, _, links = each.partition(":")
+        rate, _, delay = links.partition(":")
+        if not (hosts.isdecimal() and rate and delay):
+            raise ConfigError(f"{each!r} is not such as 4:1gbit:5ms, which is hosts:rate:delay")
+        found.append((int(hosts), rate, delay))
+    return found
+
+
+def run_all(cases: Sequence[Case], folder: Path, advance: Callable[[str], None]) -> tuple[Rows, list[str]]:
+    """The rows of all cases, also of those from before, and what went wrong in others."""
+    rows, failed = [], []
+    for case in cases:
+        path = folder / f"{case}.json"
+        try:
+            if not path.exists():
+                part = path.with_suffix(".part")
+                part.write_text(json.dumps(measure(case), indent=1, allow_nan=False))
+                part.rename(path)
+            rows += json.loads(path.read_text())
+        except GradsieveError as error:
+            failed.append(f"{case}: {error}")
+        advance(str(case))
+    return rows, failed
+
+
+def measure(case: Case) -> Rows:
+    profile = _examined(case)
+    alone = [sync for sync in case.syncs if sync not in _NO_EXCHANGE_ALONE]
+    config = {**asdict(case), "syncs": alone, "turns": 2 * case.rounds + 1}
+    exchanges = {
+        row["sync"]: row["exchange_ms"] for row in rows_from_hosts("gradsieve.plan.validation.worker", config)
+    }
+    syncs = [*step.ALWAYS, *(sync for sync in case.syncs if sync not in step.ALWAYS)]
+    plan = step.Plan(case.hosts, case.rate, case.delay, "mlp", case.params, case.density, syncs, case.rounds)
+    steps = {row["sync"]: row["step_ms"] for row in step.measure(plan)[0]}
+    return compare(case, profile, exchanges, steps)
+
+
+def compare(
+    case: Case, profile: profiles.Profile, exchanges: dict[str, float], steps: dict[str, float]
+) -> Rows:
+    """Of every sync that was measured."""
+    costs, compute = Costs.of(profile), steps["noop"] / 1e3
+    model = Model(case.params, compute / 3, 2 * compute / 3)
+    rows: Rows = []
+    for sync in [sync for sync in steps if sync != "noop"]:
+        told = predict(named(sync, model, costs, case.density), model, costs)
+        exchange, whole = exchanges.get(sync), 1e3 * (told.cost.link + told.cost.computed)
+        row: dict[str, Any] = {"hosts": case.hosts, "rate": case.rate, "delay": case.delay, "sync": sync}
+        row |= {"exchange_ms": exchange, "predicted_exchange_ms": whole}
+        row |= {"exchange_off": whole / exchange - 1 if exchange else None, "step_ms": steps[sync]}
+        rows.append(row | {"predicted_ms": 1e3 * told.step, "off": 1e3 * told.step / steps[sync] - 1})
+    return rows
+
+
+def _examined(case: Case) -> profiles.Profile:
+    """By the doctor, on such a network."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "profile.toml"
+        argv = [sys.executable, "-m", "gradsieve.cli.main", "doctor", "--profile", str(path)]
+        with Lab(case.hosts, case.rate, case.delay) as lab:
+            codes = lab.run(argv, timeout=_DOCTOR_SECONDS)
+        if not path.exists():
+            raise GradsieveError(f"the doctor left no profile; exit codes {codes}, its output is above")
+        return profiles.read(path)
+
+
+def summary(rows: Rows) -> dict[str, float]:
+    """Errors over all rows, and how often the quickest predicted option is near the quickest measured."""
+    found = {"combinations": float(len(rows))}
+    for name, key in (("exchange", "exchange_off"), ("step", "off")):
+        off = [abs(row[key]) for row in rows if row[key] is not None]
+        if off:
+            found |= {f"{name}_median_off": median(off), f"{name}_most_off": max(off)}
+    near = [_choice(own) <= 1 + MARGIN for own in _by_case(rows)]
+    return found | {"cases": float(len(near)), "choices_within_margin": sum(near) / max(1, len(near))}
+
+
+def _by_case(rows: Rows) -> list[Rows]:
+    cases: dict[tuple[Any, ...], Rows] = {}
+    for row in rows:
+        cases.setdefault((row["hosts"], row["rate"], row["delay"]), []).append(row)
+    return list(cases.values())
+
+
+def _choice(rows: Rows) -> float:
+    """Measured step of what the plan would take, dense where nothing is clearly faster, over the best one."""
+    dense = next(row for row in rows if row["sync"] == "dense")
+    quickest = min(rows, key=lambda row: float(row["predicted_ms"]))
+    is_near = dense["predicted_ms"] <= (1 + MARGIN) * quickest["predicted_ms"]
+    return float((dense if is_near else quickest)["step_ms"] / min(row["step_ms"] for row in rows))
