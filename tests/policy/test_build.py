@@ -1,0 +1,92 @@
+"""What is released: every module and nothing else, the same bytes each time, one version everywhere."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import gradsieve
+
+ROOT = Path(__file__).parents[2]
+BESIDE_THE_SOURCE = {"README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "SECURITY.md", "pyproject.toml"}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy without caches and without git, as someone has it who unpacked an archive."""
+    copy = tmp_path_factory.mktemp("source")
+    shutil.copytree(ROOT / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in BESIDE_THE_SOURCE:
+        shutil.copy(ROOT / name, copy)
+    return copy
+
+
+def built(source: Path, out: Path) -> tuple[Path, Path]:
+    argv = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return next(out.glob("*.whl")), next(out.glob("*.tar.gz"))
+
+
+@pytest.fixture(scope="module")
+def released(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return built(source, tmp_path_factory.mktemp("dist"))
+
+
+def modules(source: Path) -> set[str]:
+    return {str(path.relative_to(source / "src")) for path in (source / "src").rglob("*") if path.is_file()}
+
+
+def test_wheel_holds_all_modules_and_nothing_else(source: Path, released: tuple[Path, Path]) -> None:
+    names = set(zipfile.ZipFile(released[0]).namelist())
+    own = {name for name in names if ".dist-info/" not in name}
+    assert own == modules(source)
+    assert "gradsieve/py.typed" in own
+    assert {Path(name).name for name in names - own} == {
+        "METADATA",
+        "WHEEL",
+        "RECORD",
+        "LICENSE",
+        "entry_points.txt",
+    }
+
+
+def test_sdist_holds_the_source_and_what_stands_beside_it(source: Path, released: tuple[Path, Path]) -> None:
+    with tarfile.open(released[1]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert names == {f"src/{name}" for name in modules(source)} | BESIDE_THE_SOURCE | {"PKG-INFO"}
+
+
+def test_a_second_build_has_the_same_bytes(source: Path, released: tuple[Path, Path], tmp_path: Path) -> None:
+    again = built(source, tmp_path)
+    for first, second in zip(released, again, strict=True):
+        assert first.name == second.name
+        assert hashlib.sha256(first.read_bytes()).digest() == hashlib.sha256(second.read_bytes()).digest()
+
+
+def test_another_source_has_other_bytes(source: Path, released: tuple[Path, Path], tmp_path: Path) -> None:
+    changed = shutil.copytree(source, tmp_path / "changed")
+    (changed / "src" / "gradsieve" / "errors.py").open("a").write("\n# another line\n")
+    wheel, _ = built(changed, tmp_path / "dist")
+    assert wheel.read_bytes() != released[0].read_bytes()
+
+
+def test_one_version_everywhere(released: tuple[Path, Path]) -> None:
+    assert f"version: {gradsieve.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert released[0].name == f"gradsieve-{gradsieve.__version__}-py3-none-any.whl"
+    assert not re.search(r"^version *=", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+
+
+def test_an_installation_needs_torch_and_numpy_only(released: tuple[Path, Path]) -> None:
+    archive = zipfile.ZipFile(released[0])
+    metadata = archive.read(next(name for name in archive.namelist() if name.endswith("METADATA"))).decode()
+    needed = re.findall(r"^Requires-Dist: ([a-z_]+)[^;\n]*$", metadata, re.MULTILINE)
+    assert sorted(needed) == ["numpy", "torch"]
