@@ -224,6 +224,16 @@ def test_a_model_is_as_many_units_as_it_has_hundreds_of_megabytes() -> None:
 
 
 @needs_simgrid
+def test_dense_goes_by_rings_and_sparse_by_rounds_unless_it_is_asked_otherwise() -> None:
+    rounds = {
+        way: {row["scheme"]: row["rounds"] for row in study.run(plan(worlds=(16,), collectives=way))}
+        for way in ("ours", "ring", "log")
+    }
+    assert rounds["ours"]["dense"] == rounds["ring"]["dense"] == 30
+    assert rounds["ours"]["exdyna"] == rounds["log"]["exdyna"] < rounds["ring"]["exdyna"]
+
+
+@needs_simgrid
 def test_the_command_writes_rows_picture_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = {name: tmp_path / f"out.{name}" for name in ("json", "plot", "html")}
     options = [

@@ -36,7 +36,7 @@ columns:
 _EXAMPLES = """\
 examples:
   gradsieve simulate --schemes dense,topk,exdyna --world 1024 --topology fat-tree --params 1e9 --link 25gbit
-  gradsieve simulate --world 64,256,1024,16384 --collectives log --plot scaling.png --html scaling.html
+  gradsieve simulate --world 64,256,1024,16384 --plot scaling.png --html scaling.html
   gradsieve simulate --topology two-clouds --wan 1gbit --wan-delay 20ms --stragglers 1:2 --slow-links 2:10
 """
 _TOKENS, _FLOPS = 4096, 100e12
@@ -59,8 +59,9 @@ def add_parser(commands: Commands) -> None:
     add("--params", type=size, default="25e6", metavar="N", help="of the model (default: %(default)s)")
     add("--density", type=float, metavar="D",
         help="share that is sent, but by stripes (default: each scheme's own)")  # fmt: skip
-    add("--collectives", choices=["ring", "log"], default="ring",
-        help="gloo's rings, or log2 P rounds where these are faster (default: ring)")  # fmt: skip
+    add("--collectives", choices=["ours", "ring", "log"], default="ours",
+        help="as in training, dense by gloo's rings and the others in log2 P rounds where these are faster; "
+        "or all of them by rings, or all in rounds (default: ours)")  # fmt: skip
     _add_network(parser)
     _add_ranks(parser)
     add("--json", type=Path, metavar="FILE", help="write rows, loads of links and how they came about there")

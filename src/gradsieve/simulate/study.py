@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,7 +71,8 @@ class Plan:
     params: int
     density: float | None = None
     """None: each scheme's own."""
-    collectives: Collectives = "ring"
+    collectives: Collectives | Literal["ours"] = "ours"
+    """How ops are carried; `ours`: as in a training, the engine's rings for dense, rounds for the others."""
     compute_seconds: float = 0.25
     """Forward and backward of a rank that is not slow."""
     memory_rate: float = 20e9
@@ -101,6 +102,11 @@ class Plan:
     def scheme(self, text: str) -> Scheme[Any]:
         own = parse(text)
         return own if self.density is None or own.in_turn else parse(text, self.density)
+
+    def way(self, scheme: Scheme[Any]) -> Collectives:
+        if self.collectives == "ours":
+            return "ring" if scheme.lossless else "log"
+        return self.collectives
 
     def units(self, scheme: Scheme[Any]) -> int:
         cap = int(UNIT_CAP_MB * 2**20) // _WORD
@@ -140,7 +146,7 @@ def _row(plan: Plan, text: str, world: int, over: Network, advance: Advance) -> 
 
     made = recorded(scheme, plan.unit(scheme), world, heard)
     advance(_CALLS * world / 2, f"{doing}: on the network")
-    carried = _carried(made, over, plan.collectives)
+    carried = _carried(made, over, plan.way(scheme))
     advance(_CALLS * world / 2, doing)
     units = plan.units(scheme)
     seconds = carried.seconds * units
