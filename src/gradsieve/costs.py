@@ -34,11 +34,13 @@ PASS = 8.0
 CARRIED = 64.0
 """Bytes of memory traffic for a word that a socket sends and one that it receives: dense's processor time
 over its words, at 14 GB/s (`step-mlp-1gbit-2026-11-15.json`: 165 ms for 38 million)."""
-HANDLED = 1.7e-3
-"""Processor seconds of a unit of ours beside all passes over it: `overhead-1e6-2026-11-15.json`, of a Python
-that a faster host runs faster."""
-CODED = 6 * PASS
-"""For an element that is rounded, summed and read again (`step-bits-mlp-1gbit-2026-11-15.json`)."""
+HANDLED, ENTRY = 55e6, 3200.0
+"""For a unit of ours beside all passes over it, and for a word of what was selected, its index or its value,
+which is sorted, packed, received and added up: 5 ms and 0.3 us at 12 GB/s. Processor time of six schemes in
+labs of 2 and 4 hosts (`plan-computed-2026-11-16.jsonl`, by `benchmarks/plan_computed.py`); as bytes, since
+hosts that move them faster run Python faster too."""
+CODED = 36.0
+"""For an element that is rounded, summed and read again (the same)."""
 APART = 1.3
 """Times that the slowest pair must be behind the median to count: less is noise in what was measured."""
 _SMALL = 0.0005
@@ -116,10 +118,21 @@ class Costs:
         return self._of_unit(scheme, -(-n // units), passes).times(units)
 
     def _of_unit(self, scheme: Scheme[Any], n: int, passes: float) -> Cost:
+        ops = [] if scheme.silent else with_rider(scheme, n, self.world)
         compared = scheme.looked_at(n, self.world) / self.host.selection
-        moved = (passes * PASS * n + CODED * scheme.coded(n, self.world)) / self.host.memory
-        own = Cost(computed=HANDLED + compared + moved)
-        return own if scheme.silent else own + self.of_ops(with_rider(scheme, n, self.world))
+        entries = scheme.merges * sum(_held(op, self.world) for op in ops)
+        moved = HANDLED + ENTRY * entries + passes * PASS * n + CODED * scheme.coded(n, self.world)
+        return Cost(computed=compared + moved / self.host.memory) + self.of_ops(ops)
+
+
+def _held(op: Op, world: int) -> float:
+    """Words that a rank gives and gets; of a sum, what it gives."""
+    own = op.tensor.numel() * op.tensor.element_size() / WORD
+    if isinstance(op, AllReduce):
+        return own
+    meter = Meter(0, world)
+    meter.count(op)
+    return own + meter.moved / WORD
 
 
 def with_rider(scheme: Scheme[Any], n: int, world: int) -> list[Op]:

@@ -164,7 +164,7 @@ class Round:
         return statistics.fmean(work.seconds for work in self.ranks)
 
     def stage(self, name: str) -> float:
-        return statistics.fmean(work.stages[name] for work in self.ranks)
+        return statistics.fmean(work.stages.get(name, 0.0) for work in self.ranks)  # not all ranks have all
 
 
 @torch.no_grad()

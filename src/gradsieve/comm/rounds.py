@@ -35,8 +35,8 @@ from gradsieve.comm.meter import Meter
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Exchange, Op, describe
 from gradsieve.types import Ctx, Program, Result, by_way_of
 
-FEW = 4
-"""Ranks up to which the engine's own collectives stay: three messages are hardly more than two rounds."""
+FEW = 2
+"""Ranks up to which the engine's own collectives stay: a ring of two has nothing to gain."""
 _COPIED = 4e-9
 """Seconds a word moved that our own copies and sums take; an engine does these while it sends."""
 _MESSAGE = 30e-6

@@ -72,6 +72,9 @@ class Scheme(ABC, Generic[State]):
     """What selecting costs, in comparisons of every element with a threshold: an exact top-k is about five
     (processor time in `step-mlp-1gbit-2026-11-15.json` and `step-exclusive-2026-11-16.json`)."""
 
+    merges: ClassVar[float] = 1.0
+    """How often what was selected is sorted, packed and added up on its way; 0 where it needs no index."""
+
     in_turn: ClassVar[bool] = False
     """True where every element is sent within 1/density steps: small tensors need no way of their own."""
 

@@ -23,6 +23,7 @@ class Dense(Scheme[Stateless]):
 
     lossless: ClassVar[bool] = True
     looks: ClassVar[float] = 0.0
+    merges: ClassVar[float] = 0.0
 
     def begin(self, n: int, world: int, previous: Stateless | None = None) -> Stateless:
         return Stateless()

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -61,6 +61,7 @@ class SparDL(Scheme[State]):
     """How teams exchange; R-SAG needs a power of two of them."""
     residuals: Residuals = "all"
     """What is collected; all but "all" lose gradient, for ablation only."""
+    merges: ClassVar[float] = 1.8
 
     def __post_init__(self) -> None:
         super().__post_init__()

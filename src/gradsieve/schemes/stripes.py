@@ -48,6 +48,7 @@ class Stripes(Agreed[State]):
     reads_parts: ClassVar[bool] = True
     in_turn: ClassVar[bool] = True
     looks: ClassVar[float] = 0.0
+    merges: ClassVar[float] = 0.0
 
     @property
     def is_whole(self) -> bool:

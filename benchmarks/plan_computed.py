@@ -1,0 +1,93 @@
+"""What ranks compute in an exchange, beside its collectives, and how far the model of costs is from it.
+
+    for P in 2 4; do gradsieve lab run --hosts $P -- python benchmarks/plan_computed.py >> F; done
+
+One line of JSON for each scheme, size and density, of the mean rank: milliseconds, and what `costs.py` says
+from the host's speed at that moment.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradsieve.bench.common.syncs import treated
+from gradsieve.bench.common.workloads import build
+from gradsieve.comm.c10d import Engine
+from gradsieve.comm.links import nominal
+from gradsieve.comm.ops import Op
+from gradsieve.costs import Costs, Host
+from gradsieve.doctor import speed
+from gradsieve.plan.options import PASSES
+from gradsieve.sync.fitted import Fitted
+from gradsieve.types import Program, by_way_of
+
+SCHEMES = ("topk", "exdyna", "deft", "oktopk", "spardl", "stripes")
+SIZES, DENSITIES = (2_000_000, 8_000_000), (0.01, 0.001)
+WARM, TURNS = 9, 7
+CPU = torch.device("cpu")
+
+
+def computed(sync: str, n: int, density: float, engine: Engine) -> tuple[float, Fitted]:
+    """Seconds of an exchange that are not spent in its collectives, the median of some turns."""
+    torch.manual_seed(engine.rank)
+    parameters = dict(build("mlp", n).named_parameters())
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.01)
+    fitted = Fitted(parameters, [optimizer], *treated(sync, density), engine.rank, engine.world)
+    waited = 0.0
+
+    def timed(op: Op) -> Program[Tensor]:
+        nonlocal waited
+        start = time.perf_counter()
+        reply = yield op
+        waited += time.perf_counter() - start
+        return reply
+
+    own = []
+    for _ in range(WARM + TURNS):
+        for parameter in parameters.values():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        dist.barrier()
+        start, waited = time.perf_counter(), 0.0
+        tensors = fitted.tensors()
+        for index in range(len(fitted.pipeline.units)):
+            engine.run(by_way_of(fitted.pipeline.program(index, tensors), timed), sync, CPU)
+        fitted.finish(tensors)
+        own.append(time.perf_counter() - start - waited)
+    return statistics.median(own[WARM:]), fitted
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    engine = Engine()
+    dist.barrier()
+    host = speed.measure()
+    costs = Costs(engine.world, nominal(engine.world), Host(host.memory, host.selection, 0.0))
+    for n in SIZES:
+        for density in DENSITIES:
+            for sync in SCHEMES:
+                seconds, fitted = computed(sync, n, density, engine)
+                mean = torch.tensor([seconds], dtype=torch.float64) / engine.world
+                dist.all_reduce(mean)
+                scheme = replace(fitted.pipeline.scheme)
+                size = sum(parameter.numel() for parameter in fitted.parameters.values())
+                told = costs.of_scheme(scheme, size, len(fitted.pipeline.units), PASSES).computed
+                row = {"world": engine.world, "sync": sync, "n": size, "density": density}
+                row |= {"ms": 1e3 * mean.item(), "predicted_ms": 1e3 * told, "off": told / mean.item() - 1}
+                row |= {"memory_gb_s": host.memory / 1e9, "selection_m_s": host.selection / 1e6}
+                if engine.rank == 0:
+                    print(json.dumps(row), flush=True)
+    dist.barrier()
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()
