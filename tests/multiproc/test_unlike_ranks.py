@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
+import gradsieve.wire
 from gradsieve import DivergenceError, GradsieveError, MismatchError
 from multiproc.harness import Ranks
 from multiproc.outside import Lines
@@ -97,6 +98,12 @@ def other_weights(rank: int, scheme: str) -> None:
     )
 
 
+def other_version(rank: int, scheme: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradsieve.wire, "VERSION", 7 + rank)
+        Training(rank, scheme=scheme)
+
+
 SCENARIOS: dict[str, Any] = {
     "flush alone": flush_alone,
     "uneven inputs": uneven_inputs,
@@ -109,6 +116,7 @@ SCENARIOS: dict[str, Any] = {
     "other treatment": lambda rank, scheme: other_settings(
         rank, scheme, preset=gradsieve.Treatment(small=1024 + rank)
     ),
+    "other version": other_version,
     "other weights": other_weights,
 }
 
@@ -129,6 +137,7 @@ SCENARIOS: dict[str, Any] = {
         ("other density", MismatchError, "differ in density: rank 0 has 0.1; rank 1 has 0.2"),
         ("other scheme", MismatchError, "differ in scheme: rank 0 has TopK; rank 1 has ExDyna"),
         ("other treatment", MismatchError, "differ in preset: .*small=1025"),
+        ("other version", MismatchError, "version of gradsieve's messages: rank 0 has 7; rank 1 has 8"),
         ("other weights", DivergenceError, r"different weights; .* in 2 of 2 parameters \(weight, bias\)"),
     ],
 )

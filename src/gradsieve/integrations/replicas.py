@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from gradsieve import wire
 from gradsieve.comm.ops import AllGather
 from gradsieve.errors import DivergenceError
 from gradsieve.feedback import checkpoint
@@ -25,6 +26,7 @@ def start_alike(sync: GradientSync, dense_if_faster: bool) -> None:
     layout = repr([[(slot.name, slot.numel, slot.sparse) for slot in unit.slots] for unit in pipeline.units])
     elements = sum(slot.numel for unit in pipeline.units for slot in unit.slots)
     things = {
+        "the version of gradsieve's messages": str(wire.VERSION),
         "scheme": type(sync.scheme).__name__,
         "density": f"{sync.scheme.density:g}",
         "the scheme's settings": repr(sync.scheme),
