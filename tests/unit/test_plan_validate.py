@@ -7,22 +7,25 @@ import pytest
 from gradsieve.bench.common.in_lab import Rows
 from gradsieve.errors import ConfigError, GradsieveError
 from gradsieve.plan.validation import measure as validate
-from gradsieve.plan.validation.measure import Case, compare, places, run_all, summary
+from gradsieve.plan.validation.measure import Case, Place, compare, places, run_all, summary
 from gradsieve.profiles import Profile
 
-CASES = [Case(hosts, "1gbit", "5ms", 1_000_000, 0.01, ["dense", "exdyna"], 3) for hosts in (2, 4)]
+CASES = [Case(Place(hosts, "1gbit", "5ms"), 1_000_000, 0.01, ["dense", "exdyna"], 3) for hosts in (2, 4)]
 PROFILE = Profile(2, 2, 5e-3, 1e9, 2e-5, 5e-3, 1e9, memory=10e9, selection=500e6)
 STEPS = {"noop": 10.0, "dense": 80.0, "exdyna": 20.0}
 
 
 def test_cases_as_people_write_them() -> None:
-    assert places("4:1gbit:5ms,2:20mbit:0ms") == [(4, "1gbit", "5ms"), (2, "20mbit", "0ms")]
+    assert places("4:1gbit:5ms,2:20mbit:0ms") == [Place(4, "1gbit", "5ms"), Place(2, "20mbit", "0ms")]
     assert len(places("grid")) == 36
+    unlike = "examples/networks/two-sites.toml"
+    assert places(unlike) == [Place(4, None, None, unlike)]
+    assert str(Case(places(unlike)[0], 10, 0.01, [], 3)) == "4-hosts-two-sites-10"
     for wrong in ("4", "4:1gbit", "x:1gbit:5ms"):
         with pytest.raises(ConfigError, match="hosts:rate:delay"):
             places(wrong)
     with pytest.raises(ConfigError):
-        Case(4, "fast", "5ms", 1, 0.01, [], 1)
+        Place(4, "fast", "5ms")
 
 
 def test_rows_hold_prediction_and_measurement_side_by_side() -> None:
@@ -45,8 +48,8 @@ def test_a_broken_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.M
     ran: list[int] = []
 
     def measure(case: Case) -> Rows:
-        ran.append(case.hosts)
-        if case.hosts == 4 and len(ran) == 2:
+        ran.append(case.place.hosts)
+        if case.place.hosts == 4 and len(ran) == 2:
             raise GradsieveError("the lab fell over")
         return compare(case, PROFILE, {}, STEPS)
 

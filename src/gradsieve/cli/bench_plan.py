@@ -36,7 +36,8 @@ def add_parser(commands: Commands) -> None:
         "--cases",
         default="grid",
         metavar="LIST",
-        help="hosts:rate:delay with commas between (default: 2 to 16 hosts, 20mbit to 1gbit, 0 to 20ms)",
+        help="hosts:rate:delay, or a network's TOML file, with commas between (default: 2 to 16 hosts, "
+        "20mbit to 1gbit, 0 to 20ms)",
     )
     add("--params", type=size, default="2e6", metavar="N", help="of an MLP (default: %(default)s)")
     add("--density", type=float, default=0.01, metavar="D", help="default: 0.01")
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     results.writable(args.json)
     args.folder.mkdir(parents=True, exist_ok=True)
     cases = [
-        validate.Case(*place, args.params, args.density, syncs, args.rounds)
+        validate.Case(place, args.params, args.density, syncs, args.rounds)
         for place in validate.places(args.cases)
     ]
     with progress(len(cases)) as advance:

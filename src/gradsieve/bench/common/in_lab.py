@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,16 +22,24 @@ import torch.distributed as dist
 from gradsieve.bench.common.ranks import leave
 from gradsieve.errors import GradsieveError
 from gradsieve.lab import Lab
+from gradsieve.lab.topology import read
 
 Rows = list[dict[str, Any]]
 
 
+def lab_of(config: Mapping[str, Any]) -> Lab:
+    """As many hosts and such links as `config` says, or the network in a file of its own."""
+    if config.get("network"):
+        return Lab(read(Path(config["network"])))
+    return Lab(config["hosts"], config["rate"], config["delay"])
+
+
 def rows_from_hosts(worker: str, config: dict[str, Any]) -> Rows:
-    """What rank 0 of `worker` measured, on as many hosts and such links as `config` says."""
+    """What rank 0 of `worker` measured on the hosts of `lab_of(config)`."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
         argument = json.dumps({**config, "out": str(out)})
-        with Lab(config["hosts"], config["rate"], config["delay"]) as lab:
+        with lab_of(config) as lab:
             codes = lab.run([sys.executable, "-m", worker, argument])
         if not out.exists():
             raise GradsieveError(

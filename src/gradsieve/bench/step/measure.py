@@ -38,6 +38,8 @@ class Plan:
     rounds: int
     record: str | None = None
     """A folder: each of our syncs runs a second time, with a recorder that writes there."""
+    network: str | None = None
+    """A file with links of their own, instead of a rate and a delay for all."""
 
     def __post_init__(self) -> None:
         check_size(self.workload, self.params)

@@ -17,18 +17,18 @@ from statistics import median
 from typing import Any
 
 from gradsieve import profiles
-from gradsieve.bench.common.in_lab import Rows, rows_from_hosts
+from gradsieve.bench.common.in_lab import Rows, lab_of, rows_from_hosts
 from gradsieve.bench.step import measure as step
 from gradsieve.costs import Costs
 from gradsieve.errors import ConfigError, GradsieveError
-from gradsieve.lab import Lab
-from gradsieve.lab.topology import MOST_HOSTS
+from gradsieve.lab.topology import MOST_HOSTS, read
 from gradsieve.lab.units import parse_delay, parse_rate
 from gradsieve.plan.choose import MARGIN
 from gradsieve.plan.options import Model, named
 from gradsieve.plan.predict import predict
 
-COLUMNS = ["hosts", "rate", "delay", "sync", "exchange_ms", "predicted_exchange_ms", "exchange_off"]
+_WHERE = ["hosts", "rate", "delay", "network"]
+COLUMNS = [*_WHERE, "sync", "exchange_ms", "predicted_exchange_ms", "exchange_off"]
 COLUMNS += ["step_ms", "predicted_ms", "off"]
 SYNCS = ["dense", "fp16", "powersgd", "auto", "topk", "exdyna", "deft", "oktopk", "spardl"]
 GRID = [
@@ -43,17 +43,15 @@ _DOCTOR_SECONDS = 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class Place:
     hosts: int
-    rate: str
-    delay: str
-    params: int
-    density: float
-    syncs: Sequence[str]
-    rounds: int
+    rate: str | None
+    delay: str | None
+    network: str | None = None
+    """A file with links of their own, instead of rate and delay."""
 
     def __str__(self) -> str:
-        return f"{self.hosts}-hosts-{self.rate}-{self.delay}-{self.params}"
+        return Path(self.network).stem if self.network else f"{self.rate}-{self.delay}"
 
     def __post_init__(self) -> None:
         parse_rate(self.rate)
@@ -62,17 +60,32 @@ class Case:
             raise ConfigError(f"hosts is {self.hosts}; here it is 2 to {MOST_HOSTS}")
 
 
-def places(text: str) -> list[tuple[int, str, str]]:
-    """Of `4:1gbit:5ms,2:20mbit:0ms`, or `grid`."""
+@dataclass(frozen=True, slots=True)
+class Case:
+    place: Place
+    params: int
+    density: float
+    syncs: Sequence[str]
+    rounds: int
+
+    def __str__(self) -> str:
+        return f"{self.place.hosts}-hosts-{self.place}-{self.params}"
+
+
+def places(text: str) -> list[Place]:
+    """Of `4:1gbit:5ms,2:20mbit:0ms,rack.toml`, or `grid`."""
     if text == "grid":
-        return GRID
+        return [Place(*each) for each in GRID]
     found = []
     for each in text.split(","):
+        if each.endswith(".toml"):
+            found.append(Place(len(read(Path(each)).hosts), None, None, each))
+            continue
         hosts, _, links = each.partition(":")
         rate, _, delay = links.partition(":")
         if not (hosts.isdecimal() and rate and delay):
             raise ConfigError(f"{each!r} is not such as 4:1gbit:5ms, which is hosts:rate:delay")
-        found.append((int(hosts), rate, delay))
+        found.append(Place(int(hosts), rate, delay))
     return found
 
 
@@ -96,12 +109,14 @@ def run_all(cases: Sequence[Case], folder: Path, advance: Callable[[str], None])
 def measure(case: Case) -> Rows:
     profile = _examined(case)
     alone = [sync for sync in case.syncs if sync not in _NO_EXCHANGE_ALONE]
-    config = {**asdict(case), "syncs": alone, "turns": 2 * case.rounds + 1}
+    place = case.place
+    config = {**asdict(case), **asdict(place), "syncs": alone, "turns": 2 * case.rounds + 1}
     exchanges = {
         row["sync"]: row["exchange_ms"] for row in rows_from_hosts("gradsieve.plan.validation.worker", config)
     }
     syncs = [*step.ALWAYS, *(sync for sync in case.syncs if sync not in step.ALWAYS)]
-    plan = step.Plan(case.hosts, case.rate, case.delay, "mlp", case.params, case.density, syncs, case.rounds)
+    where = (place.hosts, place.rate, place.delay)
+    plan = step.Plan(*where, "mlp", case.params, case.density, syncs, case.rounds, network=place.network)
     steps = {row["sync"]: row["step_ms"] for row in step.measure(plan)[0]}
     return compare(case, profile, exchanges, steps)
 
@@ -116,7 +131,7 @@ def compare(
     for sync in [sync for sync in steps if sync != "noop"]:
         told = predict(named(sync, model, costs, case.density), model, costs)
         exchange, whole = exchanges.get(sync), 1e3 * (told.cost.link + told.cost.computed)
-        row: dict[str, Any] = {"hosts": case.hosts, "rate": case.rate, "delay": case.delay, "sync": sync}
+        row: dict[str, Any] = {**asdict(case.place), "sync": sync}
         row |= {"exchange_ms": exchange, "predicted_exchange_ms": whole}
         row |= {"exchange_off": whole / exchange - 1 if exchange else None, "step_ms": steps[sync]}
         rows.append(row | {"predicted_ms": 1e3 * told.step, "off": 1e3 * told.step / steps[sync] - 1})
@@ -128,7 +143,7 @@ def _examined(case: Case) -> profiles.Profile:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profile.toml"
         argv = [sys.executable, "-m", "gradsieve.cli.main", "doctor", "--profile", str(path)]
-        with Lab(case.hosts, case.rate, case.delay) as lab:
+        with lab_of(asdict(case.place)) as lab:
             codes = lab.run(argv, timeout=_DOCTOR_SECONDS)
         if not path.exists():
             raise GradsieveError(f"the doctor left no profile; exit codes {codes}, its output is above")
@@ -149,7 +164,7 @@ def summary(rows: Rows) -> dict[str, float]:
 def _by_case(rows: Rows) -> list[Rows]:
     cases: dict[tuple[Any, ...], Rows] = {}
     for row in rows:
-        cases.setdefault((row["hosts"], row["rate"], row["delay"]), []).append(row)
+        cases.setdefault(tuple(map(row.get, _WHERE)), []).append(row)
     return list(cases.values())
 
 
