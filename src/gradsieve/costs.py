@@ -60,6 +60,8 @@ class Host:
     """Elements a second that are compared with a threshold."""
     message: float
     """Processor seconds of a message."""
+    carried: float = CARRIED
+    """0 where the rate of the links is what hosts carry, whatever it costs them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ class Costs:
             meter = Meter(0, self.world)
             meter.count(op)
             words = meter.moved / WORD
-            carrying = CARRIED * words / self.host.memory
+            carrying = self.host.carried * words / self.host.memory
             seconds = max(link_seconds([op], self.links, self.world, ours), carrying)
             cost += Cost(seconds, self.host.message * meter.rounds, words, meter.rounds)
         return cost

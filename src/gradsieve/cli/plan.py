@@ -90,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
     drawable(args.plot)
     profile = _profile(args)
     model, costs = _model(profile, args), Costs.of(profile)
+    if args.rate is not None:  # a rate by hand is one that hosts do reach
+        costs = replace(costs, host=replace(costs.host, carried=0.0))
     plan = make_plan(model, costs, args.density, args.gap)
     print(f"{view.describe(model, costs)}\n\n{view.text(plan, args.price)}")
     if args.json is not None:
