@@ -216,6 +216,13 @@ def test_worlds_beyond_a_thousand_need_three_below() -> None:
     assert spread(3, 9) == [0, 3, 6]
 
 
+@needs_simgrid
+def test_more_teams_take_fewer_rounds() -> None:
+    rows = study.run(plan(schemes=("spardl:teams=1", "spardl:teams=8"), worlds=(16,)))
+    one, eight = (next(row for row in rows if row["scheme"] == f"spardl:teams={d}") for d in (1, 8))
+    assert eight["rounds"] < one["rounds"]
+
+
 def test_a_model_is_as_many_units_as_it_has_hundreds_of_megabytes() -> None:
     asked = plan(params=10**9)
     assert asked.units(parse("exdyna")) == 39

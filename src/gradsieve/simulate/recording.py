@@ -124,7 +124,8 @@ def effort(scheme: Scheme[Any]) -> float:
 def builds_up(scheme: Scheme[Any]) -> bool:
     """Whether an update has more elements where there are more ranks."""
     few = Size(2**14, 2**8)
-    return _Ranks(scheme, few, 4).count > 1.5 * few.k
+    teams = getattr(scheme, "teams", 1)
+    return _Ranks(scheme, few, 4 * teams if isinstance(teams, int) else 4).count > 1.5 * few.k
 
 
 class _Ranks:
