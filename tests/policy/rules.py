@@ -187,13 +187,11 @@ def _imported(tree: ast.AST) -> dict[str, str]:
 def export_faults(module: ModuleType) -> list[str]:
     """`__all__` is sorted as ruff sorts it and holds exactly the names that a user can see."""
     exported = list(module.__all__)
-    visible = {
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("_") and not isinstance(value, ModuleType) and name != "annotations"
-    }
-    faults = [f"{name} is visible but not in __all__" for name in sorted(visible - set(exported))]
-    faults += [f"{name} is in __all__ but not there" for name in sorted(set(exported) - visible)]
+    visible = {name for name in dir(module) if not name.startswith("_") and name != "annotations"}
+    ours = {name for name in visible - set(exported) if not isinstance(getattr(module, name), ModuleType)}
+    faults = [f"{name} is visible but not in __all__" for name in sorted(ours)]
+    gone = (name for name in exported if name not in visible or not hasattr(module, name))
+    faults += [f"{name} is in __all__ but not there" for name in sorted(gone)]
     if exported != sorted(set(exported), key=_export_order):
         faults.append("__all__ is not sorted, or a name stands there twice")
     return faults

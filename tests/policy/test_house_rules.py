@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import os
 import shutil
@@ -283,6 +284,21 @@ def test_a_wrong_export_is_seen(exported: list[str], fault: str | None) -> None:
     module = ModuleType("toy")
     vars(module).update(Alpha=int, beta=len, _private=1, submodule=sys, __all__=exported)
     assert rules.export_faults(module) == ([] if fault is None else [fault])
+
+
+def test_names_are_loaded_from_where_readers_of_types_are_told() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    (told,) = (node for node in tree.body if isinstance(node, ast.If))
+    imported = {
+        alias.name: str(node.module).removeprefix("gradsieve.")
+        for node in told.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert imported == gradsieve._WHERE
+    assert set(gradsieve.__all__) <= set(dir(gradsieve))
+    with pytest.raises(AttributeError, match="no attribute 'attatch'"):
+        _ = gradsieve.attatch
 
 
 def test_every_scheme_has_its_page() -> None:

@@ -16,8 +16,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import gradsieve
 from gradsieve.errors import ConfigError
 
@@ -54,6 +52,8 @@ def hosts_of(hosts: Sequence[int]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | int]:
+    import torch  # late: a picture of an old result needs none of it
+
     return {
         "gradsieve": gradsieve.__version__,
         "torch": torch.__version__,
