@@ -5,7 +5,7 @@ Nothing is looked up at import. Where a torch has no such name, the feature that
 ConfigError that says so; the others work. `gradsieve doctor` lists what the installed torch lacks, and
 tests/unit/test_torch_names.py fails where a name vanished or means something else.
 
-Seen in all of torch 2.6 to 2.15, unless an entry says otherwise (docs/installing.md has what was run).
+Each was seen in torch from `since` to 2.15: docs/installing.md has what was run.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class Private:
     names: tuple[str, ...]
     use: str
     without: str
+    since: tuple[int, int] = (2, 6)
+    """The first torch that was seen to have it; 2.6 is the oldest that is looked at."""
 
     def __str__(self) -> str:
         return f"{self.owner}: {', '.join(self.names)}"
@@ -150,6 +152,7 @@ SHARD_PARTS = Private(
     ("_all_reduce_hook", "all_reduce_grads", "fsdp_params", "offload_policy"),
     "hearing that shards were averaged",
     "attach(replicate=...) is refused",
+    since=(2, 7),
 )
 SHARD_FLAT = Private(
     "distributed/fsdp/_fully_shard/_fsdp_param.py",

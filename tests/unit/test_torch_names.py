@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from gradsieve.errors import ConfigError
 from gradsieve.torch_names import PRIVATE, Private
 
 SECONDS = 123.0
+INSTALLED = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,7 @@ def sharded(store: dist.Store) -> Any:
 
 @pytest.mark.parametrize("private", PRIVATE, ids=str)
 def test_the_installed_torch_has_it(private: Private) -> None:
-    assert private.is_there
+    assert private.is_there == (private.since <= INSTALLED)
     assert private.use
     assert private.without
 
@@ -61,14 +63,14 @@ def test_what_is_not_there_is_seen() -> None:
 
 def test_all_entries_are_listed_and_none_is_lacking() -> None:
     assert len(PRIVATE) == 15
-    assert torch_names.lacking() == []
+    assert torch_names.lacking() == [each for each in PRIVATE if each.since > INSTALLED]
 
 
 def test_a_name_that_vanished_is_lacking_and_refused_where_it_is_needed(
     monkeypatch: pytest.MonkeyPatch, store: dist.Store
 ) -> None:
     monkeypatch.delattr(dist.distributed_c10d, "_get_default_store")
-    assert torch_names.lacking() == [torch_names.STORE]
+    assert torch_names.STORE in torch_names.lacking()
     with pytest.raises(ConfigError, match=r"has no .*_get_default_store.*no sync can be attached"):
         torch_names.default_store()
 
@@ -237,6 +239,12 @@ def test_fsdp_gathers_from_the_flat_tensor_that_is_found(sharded: Any) -> None:
     assert sharded(torch.ones(1, 3)).tolist() == [[4.0, 4.0]]
 
 
+def test_a_torch_whose_shards_say_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"_all_reduce_hook.*attach\(replicate=...\) is refused"):
+        torch_names.set_averaging_hook(SimpleNamespace(), lambda: None)
+
+
+@pytest.mark.skipif(not torch_names.SHARD_PARTS.is_there, reason="this torch has no such hook")
 def test_averaging_is_heard_but_in_passes_that_accumulate(sharded: Any) -> None:
     (group,) = torch_names.shard_groups_of(sharded)
     assert torch_names.averaging_hook_of(group) is None

@@ -10,13 +10,14 @@ a bucket is done when all units with a part in it are.
 
 import weakref
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
 from torch.distributed import GradBucket
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import Unpack
 
 from gradsieve import torch_names
 from gradsieve.errors import ConfigError

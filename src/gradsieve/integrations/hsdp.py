@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from typing_extensions import Unpack
 
 from gradsieve import torch_names
 from gradsieve.errors import ConfigError, Malformed

@@ -12,7 +12,7 @@ import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ def write(path: Path, config: Mapping[str, Any], rows: Sequence[Row]) -> None:
 
 def origin() -> dict[str, Any]:
     """How a result came about."""
-    date = datetime.now(UTC).isoformat(timespec="seconds")
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return {"command": list(sys.argv), "date": date, "versions": versions()}
 
 
