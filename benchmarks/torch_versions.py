@@ -45,7 +45,8 @@ LOOK = """
 import json, platform, torch, gradsieve
 from gradsieve.torch_names import lacking
 gradsieve.attach, gradsieve.SCHEMES
-print(json.dumps({"build": torch.__version__, "python": platform.python_version(), "lacks": [str(each) for each in lacking()]}))
+versions = {"build": torch.__version__, "python": platform.python_version()}
+print(json.dumps({**versions, "lacks": [str(each) for each in lacking()]}))
 """
 
 
@@ -161,9 +162,8 @@ def _tested(interpreter: str, report: Path, tests: Sequence[str]) -> dict[str, A
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
-        "OMP_NUM_THREADS": "1"
-    }
+    ours = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return {**ours, "OMP_NUM_THREADS": "1"}
 
 
 def _run(argv: Sequence[str], cwd: Path = ROOT) -> str:

@@ -25,9 +25,7 @@ from multiproc.models import batch
 from multiproc.sharded import RATE, Odd, Training, full, mesh_of, plain, sharded, whole_training
 from multiproc.training import differing
 
-pytestmark = pytest.mark.skipif(
-    not SHARD_PARTS.is_there, reason="this torch's FSDP says nothing of averaging"
-)
+pytestmark = pytest.mark.skipif(not SHARD_PARTS.is_there, reason="FSDP says nothing of averaging here")
 
 AMOUNTS: list[dict[str, Any]] = [{"bits": 1.0}, {"scheme": "exdyna", "density": 0.05}]
 

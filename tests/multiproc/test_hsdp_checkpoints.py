@@ -19,9 +19,7 @@ from multiproc.harness import Ranks
 from multiproc.sharded import Training, full
 from multiproc.training import differing
 
-pytestmark = pytest.mark.skipif(
-    not SHARD_PARTS.is_there, reason="this torch's FSDP says nothing of averaging"
-)
+pytestmark = pytest.mark.skipif(not SHARD_PARTS.is_there, reason="FSDP says nothing of averaging here")
 
 HALF = 7
 """Odd: every second step leaves gradients that the next exchange tells of."""

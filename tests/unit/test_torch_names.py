@@ -21,6 +21,9 @@ from gradsieve.errors import ConfigError
 from gradsieve.torch_names import PRIVATE, Private
 
 SECONDS = 123.0
+needs_averaging = pytest.mark.skipif(
+    not torch_names.SHARD_PARTS.is_there, reason="FSDP of this torch does not tell, nor run on the CPU"
+)
 INSTALLED = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
@@ -228,6 +231,7 @@ def test_a_shard_is_its_own_memory_and_always_the_same_object(sharded: Any) -> N
     assert torch.equal(sharded.weight.full_tensor(), torch.full((2, 3), 7.0))
 
 
+@needs_averaging
 def test_fsdp_gathers_from_the_flat_tensor_that_is_found(sharded: Any) -> None:
     (group,) = torch_names.shard_groups_of(sharded)
     flats = torch_names.shard_flats_of(group)
@@ -244,7 +248,7 @@ def test_a_torch_whose_shards_say_nothing_is_refused() -> None:
         torch_names.set_averaging_hook(SimpleNamespace(), lambda: None)
 
 
-@pytest.mark.skipif(not torch_names.SHARD_PARTS.is_there, reason="this torch has no such hook")
+@needs_averaging
 def test_averaging_is_heard_but_in_passes_that_accumulate(sharded: Any) -> None:
     (group,) = torch_names.shard_groups_of(sharded)
     assert torch_names.averaging_hook_of(group) is None
