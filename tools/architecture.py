@@ -9,9 +9,10 @@ from __future__ import annotations
 import ast
 import sys
 import textwrap
-import tomllib
 from html import escape
 from pathlib import Path
+
+import tomllib
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "images" / "architecture.svg"

@@ -16,12 +16,12 @@ import signal
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import tomllib
 
 ROOT = Path(__file__).parent.parent
 LIST = ROOT / "tools" / "mutants.toml"

@@ -13,10 +13,15 @@ from __future__ import annotations
 import difflib
 import math
 import re
-import tomllib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 from gradsieve.errors import ConfigError, printable
 

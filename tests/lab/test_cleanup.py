@@ -1,6 +1,5 @@
 """However a lab ends, no namespace, no file and no process of it stays; after SIGKILL, until the next lab."""
 
-import argparse
 import json
 import os
 import signal
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import gradsieve.errors
-from gradsieve.cli.lab import add_parser
+from gradsieve.cli.main import main
 from gradsieve.lab import Lab
 
 pytestmark = pytest.mark.lab
@@ -41,12 +40,9 @@ with Lab(2, "1gbit", sys.argv[1] or None) as lab:
 """
 
 COMMAND_LINE = """
-import argparse, sys
-from gradsieve.cli.lab import add_parser
-parser = argparse.ArgumentParser()
-add_parser(parser.add_subparsers())
-args = parser.parse_args(["lab", "run", "--hosts", "2", "--", sys.executable, "-c", *sys.argv[2:]])
-sys.exit(args.call(args))
+import sys
+from gradsieve.cli.main import main
+sys.exit(main(["lab", "run", "--hosts", "2", "--", sys.executable, "-c", *sys.argv[2:]]))
 """
 
 
@@ -206,16 +202,12 @@ def test_children_that_a_rank_leaves_in_its_group_end_with_it(tmp_path: Path) ->
 def test_the_command_line_passes_the_failing_code_on_and_writes_json(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
     result = tmp_path / "result.json"
     script = 'echo "rank $RANK"; test "$RANK" != 1 || exit 3'
     shape = ["--hosts", "2", "--rate", "1gbit", "--json", str(result)]
-    args = parser.parse_args(["lab", "run", *shape, "--", "sh", "-c", script])
-    assert args.call(args) == 3
+    assert main(["lab", "run", *shape, "--", "sh", "-c", script]) == 3
     assert capfd.readouterr() == ("rank 0\n", "[rank 1] rank 1\n[lab] rank 1 exited with code 3\n")
     found = json.loads(result.read_text())
     assert 0 < found.pop("seconds") < 10
     assert found == {"hosts": 2, "rate": "1gbit", "delay": None, "exit_codes": [0, 3]}
-    killed = parser.parse_args(["lab", "run", "--hosts", "1", "--", "sh", "-c", "kill -9 $$"])
-    assert killed.call(killed) == 128 + signal.SIGKILL
+    assert main(["lab", "run", "--hosts", "1", "--", "sh", "-c", "kill -9 $$"]) == 128 + signal.SIGKILL

@@ -25,10 +25,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import Self
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # no thread in the fork server: threads do not survive a fork
 _CONTEXT = multiprocessing.get_context("forkserver")

@@ -19,10 +19,13 @@ import gradsieve
 from gradsieve.integrations.hosts import by_host
 from gradsieve.integrations.shards import ShardedModels
 from gradsieve.integrations.two_models import TwoModels
+from gradsieve.torch_names import SHARD_PARTS
 from multiproc.harness import Ranks
 from multiproc.models import batch
 from multiproc.sharded import RATE, Odd, Training, full, mesh_of, plain, sharded, whole_training
 from multiproc.training import differing
+
+pytestmark = pytest.mark.skipif(not SHARD_PARTS.is_there, reason="FSDP says nothing of averaging here")
 
 AMOUNTS: list[dict[str, Any]] = [{"bits": 1.0}, {"scheme": "exdyna", "density": 0.05}]
 

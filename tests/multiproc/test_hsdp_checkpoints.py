@@ -14,9 +14,12 @@ from torch import Tensor
 
 import gradsieve
 from gradsieve.integrations.hsdp import add_what_waits
+from gradsieve.torch_names import SHARD_PARTS
 from multiproc.harness import Ranks
 from multiproc.sharded import Training, full
 from multiproc.training import differing
+
+pytestmark = pytest.mark.skipif(not SHARD_PARTS.is_there, reason="FSDP says nothing of averaging here")
 
 HALF = 7
 """Odd: every second step leaves gradients that the next exchange tells of."""

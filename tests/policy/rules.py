@@ -48,6 +48,64 @@ def users_of(package: Path, library: str, excepted: tuple[str, ...] = ()) -> lis
     ]
 
 
+_OWN_OR_OTHERS = {
+    *("_content", "_after_look", "_after_epoch", "_moves", "_end_connections", "_gradsieve_sum"),  # ours
+    *("_exit", "_getframe", "_fields", "_forkserver", "_forkserver_pid"),  # Python's
+    *("_optimizers", "_custom_objects", "_use_async_quorum"),  # Accelerate's and torchft's
+}
+"""Names of objects that begin with an underscore, are used from outside, and are not torch's."""
+_REACHING = {"getattr", "hasattr", "setattr", "delattr"}
+
+
+def private_to_torch(package: Path, excepted: tuple[str, ...]) -> list[str]:
+    """Where a name of torch is used that begins with an underscore, or may be one: of an object, any such
+    name counts that is not known to be somebody else's."""
+    return [
+        f"{where}:{line} uses {name}"
+        for where, tree in _trees(package)
+        if where not in excepted
+        for name, line in sorted({*_private_paths(tree), *_private_attributes(tree)})
+    ]
+
+
+def _private_paths(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Written as a path from torch: imported, reached, or named in a string of its own."""
+    constants = (node for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    named = (
+        (each.value, each.lineno)
+        for each in constants
+        if isinstance(each.value, str) and re.fullmatch(r"torch(\.\w+)+", each.value)
+    )
+    imported = _imported(tree)
+    for name, line in (*_names(tree), *named):
+        first, _, rest = name.partition(".")
+        path = f"{imported.get(first, first)}.{rest}".split(".")
+        if path[0] == "torch" and any(map(_is_private, path)):
+            yield name, line
+
+
+def _private_attributes(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Of anything but oneself, also by `getattr` and its like."""
+    classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            name, owner = node.attr, node.value
+        elif isinstance(node, ast.Call) and _dotted(node.func) in _REACHING:
+            owner, word = node.args[0], node.args[1]
+            name = str(word.value) if isinstance(word, ast.Constant) else ""
+        else:
+            continue
+        if isinstance(owner, ast.Call):
+            owner = owner.func  # super()._name
+        its_own = _dotted(owner) in {"self", "cls", "super", *classes}
+        if _is_private(name) and not its_own and name not in _OWN_OR_OTHERS:
+            yield name, node.lineno
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
 def dangerous(package: Path) -> list[str]:
     """Ways to run what a file, a peer or an argument says."""
     return [
@@ -129,13 +187,11 @@ def _imported(tree: ast.AST) -> dict[str, str]:
 def export_faults(module: ModuleType) -> list[str]:
     """`__all__` is sorted as ruff sorts it and holds exactly the names that a user can see."""
     exported = list(module.__all__)
-    visible = {
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("_") and not isinstance(value, ModuleType) and name != "annotations"
-    }
-    faults = [f"{name} is visible but not in __all__" for name in sorted(visible - set(exported))]
-    faults += [f"{name} is in __all__ but not there" for name in sorted(set(exported) - visible)]
+    visible = {name for name in dir(module) if not name.startswith("_") and name != "annotations"}
+    ours = {name for name in visible - set(exported) if not isinstance(getattr(module, name), ModuleType)}
+    faults = [f"{name} is visible but not in __all__" for name in sorted(ours)]
+    gone = (name for name in exported if name not in visible or not hasattr(module, name))
+    faults += [f"{name} is in __all__ but not there" for name in sorted(gone)]
     if exported != sorted(set(exported), key=_export_order):
         faults.append("__all__ is not sorted, or a name stands there twice")
     return faults

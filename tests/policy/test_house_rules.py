@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import os
 import shutil
@@ -21,7 +22,15 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "gradsieve"
 
 FILE_LIMIT, SCHEME_LIMIT, FUNCTION_LIMIT = 400, 249, 60
-MAY_USE_DISTRIBUTED = ("comm/c10d.py", "integrations/", "bench/", "doctor/", "lab/", "plan/validation/")
+MAY_USE_DISTRIBUTED = (
+    "torch_names.py",
+    "comm/c10d.py",
+    "integrations/",
+    "bench/",
+    "doctor/",
+    "lab/",
+    "plan/validation/",
+)
 NO_NUMPY: dict[str, tuple[str, ...]] = {
     "schemes": ("exclusive.py", "exdyna.py", "micro.py"),
     "kernels": ("compiled.py",),
@@ -84,6 +93,45 @@ def test_a_long_function_is_seen(room: Path) -> None:
 def test_only_the_carrier_and_the_integrations_use_torch_distributed() -> None:
     assert rules.users_of(PACKAGE, "torch.distributed", MAY_USE_DISTRIBUTED) == []
     assert rules.users_of(PACKAGE, "torch.distributed") != [], "the rule looks for something that is there"
+
+
+def test_only_one_file_uses_private_names_of_torch() -> None:
+    assert rules.private_to_torch(PACKAGE, ("torch_names.py",)) == []
+    assert rules.private_to_torch(PACKAGE, ()) != [], "the rule looks for something that is there"
+
+
+@pytest.mark.parametrize(
+    "breach",
+    [
+        "from torch._C._distributed_c10d import TCPStore",
+        "from torch._compile import _disable_dynamo",
+        "import torch._dynamo",
+        "def f():\n    import torch._dynamo as dynamo",
+        "torch._foreach_norm(layers)",
+        "import torch.distributed as dist\ndist.distributed_c10d._get_default_store()",
+        "from torch import nn\nnn.modules.module._global_forward_hooks",
+        "context.set_forkserver_preload(['torch._dynamo'])",
+        "def f(ddp):\n    return ddp._comm_hooks",
+        "def f(module):\n    return module._get_fsdp_state()._fsdp_param_groups",
+        "getattr(parameter, '_post_accumulate_grad_hooks', None)",
+        "setattr(group, '_all_reduce_hook', None)",
+    ],
+)
+def test_any_way_to_a_private_name_of_torch_is_seen(room: Path, breach: str) -> None:
+    plant(room, "feedback/__init__.py", breach)
+    found = rules.private_to_torch(room, ("torch_names.py",))
+    assert found
+    assert all(each.startswith("feedback/__init__.py") for each in found)
+
+
+def test_private_names_of_our_own_are_no_breach(room: Path) -> None:
+    harmless = "class A:\n    def f(self):\n        return self._x, super()._y, A._z, self.__class__.__name__"
+    plant(
+        room,
+        "feedback/__init__.py",
+        f"{harmless}\nos._exit(1)\n'see torch._dynamo.config'\ntorch.__version__",
+    )
+    assert rules.private_to_torch(room, ("torch_names.py",)) == []
 
 
 def test_only_one_file_uses_simgrid() -> None:
@@ -236,6 +284,21 @@ def test_a_wrong_export_is_seen(exported: list[str], fault: str | None) -> None:
     module = ModuleType("toy")
     vars(module).update(Alpha=int, beta=len, _private=1, submodule=sys, __all__=exported)
     assert rules.export_faults(module) == ([] if fault is None else [fault])
+
+
+def test_names_are_loaded_from_where_readers_of_types_are_told() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    (told,) = (node for node in tree.body if isinstance(node, ast.If))
+    imported = {
+        alias.name: str(node.module).removeprefix("gradsieve.")
+        for node in told.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert imported == gradsieve._WHERE
+    assert set(gradsieve.__all__) <= set(dir(gradsieve))
+    with pytest.raises(AttributeError, match="no attribute 'attatch'"):
+        _ = gradsieve.attatch
 
 
 def test_every_scheme_has_its_page() -> None:

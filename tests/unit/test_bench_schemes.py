@@ -283,7 +283,7 @@ def test_help_says_what_the_columns_mean(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_all_are_all_that_exchange_something() -> None:
-    from gradsieve.cli.bench_schemes import _talking
+    from gradsieve.cli.bench.schemes import _talking
 
     assert _talking("all") == TALKING
     assert "noop" not in TALKING

@@ -7,8 +7,11 @@ import contextlib
 import importlib.util
 import io
 import json
+import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +19,10 @@ import pytest
 from gradsieve.bench.exchange import measure as exchange
 from gradsieve.bench.step import measure as step
 from gradsieve.bench.time_to_accuracy import measure as time_to_accuracy
-from gradsieve.cli import bench, progress
-from gradsieve.cli.main import main
+from gradsieve.cli import arguments as values
+from gradsieve.cli import progress, tree
+from gradsieve.cli.bench import step as bench_step
+from gradsieve.cli.main import main, parser_for
 
 
 @pytest.mark.parametrize(
@@ -32,7 +37,7 @@ from gradsieve.cli.main import main
     ],
 )
 def test_sizes_are_exact(text: str, number: int) -> None:
-    found = bench.size(text)
+    found = values.size(text)
     assert found == number
     assert type(found) is int
 
@@ -42,13 +47,13 @@ def test_sizes_are_exact(text: str, number: int) -> None:
 )
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="whole number"):
-        bench.size(text)
+        values.size(text)
 
 
 def test_lists_are_taken_apart() -> None:
-    assert bench.worlds("16,2,4,2") == [2, 4, 16]
-    assert bench.schemes("exdyna,topk,exdyna") == ["exdyna", "topk"]
-    assert {"noop", "dense", "topk", "micro", "exdyna"} <= set(bench.schemes("all"))
+    assert values.worlds("16,2,4,2") == [2, 4, 16]
+    assert values.schemes("exdyna,topk,exdyna") == ["exdyna", "topk"]
+    assert {"noop", "dense", "topk", "micro", "exdyna"} <= set(values.schemes("all"))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +120,7 @@ def test_an_interruption_while_arguments_are_read_is_no_traceback(monkeypatch: p
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench, "add_parser", interrupted)  # where torch is loaded
+    monkeypatch.setattr(bench_step, "fill", interrupted)  # where torch is loaded
     code = None
     with contextlib.suppress(KeyboardInterrupt):  # which would end all tests
         code = main(["bench", "step"])
@@ -128,6 +133,102 @@ def test_plot_without_matplotlib_is_refused_before_measuring(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["bench", "traffic", "--plot", str(tmp_path / "x.png")]) == 2
     assert "gradsieve[plot]" in capsys.readouterr().err
+
+
+def paths(commands: Mapping[str, tree.Command], *above: str) -> Iterator[tuple[str, ...]]:
+    for name, command in commands.items():
+        yield from paths(command.inner, *above, name) if command.inner else [(*above, name)]
+
+
+@pytest.mark.parametrize("path", list(paths(tree.COMMANDS)), ids=" ".join)
+def test_every_command_is_described_and_calls_something(
+    path: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*path, "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: gradsieve {' '.join(path)} [")
+    assert "\nexample" in shown
+    assert callable(inner_parser(path).get_default("call"))
+
+
+def inner_parser(path: tuple[str, ...]) -> argparse.ArgumentParser:
+    return below(parser_for(path), path)
+
+
+def below(parser: argparse.ArgumentParser, path: tuple[str, ...]) -> argparse.ArgumentParser:
+    for name in path:
+        (branches,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+        parser = branches.choices[name]
+    return parser
+
+
+@pytest.mark.parametrize(
+    ("line", "options"),
+    [("gradsieve ", ["--version"]), ("gradsieve bench traffic --sch", ["--schemes", "--world"])],
+)
+def test_a_shell_is_offered_what_may_follow(
+    line: str, options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """argcomplete is an extra: in its place stands what it would be given."""
+    offered: list[argparse.ArgumentParser] = []
+    monkeypatch.setitem(sys.modules, "argcomplete", SimpleNamespace(autocomplete=offered.append))
+    for name, value in {"_ARGCOMPLETE": "1", "COMP_LINE": f"{line}x", "COMP_POINT": str(len(line))}.items():
+        monkeypatch.setenv(name, value)
+    assert main([]) == 0
+    (parser,) = offered
+    shown = parser if line == "gradsieve " else below(parser, ("bench", "traffic"))
+    assert shown._option_string_actions.keys() >= set(options)
+
+
+def test_only_the_branch_that_is_asked_for_is_filled() -> None:
+    assert inner_parser(("bench", "traffic"))._option_string_actions.keys() > {"--schemes"}
+    other = parser_for(["lab", "run"])
+    (branches,) = (each for each in other._actions if isinstance(each, argparse._SubParsersAction))
+    assert branches.choices["bench"]._subparsers is None
+
+
+WITHOUT_TORCH = """
+import contextlib, io, json, sys
+from gradsieve.cli.main import main
+for words in json.loads(sys.argv[1]):
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        main(words)
+    heavy = [name for name in ("torch", "numpy", "matplotlib", "rich") if name in sys.modules]
+    print(words, heavy)
+    if heavy:
+        sys.exit(1)
+"""
+
+
+def without_torch(*commands: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, json.dumps(commands)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+
+
+def test_help_and_what_needs_no_torch_do_not_load_it() -> None:
+    done = without_torch(
+        ["--help"],
+        ["--version"],
+        ["bench", "--help"],
+        ["lab", "--help"],
+        ["lab", "run", "--help"],
+        ["lab", "draw", "--help"],
+        ["figure", "--list"],
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_command_that_loads_torch_is_seen() -> None:
+    done = without_torch(["bench", "step", "--help"])
+    assert done.returncode == 1
+    assert "'torch'" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -267,6 +267,12 @@ def test_another_version_is_named(name: str, severity: str) -> None:
     assert found(facts) == [(severity, "versions", (2,))]
 
 
+def test_what_a_torch_lacks_is_named_once_with_all_who_lack_it() -> None:
+    finding = only(group(lacks=dict.fromkeys((1, 3), ("torch 9 has no x",))))
+    assert (finding.severity, finding.rule, finding.ranks) == ("warning", "torch-names", (1, 3))
+    assert finding.what == "ranks 1, 3: torch 9 has no x"
+
+
 def test_kernels_that_are_not_compiled_are_named() -> None:
     assert found(group(kernels={1: "torch (no numba)"})) == [("warning", "kernels", (1,))]
     everywhere = group(kernels=dict.fromkeys(range(4), "torch (no numba)"))

@@ -13,7 +13,7 @@ import pytest
 from gradsieve.bench.figures.catalogue import FIGURES, Figure
 from gradsieve.bench.figures.data import Row, Training, labels, records
 from gradsieve.bench.figures.draw import gap_against_bits, running_mean
-from gradsieve.cli.main import _parser, main
+from gradsieve.cli.main import main, parsed
 from gradsieve.errors import ConfigError
 from gradsieve.records import Header, Line, Record, path_of, text_of
 
@@ -88,12 +88,12 @@ def test_the_list_has_all_five_papers_and_commands_that_parse(capsys: pytest.Cap
             f"{figure.name}\n  {figure.paper}, figure on: {figure.kind.shows}\n  {figure.command}\n" in told
         )
         words = shlex.split(figure.command)
-        _parser().parse_args(words[1:])  # exits where a command does not exist
+        parsed(words[1:])  # exits where a command does not exist
 
 
 def test_a_command_that_does_not_exist_would_be_seen() -> None:
     with pytest.raises(SystemExit):
-        _parser().parse_args(["bench", "accuracy", "--recrod", "rec"])
+        parsed(["bench", "accuracy", "--recrod", "rec"])
 
 
 def test_a_figure_without_what_it_shows_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gradsieve.cli.lab import add_parser
+from gradsieve.cli import main
 from gradsieve.errors import ConfigError, LabError
 from gradsieve.lab import Lab, available, names, network, ranks, signals, tools
 from gradsieve.lab.relay import Relay
@@ -303,9 +303,7 @@ def test_another_system_than_linux_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def parsed(*argv: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="gradsieve")
-    add_parser(parser.add_subparsers())
-    return parser.parse_args(["lab", "run", *argv])
+    return main.parsed(["lab", "run", *argv])
 
 
 def test_everything_after_two_dashes_is_the_command() -> None:

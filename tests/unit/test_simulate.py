@@ -259,7 +259,7 @@ def test_the_command_writes_rows_picture_and_page(tmp_path: Path, capsys: pytest
 
 @pytest.mark.parametrize(
     ("option", "said"),
-    [("--link=unshaped", "has a rate"), ("--link=fast", "not a link rate"), ("--memory=0", "GB/s"),
+    [("--rate=unshaped", "has a rate"), ("--link=fast", "not a link rate"), ("--memory=0", "GB/s"),
      ("--density=2", "density"), ("--world=64,4096", "at least 3")],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_refused(

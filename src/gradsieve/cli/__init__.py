@@ -1,1 +1,1 @@
-"""The `gradsieve` command: parse, call one function, print."""
+"""The command line: parse, call one function, print. `tree.py` has all commands; main.py begins."""

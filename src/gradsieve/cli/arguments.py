@@ -1,4 +1,4 @@
-"""What sub-commands share: how they are added, what the values of their options look like."""
+"""What sub-commands share: how they are described, what the values of their options look like."""
 
 from __future__ import annotations
 
@@ -7,34 +7,23 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import TypeAlias
 
 from gradsieve.errors import ConfigError
-
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 MOST = 10**12
 MOST_RANKS = 65_536
 
 
-def add_command(
-    commands: Commands,
-    name: str,
+def describe(
+    parser: argparse.ArgumentParser,
     call: Callable[[argparse.Namespace], int],
-    summary: str,
     description: str,
-    example: str | None = None,
-) -> argparse.ArgumentParser:
-    """A sub-command whose texts are shown as they are written."""
-    parser = commands.add_parser(
-        name,
-        help=summary,
-        description=description,
-        epilog=example,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    example: str,
+) -> None:
+    """What a sub-command does, and what says so: texts are shown as they are written."""
+    parser.description, parser.epilog = description, example
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.set_defaults(call=call)
-    return parser
 
 
 def add_lab(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradsieve.bench.common.results import writable
-from gradsieve.cli.arguments import Commands, add_command, drawable
+from gradsieve.cli.arguments import describe, drawable
 from gradsieve.cli.progress import progress
 from gradsieve.errors import ConfigError
 from gradsieve.profiles import write_profile
@@ -36,9 +36,8 @@ be found out.
 """
 
 
-def add_parser(commands: Commands) -> None:
-    summary = "is this cluster set up well: interfaces, links, hosts; with the mend"
-    parser = add_command(commands, "doctor", run, summary, _DESCRIPTION, _EXAMPLES)
+def fill(parser: argparse.ArgumentParser) -> None:
+    describe(parser, run, _DESCRIPTION, _EXAMPLES)
     add = parser.add_argument
     add("--heat-map", type=Path, metavar="FILE", help="draw bandwidth and latency of all pairs, PNG or SVG")
     add("--profile", type=Path, metavar="FILE", help="write what was measured there: TOML, to predict from")

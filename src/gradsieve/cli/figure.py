@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gradsieve.cli.arguments import Commands, add_command, drawable
+from gradsieve.cli.arguments import describe, drawable
 from gradsieve.errors import ConfigError
 
 _DESCRIPTION = """\
@@ -17,13 +17,13 @@ them: `gradsieve figure --list` names paper, figure and the commands.
 _EXAMPLE = "example:\n  gradsieve figure exdyna-density rec/*.jsonl --out density.png\n"
 
 
-def add_parser(commands: Commands) -> None:
-    parser = add_command(commands, "figure", run, "draw the papers' figures", _DESCRIPTION, _EXAMPLE)
+def fill(parser: argparse.ArgumentParser) -> None:
+    describe(parser, run, _DESCRIPTION, _EXAMPLE)
     add = parser.add_argument
     add("name", nargs="?", metavar="NAME", help="of the figure")
     add("files", nargs="*", type=Path, metavar="FILE", help="records or results")
     add("--list", action="store_true", help="all figures, and how their data are made")
-    add("--out", type=Path, metavar="FILE.png", help="draw there")
+    add("-o", "--out", type=Path, metavar="FILE.png", help="draw there")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,20 +1,26 @@
-"""`gradsieve`: one command, a few verbs. Each subcommand's module registers its own arguments."""
+# PYTHON_ARGCOMPLETE_OK
+"""`gradsieve`: one command, a few verbs. `tree.py` has them all."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
 
-from gradsieve.cli import bench, doctor, figure, lab, plan, report, simulate, watch
+from gradsieve import __version__
+from gradsieve.cli.tree import COMMANDS, grow
 from gradsieve.errors import GradsieveError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     _hear_interruption()
     try:
-        args = _parser().parse_args(argv)  # which loads torch, and takes a while
+        if "_ARGCOMPLETE" in os.environ:
+            return _complete()
+        words = sys.argv[1:] if argv is None else argv
+        args = parsed(words)  # which may load torch, and take a while
         return int(args.call(args))
     except GradsieveError as error:
         print(f"gradsieve: {error}", file=sys.stderr)
@@ -23,20 +29,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def parsed(words: Sequence[str]) -> argparse.Namespace:
+    return parser_for(words).parse_args(words)
+
+
+def parser_for(words: Sequence[str]) -> argparse.ArgumentParser:
+    """One that knows all commands by name, and the arguments of that which the words ask for."""
     parser = argparse.ArgumentParser(
         prog="gradsieve", description="Sparse gradient exchange for PyTorch: measure it, on a real network."
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    doctor.add_parser(commands)
-    plan.add_parser(commands)
-    lab.add_parser(commands)
-    bench.add_parser(commands)
-    simulate.add_parser(commands)
-    figure.add_parser(commands)
-    watch.add_parser(commands)
-    report.add_parser(commands)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    grow(parser, COMMANDS, words)
     return parser
+
+
+def _complete() -> int:
+    """The shell asks how the line may go on (`eval "$(register-python-argcomplete gradsieve)"`)."""
+    import argcomplete
+
+    line, end = os.environ.get("COMP_LINE", ""), os.environ.get("COMP_POINT", "")
+    words = line[: int(end)].split() if end.isdigit() else line.split()
+    argcomplete.autocomplete(parser_for(words[1:]))
+    return 0
 
 
 def _hear_interruption() -> None:

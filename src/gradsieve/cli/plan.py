@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradsieve.cli.arguments import MOST_RANKS, Commands, add_command, drawable, size
+from gradsieve.cli.arguments import MOST_RANKS, describe, drawable, size
 from gradsieve.errors import ConfigError
 from gradsieve.quantities import BITS, BYTES_A_SECOND, ELEMENTS_A_SECOND, SECONDS, Units, parse
 
@@ -45,12 +45,11 @@ _FORWARD = 1 / 3
 """Of computing, where only the sum is known."""
 
 
-def add_parser(commands: Commands) -> None:
-    summary = "which way to exchange gradients, if any: predicted steps, ranked, with reasons"
-    parser = add_command(commands, "plan", run, summary, _DESCRIPTION, _EXAMPLES)
+def fill(parser: argparse.ArgumentParser) -> None:
+    describe(parser, run, _DESCRIPTION, _EXAMPLES)
     add = parser.add_argument
     add("--profile", type=Path, metavar="FILE", help="what `gradsieve doctor --profile FILE` measured")
-    add("--world", type=_world, metavar="P", help="ranks")
+    add("--world", type=_world, metavar="N", help="ranks")
     add("--rate", type=_quantity(BITS, "1gbit"), metavar="R", help="of a rank's link, e.g. 1gbit")
     add("--delay", type=_quantity(SECONDS, "5ms"), metavar="D", help="one way, e.g. 5ms (by hand: 0)")
     add("--params", type=size, metavar="N", help="parameters of the model, e.g. 25e6")
@@ -72,7 +71,7 @@ def add_parser(commands: Commands) -> None:
     )
     add("--price", type=float, metavar="X", help="of a GB sent, in any currency")
     add("--json", type=Path, metavar="FILE", help="write the plan there")
-    add("--plot", type=Path, metavar="FILE", help="draw steps against the rate of the links, PNG or SVG")
+    add("--plot", type=Path, metavar="FILE.png", help="draw steps against the rate of the links, PNG or SVG")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gradsieve.cli.arguments import Commands, add_command
+from gradsieve.cli.arguments import describe
 from gradsieve.errors import ConfigError
 
 _DESCRIPTION = """\
@@ -32,10 +32,11 @@ examples:
 """
 
 
-def add_parser(commands: Commands) -> None:
-    summary = "one HTML page of what was recorded"
-    parser = add_command(commands, "report", run, summary, _DESCRIPTION, _EXAMPLES)
-    parser.add_argument("places", nargs="+", type=Path, metavar="DIR", help="a folder of records, or files")
+def fill(parser: argparse.ArgumentParser) -> None:
+    describe(parser, run, _DESCRIPTION, _EXAMPLES)
+    parser.add_argument(
+        "places", nargs="+", type=Path, metavar="FOLDER", help="a folder of records, or files"
+    )
     parser.add_argument(
         "-o",
         "--out",

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradsieve.cli.arguments import Commands, add_command, drawable, schemes, size, worlds
+from gradsieve.cli.arguments import describe, drawable, schemes, size, worlds
 from gradsieve.cli.progress import progress
 from gradsieve.errors import ConfigError
 
@@ -35,7 +35,7 @@ columns:
 
 _EXAMPLES = """\
 examples:
-  gradsieve simulate --schemes dense,topk,exdyna --world 1024 --topology fat-tree --params 1e9 --link 25gbit
+  gradsieve simulate --schemes dense,topk,exdyna --world 1024 --topology fat-tree --params 1e9 --rate 25gbit
   gradsieve simulate --world 64,256,1024,16384 --plot scaling.png --html scaling.html
   gradsieve simulate --topology two-clouds --wan 1gbit --wan-delay 20ms --stragglers 1:2 --slow-links 2:10
 """
@@ -43,9 +43,8 @@ _TOKENS, _FLOPS = 4096, 100e12
 _MILLI = 1000.0
 
 
-def add_parser(commands: Commands) -> None:
-    summary = "a step at up to thousands of ranks on a simulated network: star, fat tree, torus, two clouds"
-    parser = add_command(commands, "simulate", run, summary, _DESCRIPTION, _EXAMPLES)
+def fill(parser: argparse.ArgumentParser) -> None:
+    describe(parser, run, _DESCRIPTION, _EXAMPLES)
     add = parser.add_argument
     add(
         "--schemes",
@@ -74,7 +73,7 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
 
     add = parser.add_argument
     add("--topology", choices=list(TOPOLOGIES), default="star", help="of the network (default: star)")
-    add("--link", default="10gbit", metavar="R", help="rate of every link (default: %(default)s)")
+    add("--rate", "--link", default="10gbit", metavar="R", help="of every link (default: %(default)s)")
     add("--delay", default="5us", metavar="D", help="of every link, one way (default: %(default)s)")
     add("--wan", default="1gbit", metavar="R", help="between two clouds (default: %(default)s)")
     add("--wan-delay", default="20ms", metavar="D", help="of it, one way (default: %(default)s)")
@@ -113,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
         rows = study.run(plan, advance)
     print(results.table(rows, study.COLUMNS))
     title = f"{plan.params:,} parameters on a simulated {plan.topology}, {plan.collectives} collectives"
-    title = f"{title}, {args.link} links"
+    title = f"{title}, {args.rate} links"
     if args.json is not None:
         results.write(args.json, asdict(plan), rows)
     if args.plot is not None:
@@ -141,7 +140,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         raise ConfigError(f"--memory is {args.memory}: give a positive number of GB/s")
     compute = parse_delay(args.compute) or 0.0 if args.compute else 6 * args.params * _TOKENS / _FLOPS
     wires = Wires(
-        rate=rate("link", args.link),
+        rate=rate("rate", args.rate),
         delay=parse_delay(args.delay) or 0.0,
         wan_rate=rate("wan", args.wan),
         wan_delay=parse_delay(args.wan_delay) or 0.0,

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradsieve.cli.arguments import Commands, add_command
+from gradsieve.cli.arguments import describe
 from gradsieve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,10 +44,9 @@ examples:
 _LEAST = 0.1
 
 
-def add_parser(commands: Commands) -> None:
-    summary = "a running job, live, from its records"
-    parser = add_command(commands, "watch", run, summary, _DESCRIPTION, _EXAMPLES)
-    parser.add_argument("folder", type=Path, metavar="DIR", help="where the job writes its records")
+def fill(parser: argparse.ArgumentParser) -> None:
+    describe(parser, run, _DESCRIPTION, _EXAMPLES)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the job writes its records")
     parser.add_argument("--once", action="store_true", help="print one frame and end, for scripts")
     parser.add_argument(
         "--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks (default: 1)"

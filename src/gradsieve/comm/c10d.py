@@ -29,8 +29,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
+from gradsieve import torch_names
 from gradsieve.comm import sockets
 from gradsieve.comm.inquest import HURRY_SECONDS, PATIENCE_SECONDS, Progress, Verdict, Watch
 from gradsieve.comm.ops import IN_FLIGHT, AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op, describe
@@ -72,7 +73,7 @@ class Engine:
         # torchrun's store outlives a restart: those after it must not hear what was said of the dead.
         life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         prefix = f"gradsieve/{life}/{users.group_name}/{count}"
-        store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        store = torch_names.connected_once_more(torch_names.default_store())
         self._store_port = _port(store)
         hosts_store = sockets.listens_on(self._store_port)
         return Watch(store, prefix, self.rank, self.world, self._progress, self._end_connections, hosts_store)
@@ -214,7 +215,7 @@ class Engine:
                 if self.world == 1:
                     out[0] = tensor
                 elif tensor.numel():
-                    dist.all_gather_single(out.view(-1), tensor.view(-1), group=group)
+                    torch_names.all_gather_flat(out.view(-1), tensor.view(-1), group)
                 return out
             case AllReduce():
                 if self.world > 1 and tensor.numel():
@@ -278,8 +279,7 @@ def _backend(group: dist.ProcessGroup) -> str:
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta:
-    """What the user set for their group; torch has no public way to ask."""
-    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    timeout = torch_names.timeout_of(group)
     if timeout <= timedelta(0):
         raise ConfigError(
             f"the process group's time-out is {timeout.total_seconds():g} s: every wait needs a deadline; "

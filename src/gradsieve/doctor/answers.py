@@ -70,6 +70,7 @@ def facts_from(rank: int, said: Any) -> Facts:
         cores=told.count("cores"),
         quota=told.figure("quota"),
         versions=_texts(told, "versions"),
+        lacks=tuple(told.short("lacks", each) for each in told.items("lacks")),
     )
 
 

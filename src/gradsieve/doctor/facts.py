@@ -16,6 +16,7 @@ import torch
 
 from gradsieve.bench.common.results import versions
 from gradsieve.kernels import active
+from gradsieve.torch_names import lacking
 
 _SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B
 _IFF_UP, _IFF_LOOPBACK = 0x1, 0x8
@@ -59,6 +60,8 @@ class Facts:
     """Processors that its cgroup lets it use on average; 0: as many as there are."""
     kernels: str
     versions: Mapping[str, str] = field(default_factory=dict)
+    lacks: tuple[str, ...] = ()
+    """Names that its torch does not have, and what is lost without them."""
 
     @property
     def name(self) -> str:
@@ -106,6 +109,7 @@ def collect(rank: int, master: str) -> Facts:
         quota=_quota(),
         kernels=active(),
         versions={name: str(value) for name, value in versions().items() if name != "cpus"},
+        lacks=tuple(each.lost for each in lacking()),
     )
 
 

@@ -40,6 +40,7 @@ def after(facts: Sequence[Facts], measured: Measured, timeout: float | None) -> 
         hosts.quota(facts),
         hosts.shared(facts),
         hosts.versions(facts),
+        hosts.torch_names(facts),
         hosts.kernels(facts),
         hosts.debugging(facts),
         hosts.timeout(measured, len(facts), TORCH_TIMEOUT if timeout is None else timeout),

@@ -83,6 +83,17 @@ def versions(facts: Sequence[Facts]) -> Iterator[Finding]:
             yield Finding("note" if name == "python" else "error", "versions", ranks, what, mend)
 
 
+def torch_names(facts: Sequence[Facts]) -> Iterator[Finding]:
+    """What gradsieve reaches of torch beyond its public names, where a torch does not have it."""
+    lost: dict[str, list[int]] = {}
+    for each in facts:
+        for what in each.lacks:
+            lost.setdefault(what, []).append(each.rank)
+    for what, ranks in lost.items():
+        mend = "pip install torch==2.13.0   # a version that gradsieve was tested with: docs/installing.md"
+        yield Finding("warning", "torch-names", tuple(ranks), f"{list_ranks(ranks)}: {what}", mend)
+
+
 def kernels(facts: Sequence[Facts]) -> Iterator[Finding]:
     plain = [each for each in facts if each.kernels != "compiled"]
     if plain:

@@ -11,7 +11,7 @@ import os
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 

@@ -29,6 +29,7 @@ from gradsieve.feedback.units import lay_units
 from gradsieve.integrations.ddp import refuse_sparse_gradients, refuse_unfit
 from gradsieve.integrations.wrappers import model_in
 from gradsieve.sync import UNIT_CAP_MB
+from gradsieve.torch_names import acts_on_gradient
 
 Loss = Callable[[nn.Module], Tensor]
 WARM, STEPS = 2, 5
@@ -94,17 +95,13 @@ def conflicts_of(model: nn.Module) -> list[str]:
     sharded = sorted({type(each).__name__ for each in inner.modules() if _is_sharded(each)})
     if sharded:
         found.append(f"{', '.join(sharded)} exchanges gradients by itself: put DDP around the model")
-    hooked = [name for name, each in inner.named_parameters() if _acts_on_gradients(each)]
+    hooked = [name for name, each in inner.named_parameters() if acts_on_gradient(each)]
     if hooked:
         found.append(
             f"{len(hooked)} parameters, {hooked[0]!r} first, have hooks that run before a gradient was "
             "exchanged: take an optimizer in backward out"
         )
     return found
-
-
-def _acts_on_gradients(parameter: Tensor) -> bool:
-    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def _is_sharded(module: nn.Module) -> bool:

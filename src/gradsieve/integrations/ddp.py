@@ -10,14 +10,16 @@ a bucket is done when all units with a part in it are.
 
 import weakref
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
+from torch.distributed import GradBucket
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import Unpack
 
+from gradsieve import torch_names
 from gradsieve.errors import ConfigError
 from gradsieve.integrations.door import door_of, open_door
 from gradsieve.integrations.model_sync import ModelSync, Settings
@@ -134,7 +136,7 @@ class DdpSync(ModelSync):
     def _may_compare(self) -> bool:
         """Inside `join()` a rank without input keeps old parameters and takes no optimizer steps."""
         ddp = self._ddp()
-        return ddp is not None and not ddp._join_config.enable
+        return ddp is not None and not torch_names.is_joining(ddp)
 
     def _name(self, parameter: Tensor) -> str:
         if parameter not in self._names:
@@ -227,7 +229,7 @@ def refuse_unfit(ddp: DistributedDataParallel) -> None:
             "Trainer wrap none in a single process: start several, with torchrun. Nor does a Trainer whose "
             "evaluate() came before its train(): call it after"
         )
-    if getattr(ddp, "_use_python_reducer", False):
+    if torch_names.hands_over_no_buckets(ddp):
         raise ConfigError(
             'with torch._dynamo.config.optimize_ddp = "python_reducer" DDP hands over no buckets: set it to '
             "True before the model is wrapped"

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
-from torch._compile import _disable_dynamo
+from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from gradsieve import torch_names
 from gradsieve.errors import ConfigError
 
 
@@ -65,7 +65,7 @@ class ModuleHook:
     def __reduce__(self) -> tuple[type["ModuleHook"], tuple[()]]:
         return ModuleHook, ()
 
-    @_disable_dynamo  # as torch's own optimizers are: compiler.disable imports dynamo at once
+    @torch_names.never_compiled
     def __call__(self, module: torch.nn.Module, *_: Any) -> None:
         if self.call is not None:
             self.call(module)
@@ -73,7 +73,7 @@ class ModuleHook:
 
 def door_of(ddp: DistributedDataParallel) -> Door | None:
     """The one that an earlier attach() left, or None; another communication hook is refused."""
-    for _, state in ddp._comm_hooks:
+    for _, state in torch_names.comm_hooks_of(ddp):
         if isinstance(state, Door):
             return state if state.is_hung else None
         raise ConfigError(
@@ -86,7 +86,7 @@ def door_of(ddp: DistributedDataParallel) -> Door | None:
 def hang_door(ddp: DistributedDataParallel) -> Door:
     door = Door()
     door.group = ddp.process_group
-    ddp._comm_hooks.clear()  # a copied model's
+    torch_names.comm_hooks_of(ddp).clear()  # a copied model's
     ddp.register_comm_hook(door, through)
     door.is_hung = True
     return door

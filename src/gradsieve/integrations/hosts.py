@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gradsieve.errors import ConfigError
 from gradsieve.integrations.agreement import as_bytes, as_text
+from gradsieve.torch_names import all_gather_flat
 
 
 def host_mesh(device_type: str = "cuda") -> DeviceMesh:
@@ -26,7 +27,7 @@ def host_mesh(device_type: str = "cuda") -> DeviceMesh:
     device = torch.device("cpu") if device_type == "cpu" else torch.accelerator.current_accelerator()
     mine = as_bytes(here, device or torch.device("cpu"))
     rows = mine.new_empty((dist.get_world_size(), mine.numel()))
-    dist.all_gather_single(rows.view(-1), mine)
+    all_gather_flat(rows.view(-1), mine, None)
     return DeviceMesh(
         device_type, by_host([as_text(row) for row in rows]), mesh_dim_names=("replicate", "shard")
     )

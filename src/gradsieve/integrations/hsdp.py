@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from typing_extensions import Unpack
 
+from gradsieve import torch_names
 from gradsieve.errors import ConfigError, Malformed
 from gradsieve.integrations import folder as files
 from gradsieve.integrations import resharding, saving, shard_folder
@@ -77,8 +79,8 @@ class HsdpSync(ModelSync):
     # -- a step -----------------------------------------------------------------------------------------
 
     def before_forward(self, module: nn.Module) -> None:
-        in_backward = torch._C._current_graph_task_id() != -1  # computed once more for a checkpoint
-        if torch.is_grad_enabled() and not in_backward:
+        # In backward it is computed once more, for a checkpoint.
+        if torch.is_grad_enabled() and not torch_names.is_in_backward():
             self._averaged = False
         super().before_forward(module)
 
@@ -184,11 +186,11 @@ def add_what_waits(model: nn.Module, folder: str | PathLike[str]) -> None:
     shards = Shards(model_in(model))
     with torch.no_grad():
         for name, complete in resharding.waiting_in(Path(folder), shards).items():
-            shards.parts[name].held._local_tensor.copy_(complete)
+            torch_names.local_of(shards.parts[name].held).copy_(complete)
 
 
 def _local(gradient: Tensor) -> Tensor:
-    return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+    return torch_names.local_of(gradient) if isinstance(gradient, DTensor) else gradient
 
 
 def _group_of(model: nn.Module, replicate: DeviceMesh) -> dist.ProcessGroup:

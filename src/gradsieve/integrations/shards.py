@@ -4,12 +4,12 @@ FSDP gathers a parameter from a flat tensor of its own, as long as the longest s
 parameter's local tensor. So both are pointed elsewhere together, and what is shown has to lie in memory as
 long as that. What was gathered before is given up: it is of the model that was shown then.
 
-This file alone knows FSDP's own names (torch 2.13); nothing public leads there.
+Nothing public leads there: `torch_names.py` has FSDP's own names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,14 @@ from gradsieve.errors import ConfigError
 from gradsieve.feedback.units import flat_view
 from gradsieve.integrations.two_models import TwoModels
 from gradsieve.sync import StepPipeline
+from gradsieve.torch_names import (
+    all_gather_flat,
+    averaging_hook_of,
+    local_of,
+    set_averaging_hook,
+    shard_flats_of,
+    shard_groups_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +53,7 @@ class Shards:
     def __init__(self, model: nn.Module) -> None:
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.give_up_gathered()
-        flats = {each.sharded_param: each._sharded_param_data for each in self._inner()}
+        flats = self._flats()
         self.parts: dict[str, Part] = {}
         self.frozen: dict[str, Tensor] = {}
         for name, held in model.named_parameters():
@@ -53,11 +61,11 @@ class Shards:
                 self.frozen[name] = held
                 continue
             sharded = _fit(name, held)
-            self.parts[name] = Part(sharded, sharded._local_tensor, flats[held])
+            self.parts[name] = Part(sharded, local_of(sharded), flats[held])
         if not self.parts:
             raise ConfigError("there is no parameter that requires a gradient")
         meshes = {part.held.device_mesh for part in self.parts.values()}
-        if len(meshes) > 1 or any(len(_groups(module)) > 1 for module in self._modules):
+        if len(meshes) > 1 or any(len(shard_groups_of(module)) > 1 for module in self._modules):
             raise ConfigError(
                 "parameters are sharded over different meshes: give every fully_shard() mesh['shard']"
             )
@@ -73,28 +81,32 @@ class Shards:
         """Call this when gradients were averaged among shards and are to be exchanged: not in passes that
         only accumulate (`set_requires_gradient_sync(False)` or `set_requires_all_reduce(False)`)."""
         for module in self._modules:
-            for group in _groups(module):
-                group._all_reduce_hook = None if heard is None else _heard_of(group, heard)
+            for group in shard_groups_of(module):
+                set_averaging_hook(group, heard)
 
     @property
     def has_listener(self) -> bool:
         return any(
-            group._all_reduce_hook is not None for module in self._modules for group in _groups(module)
+            averaging_hook_of(group) is not None
+            for module in self._modules
+            for group in shard_groups_of(module)
         )
 
-    def _inner(self) -> Iterator[Any]:
+    def _flats(self) -> dict[nn.Parameter, Tensor]:
+        flats: dict[nn.Parameter, Tensor] = {}
         for module in self._modules:
-            for group in _groups(module):
+            for group in shard_groups_of(module):
                 if isinstance(group.offload_policy, CPUOffloadPolicy):
                     raise ConfigError(
                         "parameters that are kept on the host (CPUOffloadPolicy) are not supported"
                     )
-                yield from group.fsdp_params
+                flats |= shard_flats_of(group)
+        return flats
 
     def gather(self, row: Tensor) -> Tensor:
         """A row of every shard of this host."""
         rows = row.new_empty((self.count, row.numel()))
-        dist.all_gather_single(rows.view(-1), row, group=self.group)
+        all_gather_flat(rows.view(-1), row, self.group)
         return rows
 
     # -- optimizers' states -----------------------------------------------------------------------------
@@ -111,7 +123,7 @@ class Shards:
             held = order[index]
             if not isinstance(each, Tensor) or not isinstance(held, DTensor):
                 return each
-            if each.shape != held._local_tensor.shape:
+            if each.shape != local_of(held).shape:
                 return each
             return DTensor.from_local(
                 each, held.device_mesh, held.placements, shape=held.shape, stride=held.stride()
@@ -145,7 +157,7 @@ class ShardedModels(TwoModels):
         part = self._shards.parts[name]
         if not part.local.numel():
             return
-        if part.held._local_tensor is not part.local:
+        if local_of(part.held) is not part.local:
             raise ConfigError(
                 f"parameter {name!r} was replaced after attach() (load_state_dict(assign=True), to(...)): do "
                 "it before, or close() and attach again"
@@ -173,18 +185,6 @@ class ShardedModels(TwoModels):
         self._changed = False
 
 
-def _groups(module: FSDPModule) -> list[Any]:
-    return list(module._get_fsdp_state()._fsdp_param_groups)
-
-
-def _heard_of(group: Any, heard: Callable[[], None]) -> Callable[[Tensor], None]:
-    def hook(_: Tensor) -> None:
-        if group.all_reduce_grads:
-            heard()
-
-    return hook
-
-
 def _fit(name: str, held: Tensor) -> DTensor:
     if not isinstance(held, DTensor):
         raise ConfigError(
@@ -202,7 +202,8 @@ def _fit(name: str, held: Tensor) -> DTensor:
             f"parameter {name!r} is placed as {held.placements}: no way of sharding besides fully_shard() is "
             "supported"
         )
-    if held._local_tensor.is_meta or type(held._local_tensor) is not Tensor:
+    local = local_of(held)
+    if local.is_meta or type(local) is not Tensor:
         raise ConfigError(
             f"parameter {name!r} has no memory of its own yet: initialise the model before attach()"
         )
@@ -216,4 +217,4 @@ def _mapped(states: Mapping[int, Any], change: Callable[[int, Any], Any]) -> dic
 
 
 def _local(each: Any) -> Any:
-    return each._local_tensor if isinstance(each, DTensor) else each
+    return local_of(each) if isinstance(each, DTensor) else each

@@ -24,6 +24,7 @@ from torch.utils.dlpack import from_dlpack
 from gradsieve.errors import ConfigError
 from gradsieve.feedback.units import flat_view, shaped_like
 from gradsieve.sync import StepPipeline
+from gradsieve.torch_names import version_of
 
 
 class TwoModels:
@@ -65,7 +66,7 @@ class TwoModels:
                 self._keep_replaced(name, parameter)
                 self.point(name, self._shared[name])
                 changed.append(self._held[name])
-                self._showing_shared[name] = self._held[name]._version + raise_version
+                self._showing_shared[name] = version_of(self._held[name]) + raise_version
         if raise_version:
             torch.autograd.graph.increment_version(changed)
 
@@ -88,7 +89,7 @@ class TwoModels:
         for name in self._parameters:
             if name in self._showing_shared:
                 self.point(name, self._shared[name])
-                self._showing_shared[name] = self._held[name]._version
+                self._showing_shared[name] = version_of(self._held[name])
             else:
                 self.point(name, self._own[name])
 
@@ -106,7 +107,7 @@ class TwoModels:
     def _note_writing(self, name: str, version: int) -> None:
         parameter, shared = self._parameters[name], self._shared[name]
         replaced = parameter.data_ptr() != shared.data_ptr()
-        if replaced or self._held[name]._version != version:
+        if replaced or version_of(self._held[name]) != version:
             _check_place(name, parameter, shared)
             self._pipeline.write_shared(name, flat_view(parameter.detach()))
 

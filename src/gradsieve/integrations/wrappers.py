@@ -10,13 +10,15 @@ from typing import Any
 
 from torch import nn
 
+from gradsieve.torch_names import compiled_from
+
 _FRAMEWORKS = frozenset({"accelerate", "lightning", "pytorch_lightning", "lightning_fabric"})
 
 
 def model_in(model: Any) -> Any:
     """What `torch.compile` was given."""
-    while isinstance(model, nn.Module) and "_orig_mod" in model._modules:
-        model = model._orig_mod
+    while isinstance(model, nn.Module) and (inner := compiled_from(model)) is not None:
+        model = inner
     return model
 
 

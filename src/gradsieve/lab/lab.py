@@ -6,7 +6,9 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import IO, ClassVar, Self
+from typing import IO, ClassVar
+
+from typing_extensions import Self
 
 from gradsieve.errors import ConfigError, LabError
 from gradsieve.lab import namespaces, quotas, ranks, signals, tools

@@ -219,7 +219,7 @@ def _kernel_has_netem(namespace: str) -> bool:
 
 
 def _start_relay(network: Network) -> subprocess.Popen[bytes]:
-    # Run as a file, not as a module: importing the gradsieve package would import torch.
+    # A file of the standard library alone, run as such: no site-packages, so that it starts at once.
     program = [sys.executable, "-I", "-S", str(Path(__file__).with_name("relay.py"))]
     relay = subprocess.Popen(
         namespaces.entering(network.switch, program),

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from gradsieve import torch_names
 from gradsieve.comm.ops import AllGather, AllReduce, Op
 from gradsieve.kernels import largest
 from gradsieve.schemes.agreed import Agreed, asked_for_sum, sum_agreed
@@ -141,7 +142,7 @@ def lay_layers(sizes: Sequence[int], world: int) -> Tensor:
 def norms_of(acc: Tensor, sizes: list[int]) -> Tensor:
     """Of every layer; where squares overflow or underflow, the largest magnitude stands in."""
     layers = torch.split(acc, sizes) if sizes else ()
-    norms = torch.stack(torch._foreach_norm(layers)) if layers else acc[:0].clone()
+    norms = torch.stack(torch_names.norms_of(layers)) if layers else acc[:0].clone()
     for odd in (~((norms > 0) & norms.isfinite())).nonzero().flatten().tolist():
         norms[odd] = layers[odd].abs().max()
     return norms

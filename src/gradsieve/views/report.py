@@ -182,7 +182,7 @@ def _sparse(training: Training, values: Array) -> Array:
     """Without the flush at the end of a training, which would flatten all that was before it."""
     if not _has_flush(training):
         return values
-    kept = values.copy()
+    kept: Array = values.copy()
     kept[:, -1] = np.nan
     return kept
 

@@ -214,8 +214,7 @@ def _expect_good(future: Future[None], case: Case) -> None:
     except GradsieveError as error:
         raise type(error)(f"{case.file}: {error}") from error
     except Exception as error:
-        error.add_note(f"This happened in the training {case.file}")
-        raise
+        raise RuntimeError(f"in the training {case.file}: {type(error).__name__}: {error}") from error
 
 
 class _Worker:

@@ -165,7 +165,7 @@ def bound(bits: float, world: int) -> float:
     tell it, and holds where all elements are Gaussian, alike and independent: not where tails are heavy.
     """
     rate = bits / (2 * (world - 1) / world)
-    return 1.0 - math.exp2(-2.0 * rate)
+    return 1.0 - math.pow(2.0, -2.0 * rate)
 
 
 class Bench:

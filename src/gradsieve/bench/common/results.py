@@ -12,11 +12,9 @@ import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
-
-import torch
 
 import gradsieve
 from gradsieve.errors import ConfigError
@@ -32,7 +30,7 @@ def write(path: Path, config: Mapping[str, Any], rows: Sequence[Row]) -> None:
 
 def origin() -> dict[str, Any]:
     """How a result came about."""
-    date = datetime.now(UTC).isoformat(timespec="seconds")
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return {"command": list(sys.argv), "date": date, "versions": versions()}
 
 
@@ -54,6 +52,8 @@ def hosts_of(hosts: Sequence[int]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | int]:
+    import torch  # late: a picture of an old result needs none of it
+
     return {
         "gradsieve": gradsieve.__version__,
         "torch": torch.__version__,

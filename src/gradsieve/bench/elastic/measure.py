@@ -25,6 +25,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from gradsieve import torch_names
 from gradsieve.bench.common.ranks import ended_with_us
 from gradsieve.bench.elastic.replica import Plan, live
 from gradsieve.errors import ConfigError, GradsieveError
@@ -103,7 +104,7 @@ class Campaign:
         self.plan, self.faults, self._address, self._folder = plan, faults, address, folder
         self._context = multiprocessing.get_context("forkserver")
         # The first optimizer of a process would load dynamo.
-        self._context.set_forkserver_preload(["torch._dynamo", live.__module__])
+        self._context.set_forkserver_preload([torch_names.LOADED_BEFORE_RANKS, live.__module__])
         self._running: dict[int, _Running] = {}
         self._lives = dict.fromkeys(range(plan.replicas), 0)
         self._course = _Course()

@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore
 from torchft.manager import Manager
 
 from gradsieve import kernels

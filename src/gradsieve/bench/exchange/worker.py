@@ -29,6 +29,7 @@ from gradsieve.comm.c10d import Engine
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Op, describe
 from gradsieve.errors import ConfigError
 from gradsieve.sync.fitted import Fitted
+from gradsieve.torch_names import all_gather_flat
 from gradsieve.types import Program, Result, by_way_of
 
 _WARM, _STEPS = 10, 5
@@ -112,7 +113,7 @@ def bare(op: Op, group: dist.ProcessGroup) -> Callable[[], object]:
     match op:
         case AllGather():
             everyone = tensor.new_empty(group.size() * tensor.numel())
-            return partial(dist.all_gather_single, everyone, tensor, group=group)
+            return partial(all_gather_flat, everyone, tensor, group)
         case AllReduce():
             return partial(dist.all_reduce, tensor, group=group)
         case AllToAll():

@@ -7,5 +7,5 @@
     judge.py     what every rank must have done, said and kept; figures over many faults
     campaign.py  fault after fault on one training a scheme, each from the checkpoint the last one left
 
-`cli/lab_chaos.py` has the command.
+`cli/lab/chaos.py` has the command.
 """

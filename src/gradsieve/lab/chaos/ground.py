@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore
 
 from gradsieve.errors import LabError
 from gradsieve.lab import tools

@@ -7,6 +7,6 @@
     verdicts.py  what every rank must have done, said and kept; figures over many faults
     matrix.py    each op of a scheme's step x each kind x each rank
 
-The rest of the lab does without torch and the library; this room is where they meet. `cli/lab_faults.py` has
-its commands.
+The rest of the lab does without torch and the library; this room is where they meet.
+`cli/lab/kill_matrix.py` has its command.
 """

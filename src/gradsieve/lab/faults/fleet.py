@@ -19,6 +19,8 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
+from gradsieve import torch_names
+
 FOLDER = "gradsieve-fleet-"
 """A temporary one's name begins so, and with the id of the process."""
 _STACK_SECONDS = 1.0
@@ -48,7 +50,7 @@ class Fleet:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         self._context = multiprocessing.get_context("forkserver")
         # The first optimizer of a process would load dynamo.
-        self._context.set_forkserver_preload(["torch._dynamo", preload])
+        self._context.set_forkserver_preload([torch_names.LOADED_BEFORE_RANKS, preload])
 
     def run(
         self,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore
 
 from gradsieve.errors import GradsieveError
 from gradsieve.lab.faults.fleet import Ending, Fleet

@@ -3,5 +3,5 @@
     rank.py    a rank's program: a small training that uses everything, and looks at itself
     judge.py   whether something grows
 
-`cli/lab_soak.py` has the command.
+`cli/lab/soak.py` has the command.
 """

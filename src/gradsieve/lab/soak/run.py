@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore
 
 from gradsieve.errors import GradsieveError
 from gradsieve.lab.faults.fleet import Fleet

@@ -1,30 +1,14 @@
-"""`gradsieve bench`: measurements, each with its own sub-command."""
+"""`gradsieve bench traffic`: words that each scheme moves as the number of ranks grows."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from gradsieve.cli import (
-    bench_accuracy,
-    bench_bits,
-    bench_collectives,
-    bench_elastic,
-    bench_exchange,
-    bench_hsdp,
-    bench_lost,
-    bench_memory,
-    bench_overhead,
-    bench_plan,
-    bench_resize,
-    bench_schemes,
-    bench_step,
-    bench_time_to_accuracy,
-)
-from gradsieve.cli.arguments import Commands, add_command, drawable, schemes, size, worlds
+from gradsieve.cli.arguments import describe, drawable, schemes, size, worlds
 from gradsieve.cli.progress import progress
 
-_TRAFFIC = """\
+_DESCRIPTION = """\
 How many words each scheme moves as the number of ranks grows.
 
 Runs real steps of P virtual ranks in this one process, on skewed gradients cut into the tensors of a real
@@ -47,38 +31,18 @@ columns:
                        before any row is cut
 """
 
-_TRAFFIC_EXAMPLE = """\
+_EXAMPLES = """\
 examples:
   gradsieve bench traffic --schemes topk,exdyna --world 2,16,128 --params 1e6 --plot traffic.png
   gradsieve bench traffic --schemes deft,exdyna,exdyna-paper --world 16,256 --model transformer
 """
 
 
-def add_parser(subparsers: Commands) -> None:
-    bench = subparsers.add_parser("bench", help="measure schemes against dense and against the limit")
-    commands = bench.add_subparsers(metavar="COMMAND", required=True)
-    bench_step.add_parser(commands)
-    bench_overhead.add_parser(commands)
-    bench_exchange.add_parser(commands)
-    bench_hsdp.add_parser(commands)
-    bench_plan.add_parser(commands)
-    bench_collectives.add_parser(commands)
-    bench_time_to_accuracy.add_parser(commands)
-    _add_traffic(commands)
-    bench_schemes.add_parser(commands)
-    bench_bits.add_parser(commands)
-    bench_memory.add_parser(commands)
-    bench_lost.add_parser(commands)
-    bench_accuracy.add_parser(commands)
-    bench_resize.add_parser(commands)
-    bench_elastic.add_parser(commands)
-
-
-def _add_traffic(commands: Commands) -> None:
+def fill(parser: argparse.ArgumentParser) -> None:
     from gradsieve.bench.traffic import MODELS
 
-    summary = "words moved as the number of ranks grows, on virtual ranks"
-    add = add_command(commands, "traffic", run_traffic, summary, _TRAFFIC, _TRAFFIC_EXAMPLE).add_argument
+    describe(parser, run, _DESCRIPTION, _EXAMPLES)
+    add = parser.add_argument
     add(
         "--schemes",
         type=schemes,
@@ -101,7 +65,7 @@ def _add_traffic(commands: Commands) -> None:
     add("--plot", type=Path, metavar="FILE.png", help="draw words against ranks there")
 
 
-def run_traffic(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     from gradsieve.bench import traffic
     from gradsieve.bench.common import results
     from gradsieve.types import check_density

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradsieve.cli.arguments import (
-    Commands,
-    add_command,
     add_record,
     densities,
+    describe,
     drawable,
     schemes,
     size,
@@ -59,9 +58,8 @@ examples:
 """
 
 
-def add_parser(commands: Commands) -> None:
-    summary = "final accuracy of whole trainings, on virtual ranks"
-    parser = add_command(commands, "accuracy", run, summary, _DESCRIPTION, _EXAMPLES)
+def fill(parser: argparse.ArgumentParser) -> None:
+    describe(parser, run, _DESCRIPTION, _EXAMPLES)
     add = parser.add_argument
     add("--tasks", type=tasks, default="all", metavar="LIST", help="what is trained (default: all)")
     add(
@@ -80,7 +78,13 @@ def add_parser(commands: Commands) -> None:
         help="default, paper (the treatment alone: published rules are schemes, such as exdyna-paper), "
         "steps or gradients with settings (default: %(default)s)",
     )
-    add("--densities", type=densities, default="0.01,0.001", metavar="LIST", help="default: %(default)s")
+    add(
+        "--densities",
+        type=densities,
+        default="0.01,0.001",
+        metavar="LIST",
+        help="shares that are sent (default: %(default)s)",
+    )
     add(
         "--bits",
         type=lambda text: [float(each) for each in text.split(",")],
@@ -106,7 +110,7 @@ def add_parser(commands: Commands) -> None:
     add("--steps", type=size, metavar="N", help="shorter trainings (default: as long as the task is)")
     add("--batch", type=size, metavar="N", help="examples in a step, over all ranks (default: the task's)")
     add("--jobs", type=size, default="1", metavar="N", help="trainings at a time (default: 1)")
-    add("--folder", type=Path, required=True, metavar="DIR", help="where trainings are kept")
+    add("--folder", type=Path, required=True, metavar="FOLDER", help="where trainings are kept")
     add_record(parser)
     add("--json", type=Path, metavar="FILE", help="write the rows and how they came about there")
     add("--plot", type=Path, metavar="FILE.png", help="draw the curves there")

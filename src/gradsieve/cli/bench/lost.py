@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gradsieve.cli.arguments import Commands, add_command, add_models, schemes, size
+from gradsieve.cli.arguments import add_models, describe, schemes, size
 from gradsieve.cli.progress import progress
 
 _DESCRIPTION = """\
@@ -23,9 +23,8 @@ _EXAMPLE = "example:\n  gradsieve bench lost --models cnn --schemes gtopk,gtopk:
 _DEFAULT = "spardl,spardl:residuals=end,spardl:residuals=local,gtopk,gtopk:paper=true"
 
 
-def add_parser(commands: Commands) -> None:
-    summary = "gradient that a scheme loses, to the last bit, on virtual ranks"
-    parser = add_command(commands, "lost", run, summary, _DESCRIPTION, _EXAMPLE)
+def fill(parser: argparse.ArgumentParser) -> None:
+    describe(parser, run, _DESCRIPTION, _EXAMPLE)
     add_models(parser)
     add = parser.add_argument
     add("--schemes", type=schemes, default=_DEFAULT, metavar="LIST", help="default: %(default)s")

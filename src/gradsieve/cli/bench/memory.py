@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gradsieve.cli.arguments import Commands, add_command, schemes, size
+from gradsieve.cli.arguments import describe, schemes, size
 from gradsieve.cli.progress import progress
 
 _DESCRIPTION = """\
@@ -20,9 +20,8 @@ columns:
 _EXAMPLE = "example:\n  gradsieve bench memory --schemes exdyna,spardl --params 3e8\n"
 
 
-def add_parser(commands: Commands) -> None:
-    summary = "memory that a sync adds to a rank, on real ranks"
-    parser = add_command(commands, "memory", run, summary, _DESCRIPTION, _EXAMPLE)
+def fill(parser: argparse.ArgumentParser) -> None:
+    describe(parser, run, _DESCRIPTION, _EXAMPLE)
     add = parser.add_argument
     add("--schemes", type=schemes, default="exdyna,spardl", metavar="LIST", help="default: %(default)s")
     add("--world", type=size, default="2", metavar="N", help="ranks (default: 2)")

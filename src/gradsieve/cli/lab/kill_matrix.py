@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradsieve.bench.common import results
-from gradsieve.cli.arguments import Commands, add_command, schemes
+from gradsieve.cli.arguments import describe, schemes
 from gradsieve.cli.progress import progress
 
 if TYPE_CHECKING:
@@ -24,28 +24,22 @@ before the step, the same bits as in an undisturbed run; and must leave no threa
 
 One line of JSON a fault, the last line sums them up. The exit code is 0 if all went as it must.
 """
+_EXAMPLE = "example:\n  gradsieve lab kill-matrix --schemes stripes,exdyna --json matrix.json\n"
 
 
-def add_parsers(commands: Commands) -> None:
-    matrix = add_command(
-        commands,
-        "kill-matrix",
-        run_kill_matrix,
-        "let ranks die and stall at every op of a step, and judge the survivors",
-        _DESCRIPTION,
-        "example:\n  gradsieve lab kill-matrix --schemes stripes,exdyna --json matrix.json\n",
-    )
-    matrix.add_argument(
+def fill(parser: argparse.ArgumentParser) -> None:
+    describe(parser, run, _DESCRIPTION, _EXAMPLE)
+    parser.add_argument(
         "--schemes",
         type=schemes,
         default="stripes,exdyna,oktopk,spardl",
         metavar="LIST",
         help="whose steps (default: %(default)s)",
     )
-    matrix.add_argument("--json", type=Path, metavar="FILE", help="write the lines there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the lines there")
 
 
-def run_kill_matrix(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     from gradsieve.lab.faults.matrix import Matrix
 
     results.writable(args.json)

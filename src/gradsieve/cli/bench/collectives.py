@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from gradsieve.cli.arguments import Commands, add_command, add_lab, check_hosts, size, sizes
+from gradsieve.cli.arguments import add_lab, check_hosts, describe, size, sizes
 
 _DESCRIPTION = """\
 Collectives by messages of our own beside gloo's, in turn, in one run on a lab network.
@@ -25,9 +25,8 @@ columns:
 _EXAMPLE = "example:\n  gradsieve bench collectives --hosts 16 --delay 5ms --json collectives.json\n"
 
 
-def add_parser(commands: Commands) -> None:
-    summary = "collectives by messages of our own against gloo's, on a lab network"
-    parser = add_command(commands, "collectives", run, summary, _DESCRIPTION, _EXAMPLE)
+def fill(parser: argparse.ArgumentParser) -> None:
+    describe(parser, run, _DESCRIPTION, _EXAMPLE)
     add_lab(parser)
     add = parser.add_argument
     add(

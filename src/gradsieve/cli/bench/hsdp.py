@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from gradsieve.cli.arguments import Commands, add_command, check_hosts, size
+from gradsieve.cli.arguments import check_hosts, describe, size
 
 _DESCRIPTION = """\
 A training step of an MLP that FSDP2 shards inside hosts: what happens between the hosts takes turns, in one
@@ -28,9 +28,9 @@ _EXAMPLE = (
 )
 
 
-def add_parser(commands: Commands) -> None:
-    summary = "sharded inside hosts, sparse between them, on a lab network"
-    add = add_command(commands, "hsdp", run, summary, _DESCRIPTION, _EXAMPLE).add_argument
+def fill(parser: argparse.ArgumentParser) -> None:
+    describe(parser, run, _DESCRIPTION, _EXAMPLE)
+    add = parser.add_argument
     add("--hosts", type=size, default="2", metavar="N", help="hosts in the lab (default: 2)")
     add("--per-host", type=size, default="2", metavar="N", help="ranks, and shards, a host (default: 2)")
     add("--rate", metavar="R", help="of each host's link, e.g. 1gbit (default: unshaped)")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gradsieve.bench.common import results
-from gradsieve.cli.arguments import Commands, add_command, size
+from gradsieve.cli.arguments import describe, size
 from gradsieve.errors import ConfigError
 
 _DESCRIPTION = """\
@@ -20,18 +20,13 @@ quarter of the steps is warm-up; from there on nothing may grow.
 
 The exit code is 0 if all is flat, otherwise 1.
 """
+_EXAMPLE = "example:\n  gradsieve lab soak --steps 20000 --json soak.json\n"
 _COLUMNS = ["scheme", "rank", "measure", "first", "last", "slope", "allowed", "verdict"]
 
 
-def add_parser(commands: Commands) -> None:
-    add = add_command(
-        commands,
-        "soak",
-        run,
-        "train for thousands of steps and see whether memory, files or threads grow",
-        _DESCRIPTION,
-        "example:\n  gradsieve lab soak --steps 20000 --json soak.json\n",
-    ).add_argument
+def fill(parser: argparse.ArgumentParser) -> None:
+    describe(parser, run, _DESCRIPTION, _EXAMPLE)
+    add = parser.add_argument
     add("--steps", type=size, default="20000", metavar="N", help="of each scheme (default: %(default)s)")
     add("--schemes", default="stripes,exdyna", metavar="LIST", help="in turn (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the figures there")

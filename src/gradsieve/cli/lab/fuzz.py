@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gradsieve.cli.arguments import Commands, add_command, size
+from gradsieve.cli.arguments import describe, size
 from gradsieve.cli.progress import progress
 
 _DESCRIPTION = """\
@@ -31,12 +31,12 @@ examples:
 """
 
 
-def add_parser(commands: Commands) -> None:
-    summary = "altered messages at every place where a peer's bytes are read"
-    add = add_command(commands, "fuzz", run, summary, _DESCRIPTION, _EXAMPLE).add_argument
+def fill(parser: argparse.ArgumentParser) -> None:
+    describe(parser, run, _DESCRIPTION, _EXAMPLE)
+    add = parser.add_argument
     add("--target", default="frames", metavar="NAME", help="what is read (default: frames)")
     add("--count", type=size, default="100000", metavar="N", help="messages (default: 100000)")
-    add("--seed", type=int, default=0, metavar="S", help="another one, other messages (default: 0)")
+    add("--seed", type=int, default=0, metavar="N", help="another one, other messages (default: 0)")
     add("--case", type=int, metavar="N", help="only this message, with the traceback of what it does")
     add("--guided", action="store_true", help="let atheris look for messages that reach new code")
     add("--json", type=Path, metavar="FILE", help="write the figures there")

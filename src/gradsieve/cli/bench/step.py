@@ -1,4 +1,4 @@
-"""`gradsieve bench step`: how long a training step takes with each sync; `step-plot` draws several runs."""
+"""`gradsieve bench step`: how long a training step takes with each sync."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from gradsieve.cli.arguments import Commands, add_command, add_lab, add_syncs, check_hosts, drawable, size
+from gradsieve.cli.arguments import add_lab, add_syncs, check_hosts, describe, drawable, size
 from gradsieve.errors import ConfigError
 
 _DESCRIPTION = """\
@@ -37,27 +37,17 @@ examples:
   gradsieve bench step --rate 100mbit --syncs exdyna --trace trace.json --timeline timeline.png
 """
 
-_PLOT = """\
-Step time against link rate, from the files of several runs of `bench step --json`.
 
-The runs are of one workload, with the same hosts, parameters, density and delay, at different rates.
-"""
-_PLOT_EXAMPLE = (
-    "example:\n  gradsieve bench step-plot step-100mbit.json step-1gbit.json step.json --plot step.png\n"
-)
-
-
-def add_parser(commands: Commands) -> None:
+def fill(parser: argparse.ArgumentParser) -> None:
     from gradsieve.bench.common.workloads import WORKLOADS
 
-    summary = "seconds a training step takes, on a lab network"
-    parser = add_command(commands, "step", run, summary, _DESCRIPTION, _EXAMPLES)
+    describe(parser, run, _DESCRIPTION, _EXAMPLES)
     add_lab(parser)
     add = parser.add_argument
     add("--workload", choices=WORKLOADS, default="mlp", help="what is trained; elsewhere waits instead of "
         "computing, as for an accelerator (default: mlp)")  # fmt: skip
     add("--params", type=size, default="25e6", metavar="N", help="model size (default: 25e6)")
-    add("--density", type=float, default=0.001, metavar="D", help="default: 0.001")
+    add("--density", type=float, default=0.001, metavar="D", help="share that is sent (default: 0.001)")
     add_syncs(parser, default="noop,dense,fp16,powersgd,topk,exdyna")
     add("--rounds", type=size, default="5", metavar="N", help="turns for each sync (default: 5)")
     add("--json", type=Path, metavar="FILE", help="write the result there")
@@ -66,11 +56,6 @@ def add_parser(commands: Commands) -> None:
     add("--trace", type=Path, metavar="FILE.json", help="write the last step of each of our syncs there, for "
         "chrome://tracing or Perfetto")  # fmt: skip
     add("--timeline", type=Path, metavar="FILE.png", help="draw these steps there")
-
-    summary = "step time against link rate, from the results of bench step"
-    add = add_command(commands, "step-plot", run_plot, summary, _PLOT, _PLOT_EXAMPLE).add_argument
-    add("files", type=Path, nargs="+", metavar="FILE.json", help="results of `bench step`")
-    add("--plot", type=Path, required=True, metavar="FILE.png", help="draw there")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -108,14 +93,4 @@ def run(args: argparse.Namespace) -> int:
         args.trace.write_text(json.dumps(chrome_trace(steps)))
     if args.timeline is not None:
         plot(steps, plan, args.timeline)
-    return 0
-
-
-def run_plot(args: argparse.Namespace) -> int:
-    from gradsieve.bench.common import results
-    from gradsieve.bench.step.plot import plot, read
-
-    drawable(args.plot)
-    results.writable(args.plot)
-    plot(read(args.files), args.plot)
     return 0

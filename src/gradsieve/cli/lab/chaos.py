@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradsieve.bench.common import results
-from gradsieve.cli.arguments import Commands, add_command
-from gradsieve.cli.lab_faults import Lines
+from gradsieve.cli.arguments import describe
+from gradsieve.cli.lab.kill_matrix import Lines
 from gradsieve.cli.progress import progress
 from gradsieve.errors import ConfigError
 
@@ -28,27 +28,20 @@ counted.
 One line of JSON a fault, the last line sums them up. The exit code is 1 if anything hung, was lost silently
 or went otherwise than it must. Links, disk and processor need root; without it their kinds are left out.
 """
+_EXAMPLE = "example:\n  gradsieve lab chaos --faults 200 --seed 1 --json chaos.json\n"
 _COLUMNS = ["kind", "faults", "named", "harmless", "recovered", "wrong", "silent", "hung"]
 _COLUMNS += ["lost_steps", "lost_mass", "p50_ms", "p99_ms"]
 
 
-def add_parsers(commands: Commands) -> None:
-    chaos = add_command(
-        commands,
-        "chaos",
-        run_chaos,
-        "train through a seeded schedule of faults of every kind, and judge all ranks",
-        _DESCRIPTION,
-        "example:\n  gradsieve lab chaos --faults 200 --seed 1 --json chaos.json\n",
-    )
-    chaos.add_argument("--faults", type=int, default=200, metavar="N", help="how many (default: %(default)s)")
-    chaos.add_argument(
-        "--seed", type=int, default=1, metavar="S", help="of the schedule (default: %(default)s)"
-    )
-    chaos.add_argument("--json", type=Path, metavar="FILE", help="write the lines there")
+def fill(parser: argparse.ArgumentParser) -> None:
+    describe(parser, run, _DESCRIPTION, _EXAMPLE)
+    add = parser.add_argument
+    add("--faults", type=int, default=200, metavar="N", help="how many (default: %(default)s)")
+    add("--seed", type=int, default=1, metavar="N", help="of the schedule (default: %(default)s)")
+    add("--json", type=Path, metavar="FILE", help="write the lines there")
 
 
-def run_chaos(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     from gradsieve.lab.chaos.campaign import Campaign, missing
     from gradsieve.lab.chaos.kinds import KINDS
     from gradsieve.lab.chaos.schedule import schedule

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from gradsieve.cli.arguments import Commands, add_command, size
+from gradsieve.cli.arguments import describe, size
 from gradsieve.cli.progress import progress
 from gradsieve.errors import ConfigError
 
@@ -28,9 +28,8 @@ examples:
 """
 
 
-def add_parser(commands: Commands) -> None:
-    summary = "predictions of `gradsieve plan` against a lab network"
-    parser = add_command(commands, "plan", run, summary, _DESCRIPTION, _EXAMPLES)
+def fill(parser: argparse.ArgumentParser) -> None:
+    describe(parser, run, _DESCRIPTION, _EXAMPLES)
     add = parser.add_argument
     add(
         "--cases",
@@ -40,7 +39,7 @@ def add_parser(commands: Commands) -> None:
         "20mbit to 1gbit, 0 to 20ms)",
     )
     add("--params", type=size, default="2e6", metavar="N", help="of an MLP (default: %(default)s)")
-    add("--density", type=float, default=0.01, metavar="D", help="default: 0.01")
+    add("--density", type=float, default=0.01, metavar="D", help="share that is sent (default: 0.01)")
     add("--syncs", metavar="LIST", help="default: dense, fp16, powersgd, auto and the flat schemes")
     add("--rounds", type=size, default="3", metavar="N", help="turns for each sync (default: 3)")
     add("--folder", type=Path, required=True, metavar="FOLDER", help="where each case's result is kept")

@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 from pathlib import Path
 
-from gradsieve.cli.arguments import Commands, add_command, size
+from gradsieve.cli.arguments import describe, size
 from gradsieve.cli.progress import progress
 from gradsieve.errors import ConfigError
 
@@ -34,20 +34,25 @@ _EXAMPLE = (
 WITHIN = 0.02
 
 
-def add_parser(commands: Commands) -> None:
-    summary = "a training inside torchft whose replicas are killed and stopped"
-    parser = add_command(commands, "elastic", run, summary, _DESCRIPTION, _EXAMPLE)
+def fill(parser: argparse.ArgumentParser) -> None:
+    describe(parser, run, _DESCRIPTION, _EXAMPLE)
     add = parser.add_argument
     add("--task", default="transformer", metavar="NAME", help="what is trained (default: %(default)s)")
     add("--replicas", type=size, default="4", metavar="N", help="processes (default: 4)")
     add("--steps", type=size, default="300", metavar="N", help="of a training (default: 300)")
     add("--kill-every", type=size, metavar="N", help="steps between two deaths")
     add("--stop-every", type=size, metavar="N", help="steps between two stops")
-    add("--stop-seconds", type=float, default=2.0, metavar="S", help="how long (default: %(default)s)")
+    add("--stop-seconds", type=float, default=2.0, metavar="SECONDS", help="how long (default: %(default)s)")
     add("--bits", type=float, metavar="B", help="a budget a parameter and step (default: 1)")
-    add("--sync", default="exdyna", metavar="SCHEME", help="with a density: which (default: %(default)s)")
+    add("--scheme", default="exdyna", metavar="NAME", help="with a density: which (default: %(default)s)")
     add("--density", type=float, metavar="D", help="share that is sent, where there is no budget")
-    add("--deadline", type=float, default=5.0, metavar="S", help="of an exchange (default: %(default)s s)")
+    add(
+        "--deadline",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="of an exchange (default: %(default)s s)",
+    )
     add("--seed", type=int, default=0, metavar="N", help="of weights and examples (default: 0)")
     add("--json", type=Path, metavar="FILE", help="write the rows and how they came about there")
 
@@ -66,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     from gradsieve.bench.elastic.replica import Plan
     from gradsieve.bench.tasks.training import TASKS
 
-    settings = {"scheme": args.sync, "density": args.density}
+    settings = {"scheme": args.scheme, "density": args.density}
     if args.density is None:
         settings = {"bits": args.bits or 1.0}
     plan = Plan(

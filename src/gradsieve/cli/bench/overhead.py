@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gradsieve.cli.arguments import Commands, add_command, schemes, size
+from gradsieve.cli.arguments import describe, schemes, size
 from gradsieve.cli.progress import progress
 from gradsieve.errors import ConfigError
 
@@ -27,9 +27,9 @@ _EXAMPLE = (
 )
 
 
-def add_parser(commands: Commands) -> None:
-    summary = "arithmetic of a step over a bare add_ and zero_, on virtual ranks"
-    add = add_command(commands, "overhead", run, summary, _DESCRIPTION, _EXAMPLE).add_argument
+def fill(parser: argparse.ArgumentParser) -> None:
+    describe(parser, run, _DESCRIPTION, _EXAMPLE)
+    add = parser.add_argument
     add("--schemes", type=schemes, default="exdyna", metavar="LIST", help="default: %(default)s")
     add("--world", type=size, default="4", metavar="N", help="virtual ranks (default: 4)")
     add("--params", type=size, default="25e6", metavar="N", help="length of the gradient (default: 25e6)")

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from gradsieve.cli.arguments import Commands, add_command, densities, drawable, schemes, size, tasks, worlds
+from gradsieve.cli.arguments import densities, describe, drawable, schemes, size, tasks, worlds
 from gradsieve.cli.progress import progress
 from gradsieve.errors import ConfigError
 
@@ -40,9 +40,9 @@ examples:
 """
 
 
-def add_parser(commands: Commands) -> None:
-    summary = "what an exchange tells for its bits, beside the limit, on virtual ranks"
-    add = add_command(commands, "bits", run, summary, _DESCRIPTION, _EXAMPLES).add_argument
+def fill(parser: argparse.ArgumentParser) -> None:
+    describe(parser, run, _DESCRIPTION, _EXAMPLES)
+    add = parser.add_argument
     add(
         "--tasks",
         type=tasks,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gradsieve.cli.arguments import Commands, add_command, size
+from gradsieve.cli.arguments import describe, size
 from gradsieve.cli.progress import progress
 from gradsieve.errors import ConfigError
 
@@ -26,12 +26,11 @@ columns:
 _EXAMPLE = "example:\n  gradsieve bench resize --task lstm --bits 0.75 --ranks 4,4-2-4,4-6-3 --batch 24\n"
 
 
-def add_parser(commands: Commands) -> None:
-    summary = "trainings that change their number of ranks, on virtual ranks"
-    parser = add_command(commands, "resize", run, summary, _DESCRIPTION, _EXAMPLE)
+def fill(parser: argparse.ArgumentParser) -> None:
+    describe(parser, run, _DESCRIPTION, _EXAMPLE)
     add = parser.add_argument
     add("--task", default="transformer", metavar="NAME", help="what is trained (default: %(default)s)")
-    add("--sync", default="stripes", metavar="SCHEME", help="default: %(default)s")
+    add("--scheme", default="stripes", metavar="NAME", help="default: %(default)s")
     add("--bits", type=float, metavar="B", help="a budget a parameter and step, which stripes spend")
     add("--density", type=float, metavar="D", help="share that is sent, where there is no budget")
     add(
@@ -63,11 +62,11 @@ def run(args: argparse.Namespace) -> int:
     amount = {"bits": args.bits} if args.density is None else {"density": args.density}
     with progress(len(args.ranks) * args.seeds * args.steps) as advance:
         rows = resize.measure_all(
-            args.task, args.sync, amount, args.ranks, args.seeds, args.steps, args.batch, advance
+            args.task, args.scheme, amount, args.ranks, args.seeds, args.steps, args.batch, advance
         )
     print(results.table(rows, resize.COLUMNS))
     if args.json is not None:
-        names = ("task", "sync", "bits", "density", "ranks", "seeds", "steps", "batch")
+        names = ("task", "scheme", "bits", "density", "ranks", "seeds", "steps", "batch")
         results.write(args.json, {name: getattr(args, name) for name in names}, rows)
     return 0
 

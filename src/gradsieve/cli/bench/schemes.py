@@ -7,10 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from gradsieve.cli.arguments import (
-    Commands,
-    add_command,
     add_models,
     densities,
+    describe,
     drawable,
     schemes,
     size,
@@ -43,9 +42,8 @@ examples:
 """
 
 
-def add_parser(commands: Commands) -> None:
-    summary = "words and quality of every scheme on recorded gradients, on virtual ranks"
-    parser = add_command(commands, "schemes", run, summary, _DESCRIPTION, _EXAMPLES)
+def fill(parser: argparse.ArgumentParser) -> None:
+    describe(parser, run, _DESCRIPTION, _EXAMPLES)
     add_models(parser)
     add = parser.add_argument
     add(

@@ -7,12 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from gradsieve.cli.arguments import (
-    Commands,
-    add_command,
     add_lab,
     add_record,
     add_syncs,
     check_hosts,
+    describe,
     drawable,
     size,
 )
@@ -50,11 +49,10 @@ examples:
 """
 
 
-def add_parser(commands: Commands) -> None:
+def fill(parser: argparse.ArgumentParser) -> None:
     from gradsieve.bench.tasks.sized import TASKS
 
-    summary = "seconds to the accuracy or loss that dense ends with, on a lab network"
-    parser = add_command(commands, "time-to-accuracy", run, summary, _DESCRIPTION, _EXAMPLES)
+    describe(parser, run, _DESCRIPTION, _EXAMPLES)
     add_lab(parser)
     add = parser.add_argument
     add("--task", choices=TASKS, default="mlp", help="what is trained (default: mlp)")

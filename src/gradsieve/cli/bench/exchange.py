@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from gradsieve.cli.arguments import Commands, add_command, add_lab, check_hosts, size
+from gradsieve.cli.arguments import add_lab, check_hosts, describe, size
 
 _DESCRIPTION = """\
 What our engine adds to the collectives of a step: the same ones bare, in turn, in one run on a lab network.
@@ -25,9 +25,8 @@ columns:
 _EXAMPLE = "example:\n  gradsieve bench exchange --hosts 4 --rate 1gbit --params 25e6 --json exchange.json\n"
 
 
-def add_parser(commands: Commands) -> None:
-    summary = "collectives through the engine against bare gloo, on a lab network"
-    parser = add_command(commands, "exchange", run, summary, _DESCRIPTION, _EXAMPLE)
+def fill(parser: argparse.ArgumentParser) -> None:
+    describe(parser, run, _DESCRIPTION, _EXAMPLE)
     add_lab(parser)
     add = parser.add_argument
     add(

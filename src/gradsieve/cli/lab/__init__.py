@@ -1,0 +1,1 @@
+"""Of `gradsieve lab`: a file a command, each with `fill(parser)` and what it calls."""

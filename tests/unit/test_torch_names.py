@@ -1,0 +1,267 @@
+"""What gradsieve uses of torch beyond its public names is there and means what it is used for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from gradsieve import torch_names
+from gradsieve.errors import ConfigError
+from gradsieve.torch_names import PRIVATE, Private
+
+SECONDS = 123.0
+needs_averaging = pytest.mark.skipif(
+    not torch_names.SHARD_PARTS.is_there, reason="FSDP of this torch does not tell, nor run on the CPU"
+)
+INSTALLED = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[dist.Store]:
+    """Of a group of one rank, as `init_process_group` makes it over a server."""
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dist.init_process_group("gloo", store=served, rank=0, world_size=1, timeout=timedelta(seconds=SECONDS))
+    yield served
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def ddp(store: dist.Store) -> DistributedDataParallel:
+    return DistributedDataParallel(nn.Linear(2, 2))
+
+
+@pytest.fixture
+def sharded(store: dist.Store) -> Any:
+    return fully_shard(nn.Linear(3, 2), mesh=init_device_mesh("cpu", (1,)))
+
+
+# --- the list
+
+
+@pytest.mark.parametrize("private", PRIVATE, ids=str)
+def test_the_installed_torch_has_it(private: Private) -> None:
+    assert private.is_there == (private.since <= INSTALLED)
+    assert private.use
+    assert private.without
+
+
+def test_what_is_not_there_is_seen() -> None:
+    names = {"owner": "torch", "names": ("_no_such_name",), "use": "nothing", "without": "all is well"}
+    assert not Private(**names).is_there
+    for owner in ("no.such.module", "torch:NoSuchClass", "nn/no_such_file.py", "nn/parallel/distributed.py"):
+        assert not Private(**{**names, "owner": owner}).is_there
+    assert Private(**names).lost.endswith("has no torch: _no_such_name, for nothing: all is well")
+
+
+def test_all_entries_are_listed_and_none_is_lacking() -> None:
+    assert len(PRIVATE) == 15
+    assert torch_names.lacking() == [each for each in PRIVATE if each.since > INSTALLED]
+
+
+def test_a_name_that_vanished_is_lacking_and_refused_where_it_is_needed(
+    monkeypatch: pytest.MonkeyPatch, store: dist.Store
+) -> None:
+    monkeypatch.delattr(dist.distributed_c10d, "_get_default_store")
+    assert torch_names.STORE in torch_names.lacking()
+    with pytest.raises(ConfigError, match=r"has no .*_get_default_store.*no sync can be attached"):
+        torch_names.default_store()
+
+
+# --- process groups
+
+
+def test_the_store_is_that_of_the_default_group(store: dist.Store) -> None:
+    torch_names.default_store().set("told", "here")
+    assert dist.distributed_c10d._get_default_store().get("told") == b"here"
+
+
+@pytest.mark.parametrize("has_clone", [True, False])
+def test_who_waits_on_a_store_does_not_hold_up_another_connection(
+    store: dist.Store, monkeypatch: pytest.MonkeyPatch, has_clone: bool
+) -> None:
+    below = dist.PrefixStore(f"below-{has_clone}", store)
+    if has_clone and not hasattr(below, "clone"):
+        pytest.skip("this torch has no Store.clone")
+    if not has_clone:
+        monkeypatch.delattr(dist.Store, "clone", raising=False)
+    other, same = torch_names.connected_once_more(below), torch_names.connected_once_more(below)
+    waiting = threading.Thread(target=below.wait, args=(["awaited"], timedelta(seconds=20)))
+    waiting.start()
+    other.set("said", "while it waits")
+    assert same.get("said") == b"while it waits"
+    assert waiting.is_alive()
+    dist.PrefixStore(f"below-{has_clone}", store.clone() if has_clone else _another(store)).set("awaited", "")
+    waiting.join(timeout=20)
+    assert not waiting.is_alive()
+
+
+def _another(store: Any) -> dist.Store:
+    return dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
+
+
+def test_a_store_without_a_server_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(dist.Store, "clone", raising=False)
+    store = dist.HashStore()
+    assert torch_names.connected_once_more(store) is store
+
+
+def test_the_time_out_is_what_the_user_gave(store: dist.Store) -> None:
+    world = dist.group.WORLD
+    assert world is not None
+    assert torch_names.timeout_of(world) == timedelta(seconds=SECONDS)
+    other = dist.new_group([0], timeout=timedelta(seconds=7))
+    assert torch_names.timeout_of(other) == timedelta(seconds=7)
+
+
+def test_rows_are_gathered_by_either_name(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (None, "all_gather_single"):
+        if name is not None:
+            monkeypatch.delattr(dist, name, raising=False)
+        gathered = torch.zeros(3)
+        torch_names.all_gather_flat(gathered, torch.arange(3.0), None)
+        assert gathered.tolist() == [0.0, 1.0, 2.0]
+
+
+# --- DistributedDataParallel
+
+
+def test_a_communication_hook_is_listed_with_its_state(ddp: DistributedDataParallel) -> None:
+    assert list(torch_names.comm_hooks_of(ddp)) == []
+    state = object()
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    ddp.register_comm_hook(state, allreduce_hook)
+    ((_, found),) = torch_names.comm_hooks_of(ddp)
+    assert found is state
+
+
+def test_joining_is_seen(ddp: DistributedDataParallel) -> None:
+    assert not torch_names.is_joining(ddp)
+    with ddp.join():
+        assert torch_names.is_joining(ddp)
+
+
+def test_a_reducer_without_buckets_is_seen(ddp: DistributedDataParallel) -> None:
+    assert not torch_names.hands_over_no_buckets(ddp)
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        assert torch_names.hands_over_no_buckets(DistributedDataParallel(nn.Linear(2, 2)))
+
+
+# --- modules and tensors
+
+
+def test_what_was_compiled_is_found() -> None:
+    model = nn.Linear(2, 2)
+    assert torch_names.compiled_from(model) is None
+    compiled: Any = torch.compile(model, backend="eager")
+    assert torch_names.compiled_from(compiled) is model
+
+
+@pytest.mark.parametrize("vanished", [False, True])
+def test_what_is_never_compiled_runs_as_it_is(monkeypatch: pytest.MonkeyPatch, vanished: bool) -> None:
+    if vanished:
+        monkeypatch.delattr("torch._compile._disable_dynamo")
+    compiling = []
+
+    @torch_names.never_compiled
+    def hook(x: torch.Tensor) -> torch.Tensor:
+        compiling.append(torch.compiler.is_compiling())
+        return x + 1
+
+    double = torch.compile(lambda x: hook(x * 2), backend="eager")
+    assert double(torch.ones(1)).item() == 3.0
+    assert compiling == [False]
+
+
+def test_a_version_rises_with_every_writing() -> None:
+    tensor = torch.zeros(4)
+    before = torch_names.version_of(tensor)
+    tensor.add_(1)
+    tensor[:2].add_(1)
+    assert torch_names.version_of(tensor) == before + 2
+    torch.autograd.graph.increment_version([tensor])
+    assert torch_names.version_of(tensor) == before + 3
+
+
+def test_a_hook_after_accumulation_is_seen() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    assert not torch_names.acts_on_gradient(parameter)
+    handle = parameter.register_post_accumulate_grad_hook(lambda _: None)
+    assert torch_names.acts_on_gradient(parameter)
+    handle.remove()
+    assert not torch_names.acts_on_gradient(parameter)
+
+
+def test_backward_is_told_from_forward() -> None:
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda _: seen.append(torch_names.is_in_backward()))
+    (x * 2).sum().backward()
+    seen.append(torch_names.is_in_backward())
+    assert seen == [True, False]
+
+
+@pytest.mark.parametrize("vanished", [False, True])
+def test_norms_are_euclidean_one_a_part(monkeypatch: pytest.MonkeyPatch, vanished: bool) -> None:
+    if vanished:
+        monkeypatch.delattr(torch, "_foreach_norm")
+    parts = torch.split(torch.tensor([3.0, 4.0, -2.0]), [2, 1])
+    assert [each.item() for each in torch_names.norms_of(parts)] == [5.0, 2.0]
+
+
+# --- fully_shard
+
+
+def test_a_shard_is_its_own_memory_and_always_the_same_object(sharded: Any) -> None:
+    local = torch_names.local_of(sharded.weight)
+    assert local is torch_names.local_of(sharded.weight)
+    assert type(local) is torch.Tensor
+    local.fill_(7.0)
+    assert torch.equal(sharded.weight.full_tensor(), torch.full((2, 3), 7.0))
+
+
+@needs_averaging
+def test_fsdp_gathers_from_the_flat_tensor_that_is_found(sharded: Any) -> None:
+    (group,) = torch_names.shard_groups_of(sharded)
+    flats = torch_names.shard_flats_of(group)
+    assert set(flats) == set(sharded.parameters())
+    for parameter, flat in flats.items():
+        local, ones = torch_names.local_of(parameter), torch.ones_like(flat)
+        assert flat.data_ptr() == local.data_ptr()
+        flat.data, local.data = ones, ones.view(local.shape)
+    assert sharded(torch.ones(1, 3)).tolist() == [[4.0, 4.0]]
+
+
+def test_a_torch_whose_shards_say_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"_all_reduce_hook.*attach\(replicate=...\) is refused"):
+        torch_names.set_averaging_hook(SimpleNamespace(), lambda: None)
+
+
+@needs_averaging
+def test_averaging_is_heard_but_in_passes_that_accumulate(sharded: Any) -> None:
+    (group,) = torch_names.shard_groups_of(sharded)
+    assert torch_names.averaging_hook_of(group) is None
+    heard: list[int] = []
+    torch_names.set_averaging_hook(group, lambda: heard.append(1))
+    assert torch_names.averaging_hook_of(group) is not None
+    sharded(torch.ones(1, 3)).sum().backward()
+    assert heard == [1]
+    sharded.set_requires_all_reduce(False)
+    sharded(torch.ones(1, 3)).sum().backward()
+    assert heard == [1]
+    sharded.set_requires_all_reduce(True)
+    torch_names.set_averaging_hook(group, None)
+    sharded(torch.ones(1, 3)).sum().backward()
+    assert heard == [1]
+    assert torch_names.averaging_hook_of(group) is None
