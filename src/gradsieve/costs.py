@@ -34,11 +34,11 @@ PASS = 8.0
 CARRIED = 64.0
 """Bytes of memory traffic for a word that a socket sends and one that it receives: dense's processor time
 over its words, at 14 GB/s (`step-mlp-1gbit-2026-11-15.json`: 165 ms for 38 million)."""
-HANDLED, ENTRY = 55e6, 3200.0
-"""For a unit of ours beside all passes over it, and for a word of what was selected, its index or its value,
-which is sorted, packed, received and added up: 5 ms and 0.3 us at 12 GB/s. Processor time of six schemes in
-labs of 2 and 4 hosts (`plan-computed-2026-11-16.jsonl`, by `benchmarks/plan_computed.py`); as bytes, since
-hosts that move them faster run Python faster too."""
+HANDLED, GIVEN, TAKEN = 55e6, 6300.0, 700.0
+"""For a unit of ours beside all passes over it; for a word of what a rank selected, its index or its value,
+which is sorted and packed; and for one that it gets and adds up: 5 ms, 0.5 us and 0.06 us at 12 GB/s, by
+processor time of six schemes on 2 to 16 hosts (`benchmarks/plan_computed.py`, `plan-lab-2026-11-16.json`). As
+bytes, since hosts that move them faster run Python faster too."""
 CODED = 36.0
 """For an element that is rounded, summed and read again (the same)."""
 APART = 1.3
@@ -122,19 +122,17 @@ class Costs:
     def _of_unit(self, scheme: Scheme[Any], n: int, passes: float) -> Cost:
         ops = [] if scheme.silent else with_rider(scheme, n, self.world)
         compared = scheme.looked_at(n, self.world) / self.host.selection
-        entries = scheme.merges * sum(_held(op, self.world) for op in ops)
-        moved = HANDLED + ENTRY * entries + passes * PASS * n + CODED * scheme.coded(n, self.world)
+        merged = scheme.merges * sum(_merged(op, self.world) for op in ops)
+        moved = HANDLED + merged + passes * PASS * n + CODED * scheme.coded(n, self.world)
         return Cost(computed=compared + moved / self.host.memory) + self.of_ops(ops)
 
 
-def _held(op: Op, world: int) -> float:
-    """Words that a rank gives and gets; of a sum, what it gives."""
+def _merged(op: Op, world: int) -> float:
+    """Bytes of memory traffic that handling what a rank gives and gets costs as much as."""
     own = op.tensor.numel() * op.tensor.element_size() / WORD
-    if isinstance(op, AllReduce):
-        return own
     meter = Meter(0, world)
     meter.count(op)
-    return own + meter.moved / WORD
+    return GIVEN * own + TAKEN * (own if isinstance(op, AllReduce) else meter.moved / WORD)
 
 
 def with_rider(scheme: Scheme[Any], n: int, world: int) -> list[Op]:

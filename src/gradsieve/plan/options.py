@@ -54,6 +54,9 @@ class Model:
     parameters: int
     forward: float
     backward: float
+    on_host: bool = False
+    """Computed by the processors that also select and send: in a lab of more hosts than processors a step
+    took as long as forward, backward and exchange one after the other (`plan-lab-2026-11-16.json`)."""
 
     @property
     def compute(self) -> float:

@@ -3,7 +3,9 @@
     hidden behind   a step takes                                     who
     step            max(compute, link) + computed                    gradsieve: one step late
     backward        forward + max(backward/B + X, backward + X/B)    torch's DDP, B buckets
-    nothing         compute + link + computed                        published rules
+    nothing         compute + link + computed                        published rules; and gradsieve where
+                                                                     forward and backward keep the processors
+                                                                     busy that select and send
 
 X = link + computed. `computed` is the processor time of the exchange, which shares the processor with forward
 and backward. Of B buckets the first can go when 1/B of backward is done, and the last only after all of it.
@@ -58,7 +60,7 @@ def predict(option: Option, model: Model, costs: Costs) -> Prediction:
 
 def seconds(option: Option, cost: Cost, model: Model) -> float:
     match option.hidden:
-        case "step":
+        case "step" if not model.on_host:
             exchanging = max(model.compute, cost.link) + cost.computed
         case "backward":
             exchange, part = cost.link + cost.computed, 1 / option.buckets

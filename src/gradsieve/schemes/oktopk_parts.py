@@ -66,6 +66,7 @@ class Regional(Scheme[State]):
     """Steps between new regions; the paper's tau."""
 
     looks: ClassVar[float] = 4.0
+    merges: ClassVar[float] = 1.35
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -61,7 +61,7 @@ class SparDL(Scheme[State]):
     """How teams exchange; R-SAG needs a power of two of them."""
     residuals: Residuals = "all"
     """What is collected; all but "all" lose gradient, for ablation only."""
-    merges: ClassVar[float] = 1.8
+    merges: ClassVar[float] = 1.6
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -23,6 +24,8 @@ from gradsieve.types import Ctx, Outcome, Program, Sparse
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(Scheme[Stateless]):
+    merges: ClassVar[float] = 1.35
+
     def begin(self, n: int, world: int, previous: Stateless | None = None) -> Stateless:
         return Stateless()
 

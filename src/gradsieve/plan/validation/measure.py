@@ -1,15 +1,14 @@
 """Predictions held against a lab: `gradsieve bench plan`.
 
 For each case (hosts, rate, delay): the doctor measures a profile there; every sync's exchange is timed alone
-and in a training step; both are predicted from the profile and from the step without communication. A case is
-a file of the folder: one that is there is not run again.
+and in a training step; both are predicted from the profile and from the step without communication. What was
+measured of a case is kept in the folder, its profile beside it: it is not run again, and predicted anew.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -97,28 +96,29 @@ def run_all(cases: Sequence[Case], folder: Path, advance: Callable[[str], None])
         try:
             if not path.exists():
                 part = path.with_suffix(".part")
-                part.write_text(json.dumps(measure(case), indent=1, allow_nan=False))
+                part.write_text(json.dumps(measure(case, path.with_suffix(".toml")), allow_nan=False))
                 part.rename(path)
-            rows += json.loads(path.read_text())
+            rows += compare(case, profiles.read(path.with_suffix(".toml")), **json.loads(path.read_text()))
         except GradsieveError as error:
             failed.append(f"{case}: {error}")
         advance(str(case))
     return rows, failed
 
 
-def measure(case: Case) -> Rows:
-    profile = _examined(case)
+def measure(case: Case, profile: Path) -> dict[str, dict[str, float]]:
+    """Milliseconds of exchanges and of steps, after the doctor has written its profile."""
+    _examine(case, profile)
     alone = [sync for sync in case.syncs if sync not in _NO_EXCHANGE_ALONE]
     place = case.place
     config = {**asdict(case), **asdict(place), "syncs": alone, "turns": 2 * case.rounds + 1}
-    exchanges = {
-        row["sync"]: row["exchange_ms"] for row in rows_from_hosts("gradsieve.plan.validation.worker", config)
-    }
+    rows = rows_from_hosts("gradsieve.plan.validation.worker", config)
     syncs = [*step.ALWAYS, *(sync for sync in case.syncs if sync not in step.ALWAYS)]
     where = (place.hosts, place.rate, place.delay)
     plan = step.Plan(*where, "mlp", case.params, case.density, syncs, case.rounds, network=place.network)
-    steps = {row["sync"]: row["step_ms"] for row in step.measure(plan)[0]}
-    return compare(case, profile, exchanges, steps)
+    return {
+        "exchanges": {row["sync"]: row["exchange_ms"] for row in rows},
+        "steps": {row["sync"]: row["step_ms"] for row in step.measure(plan)[0]},
+    }
 
 
 def compare(
@@ -126,7 +126,7 @@ def compare(
 ) -> Rows:
     """Of every sync that was measured."""
     costs, compute = Costs.of(profile), steps["noop"] / 1e3
-    model = Model(case.params, compute / 3, 2 * compute / 3)
+    model = Model(case.params, compute / 3, 2 * compute / 3, on_host=True)
     rows: Rows = []
     for sync in [sync for sync in steps if sync != "noop"]:
         told = predict(named(sync, model, costs, case.density), model, costs)
@@ -138,16 +138,14 @@ def compare(
     return rows
 
 
-def _examined(case: Case) -> profiles.Profile:
+def _examine(case: Case, profile: Path) -> None:
     """By the doctor, on such a network."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "profile.toml"
-        argv = [sys.executable, "-m", "gradsieve.cli.main", "doctor", "--profile", str(path)]
-        with lab_of(asdict(case.place)) as lab:
-            codes = lab.run(argv, timeout=_DOCTOR_SECONDS)
-        if not path.exists():
-            raise GradsieveError(f"the doctor left no profile; exit codes {codes}, its output is above")
-        return profiles.read(path)
+    argv = [sys.executable, "-m", "gradsieve.cli.main", "doctor", "--profile", str(profile.resolve())]
+    profile.unlink(missing_ok=True)
+    with lab_of(asdict(case.place)) as lab:
+        codes = lab.run(argv, timeout=_DOCTOR_SECONDS)
+    if not profile.exists():
+        raise GradsieveError(f"the doctor left no profile; exit codes {codes}, its output is above")
 
 
 def summary(rows: Rows) -> dict[str, float]:
