@@ -23,7 +23,7 @@ from gradsieve.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Treatment:
-    """What happens around the exchange. Some settings are for one place of it only, named in brackets."""
+    """What happens around the exchange. A setting for one kind of exchange only names it in brackets."""
 
     exchange: Literal["steps", "gradients"] = "steps"
     """What is exchanged: what each rank's optimizer moved, or gradients before the optimizer sees them."""
