@@ -34,8 +34,8 @@ def test_fashion_mnist_trains_and_reports() -> None:
     found = re.search(r"bytes sent +([\d,]+) a step and rank; dense ([\d,]+)", ended.stdout)
     assert found, ended.stdout
     assert int(found[1].replace(",", "")) < int(found[2].replace(",", "")) / 10
-    assert "times dense's speed" in ended.stdout
-    assert "loopback" in ended.stdout
+    assert "loopback, where plain DDP is as good" in ended.stdout
+    assert "times dense's speed" not in ended.stdout, "no race where there is no network"
 
 
 def test_without_the_data_set_the_line_that_installs_it_is_printed(tmp_path: Path) -> None:

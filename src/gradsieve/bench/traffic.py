@@ -261,8 +261,15 @@ def _fits(case: Case) -> None:
     check_fits(needed, f"residuals of {case} with {case.n:,} parameters", "lower --params or --world")
 
 
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c564b")
+_STYLES = ("-", "--", ":")
+
+
 def plot(rows: Sequence[dict[str, Any]], n: int, density: float, path: Path) -> None:
-    """Words against P, one colour and marker a scheme, its formula dashed; the legend in the lines' order."""
+    """Words against P, a line a scheme in the order of the legend, crosses where its formula says.
+
+    Beyond eight schemes colours come again, with another style of line.
+    """
     from matplotlib.figure import Figure  # the `plot` extra, not needed to measure
 
     figure = Figure(figsize=(10, 6), layout="constrained")
@@ -274,13 +281,13 @@ def plot(rows: Sequence[dict[str, Any]], n: int, density: float, path: Path) -> 
     highest_first = sorted(by_scheme.items(), key=lambda item: -float(item[1][-1]["words"]))
     for number, (scheme, own) in enumerate(highest_first):
         worlds = [row["world"] for row in own]
-        color, marker = f"C{number % 10}", "os^Dv"[(number + number // 10) % 5]
-        axes.plot(worlds, [row["words"] for row in own], label=scheme, color=color, marker=marker)
-        axes.plot(worlds, [row["formula_words"] for row in own], "--", color=color, alpha=0.6)
+        color, style = _COLOURS[number % len(_COLOURS)], _STYLES[number // len(_COLOURS) % len(_STYLES)]
+        axes.plot(worlds, [row["words"] for row in own], style, label=scheme, color=color, marker="o")
+        axes.plot(worlds, [row["formula_words"] for row in own], "x", color=color, markersize=9)
     worlds = sorted({row["world"] for row in shown})
     dense = [make("dense").expected_words(n, world) for world in worlds]
-    axes.plot(worlds, dense, ":", color="gray", label="dense, by its formula")
-    axes.plot([], [], "--", color="gray", label="formula of each scheme")
+    axes.plot(worlds, dense, color="lightgray", linewidth=5, zorder=0, label="dense, by its formula")
+    axes.plot([], [], "x", color="gray", markersize=9, label="formula of each scheme")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(worlds, [f"{world:,}" for world in worlds])

@@ -23,7 +23,10 @@ from gradsieve.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Treatment:
+    """What happens around the exchange. A setting for one kind of exchange only names it in brackets."""
+
     exchange: Literal["steps", "gradients"] = "steps"
+    """What is exchanged: what each rank's optimizer moved, or gradients before the optimizer sees them."""
     every: int = 1
     """Steps to an exchange (steps): in all of them but the last each rank's optimizer goes on alone."""
     preview: float | None = None

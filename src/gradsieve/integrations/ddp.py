@@ -171,34 +171,41 @@ def attach(
     scaler: torch.amp.GradScaler | None = None,
     dense_if_faster: bool = True,
 ) -> "DdpSync | HsdpSync":
-    """Replace DDP's dense all-reduce by an exchange that forward and backward hide.
+    """Replace DDP's dense all-reduce by an exchange of few bits that forward and backward hide.
 
-    With neither `scheme` nor `density`, as many bits are sent as that allows: all elements in turn, in few
-    bits each. `bits` fixes how many a parameter and step, for runs that must be the same again. `scheme` is a
-    name ("exdyna", "micro", "topk", ...) or an object such as `gradsieve.ExDyna(density=0.01)`; a `density`
-    alone is ExDyna's.
-    With `every=30` one step in 30 exchanges and each rank's optimizer takes the others alone, for links on
-    which rounds take long; `bits` still count a step, so that an exchange has 30 times as many. It goes with
-    every scheme, a dense one too.
-    `preset` is "default" (every rank steps its own model, and what the steps moved is exchanged), "paper"
-    (as published: the paper's rules, as in `gradsieve.ExDynaPaper`, over the whole model at once; gradients
-    are exchanged, and never densely) or a `gradsieve.Treatment`. Where gradients are exchanged, hand a
-    `GradScaler` over as `scaler`: residuals then follow its scale.
+    Call it on all ranks, after wrapping the model and before the first backward. Evaluate and save as ever:
+    but for the time from a training forward to the optimizer's step, the parameters hold the model that all
+    ranks share, the same bits on each of them. At the end of a training call `flush()` on all ranks.
 
-    Where a dense exchange turns out to be faster than the scheme (a fast link, a small model, a high
-    density), it is used instead, bucket by bucket. Which steps that are depends on time: runs that must be
-    the same bits again want `dense_if_faster=False`.
+    Args:
+        model: In `DistributedDataParallel`. With `replicate`, a model that was given to
+            `fully_shard(model, mesh=mesh["shard"])`. What `torch.compile` and frameworks put around it is
+            taken off.
+        optimizer: The one that steps the model, or a list of several.
+        replicate: The axis of the mesh over which shards are exchanged; FSDP averages over the other one.
+        scheme: A name ("exdyna", "topk", ...) or an object such as `gradsieve.ExDyna(density=0.01)`. Without
+            scheme, density and bits, as many bits are sent as forward and backward hide: all elements in
+            turn, in one bit each.
+        density: Share of the elements to send in a step. Alone, it is ExDyna's.
+        bits: A fixed budget a parameter and step, for runs that must be the same again.
+        every: One step in so many exchanges, and each rank's optimizer takes the others alone: for links on
+            which a round takes long. `bits` still count a step, so that an exchange has `every` times as
+            many. It goes with every scheme, a dense one too.
+        preset: "default": every rank steps its own model, and what the steps moved is exchanged. "paper": as
+            published, with the paper's rules over the whole model at once; gradients are exchanged, and
+            never densely. Or a `gradsieve.Treatment`.
+        scaler: The `GradScaler`, needed only where gradients are exchanged: residuals then follow its scale.
+        dense_if_faster: Use a dense exchange, bucket by bucket, where it turns out to be faster than the
+            scheme (a fast link, a small model, a high density). Which steps that are depends on time: runs
+            that must be the same bits again want False.
 
-    `optimizer` is the one that steps the model, or a list of several. What `torch.compile` and frameworks put
-    around model and optimizer is taken off: docs/frameworks.md.
+    Returns:
+        A `GradientSync`.
 
-    Call it after wrapping the model and before the first backward. Evaluate and save as ever: but for the
-    time from a training forward to the optimizer's step, the parameters hold the model that all ranks share,
-    the same bits on each of them. `flush()` on all ranks at the end of a training puts into it what still
-    waits.
-
-    `replicate` is for a model that was given to `fully_shard(model, mesh=mesh["shard"])`: its shards are
-    exchanged over that axis of the mesh, and FSDP averages over the other one: docs/hsdp.md.
+    Raises:
+        ConfigError: A setting that cannot work, or a model or optimizer that it cannot be attached to.
+        MismatchError: Ranks gave different settings.
+        DivergenceError: Ranks have different weights.
     """
     settings: Settings = {
         "scheme": scheme,

@@ -51,7 +51,7 @@ VERIFY_EVERY = 100
 
 
 class GradientSync:
-    """Sparse exchange between the ranks of a group; what this rank remembers, and the scheme's state."""
+    """Sparse exchange between the ranks of a group: residuals, the shared model, the scheme's state."""
 
     part = ""  # for names of files: of which part of the model, where ranks hold parts
 
@@ -70,7 +70,8 @@ class GradientSync:
         group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float = UNIT_CAP_MB,
     ) -> None:
-        """`optimizer` is the one that steps the parameters, or a list of those that do."""
+        """`parameters` with their names; the ranks of `group`, or all; `bucket_cap_mb` is exchanged together.
+        Other settings are those of `attach`."""
         if not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialised: call init_process_group() first")
         named = dict(parameters)
@@ -145,7 +146,7 @@ class GradientSync:
     def reduce(self) -> bool:
         """Exchange, between backward and the optimizer's step; False where the step is to be skipped.
 
-        Steps: what the optimizer moved before is exchanged. Gradients: those in `.grad`.
+        What the optimizer moved before is exchanged; with `exchange="gradients"`, gradients in `.grad`.
         """
         if self.scheme.silent:
             return True
@@ -274,7 +275,7 @@ class GradientSync:
 
     def verify(self) -> None:
         """Raise DivergenceError unless the shared model and replicated state are the same bits on every rank.
-        Call it on all of them."""
+        Call it on all of them. It also happens by itself, every 100 steps."""
         if not self.scheme.silent:
             self.take_over()
             replicas.compare(self)  # at once: an exchange would need the state that may differ
@@ -305,7 +306,8 @@ class GradientSync:
         optimizer.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Memories and scheme state of this rank, tensors only, keys unique to the rank."""
+        """Residual, models and scheme state of this rank, without optimizers: tensors only, for `torch.save`
+        and distributed checkpoints. Keys are unique to the rank."""
         return saving.state_of(self)
 
     def load_state_dict(self, stored: Mapping[str, Tensor]) -> None:
@@ -315,7 +317,7 @@ class GradientSync:
 
     def save(self, folder: str | PathLike[str], optimizers: bool = True) -> None:
         """Write a checkpoint, with the optimizers' states, to a folder that all ranks see, in the place of
-        the one there. Call it on all ranks. Until it is whole the one before is: docs/checkpoints.md."""
+        the one there, which is whole until the new one is. Call it on all ranks."""
         files.save(self, Path(folder), optimizers)
 
     def load(self, folder: str | PathLike[str], optimizers: bool = True) -> None:
@@ -324,10 +326,10 @@ class GradientSync:
         saving.load(self, "load()", lambda: files.offer_of(self, Path(folder), optimizers))
 
     def flush(self) -> None:
-        """Send everything that waits, in one dense exchange, at the end of a training. Call it on all ranks.
+        """Send all residuals, in one dense exchange, at the end of a training. Call it on all ranks.
 
-        Steps: all ranks' own models are the shared one afterwards. Gradients: it is in `.grad`; call
-        optimizer.step().
+        Afterwards all ranks' own models are the shared one. With `exchange="gradients"` the mean of the
+        residuals is in `.grad` instead: call optimizer.step().
         """
         if self.scheme.silent:
             return
@@ -393,5 +395,6 @@ class GradientSync:
         return signs(self.pipeline.waiting(), self.pipeline.outcomes)
 
     def metrics(self) -> dict[str, Any]:
-        """The last step in figures: see `integrations/metrics.py`."""
+        """The last step in figures: bits, bytes, density, seconds, size and age of the residual, through all
+        of which it goes: not for every step of a large model."""
         return metrics(self)

@@ -52,18 +52,25 @@ class OkTopkPaper(Regional):
     guard: float = 4 / 3
     """Elements over k from which on the local threshold is raised before anything is selected."""
     guard_factor: float = 1.03
+    """By how much at a time."""
     guard_rounds: int = 5
-    """By how much at a time, and how often at most."""
+    """How often at most."""
     local_few: float = 2 / 3
+    """Elements over k below which the local threshold falls."""
     local_many: float = 5 / 4
-    """Elements over k, below or above which the local threshold moves."""
+    """Elements over k above which it rises."""
     local_down: float = 1.012
+    """By how much it falls."""
     local_up: float = 1.012
+    """By how much it rises."""
     global_few: float = 2 / 3
+    """Sums over k below which the global threshold falls."""
     global_many: float = 4 / 3
-    """Sums over k, below or above which the global threshold moves."""
+    """Sums over k above which it rises."""
     global_down: float = 1.008
+    """By how much it falls."""
     global_up: float = 1.008
+    """By how much it rises."""
     lopsided: float = 4.0
     """Longest list of sums over the mean from which on lists are balanced."""
 

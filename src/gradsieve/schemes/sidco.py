@@ -46,6 +46,7 @@ class State:
 @dataclass(frozen=True, kw_only=True)
 class Sidco(Gathering[State]):
     fit: Literal["exponential", "gamma", "pareto"] = "exponential"
+    """The distribution that is fitted to the magnitudes."""
 
     looks: ClassVar[float] = 20.0
     """Passes to fit a distribution and to correct it, by `schemes-2026-11-15.json` beside top-k."""

@@ -20,9 +20,10 @@ def plot(steps: Sequence[Step], plan: Plan, path: Path) -> None:
 
     heights = [len(step.ranks) for step in steps]
     figure = Figure(figsize=(12, 1.2 + sum(0.6 * height + 1.0 for height in heights)), layout="constrained")
-    panels = figure.subplots(len(steps), 1, squeeze=False, height_ratios=heights)[:, 0]
+    panels = figure.subplots(len(steps), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
     for axes, step in zip(panels, steps, strict=True):
         _draw(axes, step)
+    panels[0].set_xlim(0, 1e3 * max(step.stop - step.start for step in steps))  # one axis: lengths compare
     panels[-1].set_xlabel("milliseconds since the first rank began the step")
     links = " and ".join(filter(None, [plan.rate or "unshaped", plan.delay]))
     figure.suptitle(
@@ -51,7 +52,6 @@ def _draw(axes: Any, step: Step) -> None:
     )
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(-_BAND * (len(step.ranks) - 1) - 1.5 * _LANE, 0.8 * _LANE)
-    axes.set_xlim(0, 1e3 * (step.stop - step.start))
     # Where gradients are exchanged, DDP waits for them inside of backward, and nobody can tell.
     waits = any(event.name == "waiting" for events in step.ranks for event in events)
     is_told = exchange and waits

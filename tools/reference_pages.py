@@ -1,0 +1,96 @@
+"""What of the reference is made from the code while the site is built (`hooks` in mkdocs.yml): the command
+line from its parsers, the schemes from their docstrings and settings."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+WIDTH = "100"
+"""Of the help texts."""
+
+
+def parser() -> argparse.ArgumentParser:
+    from gradsieve.cli import main
+
+    return main._parser()
+
+
+def commands(of: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Those that do something, in the order of their help."""
+    inner = [action for action in of._actions if isinstance(action, argparse._SubParsersAction)]
+    if not inner:
+        yield of
+    for action in inner:
+        for each in action.choices.values():
+            yield from commands(each)
+
+
+def every_command() -> str:
+    before, os.environ["COLUMNS"] = os.environ.get("COLUMNS"), WIDTH
+    try:
+        sections = [f"## {each.prog}\n\n```text\n{each.format_help()}```\n" for each in commands(parser())]
+    finally:
+        if before is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = before
+    return "\n".join(sections)
+
+
+def every_scheme() -> str:
+    from gradsieve.schemes import SCHEMES
+
+    return "\n".join(_scheme(name, kind) for name, kind in SCHEMES.items())
+
+
+def _scheme(name: str, kind: type[Any]) -> str:
+    """A heading, what it does in a sentence, and a table of its settings."""
+    about = inspect.getdoc(sys.modules[kind.__module__]) or ""
+    first = " ".join(about.split("\n\n")[0].split())
+    texts = {key: text for each in reversed(kind.__mro__) for key, text in _field_texts(each).items()}
+    rows = [
+        f"| `{field.name}` | `{field.default!r}` | {texts.get(field.name, '')} |"
+        for field in dataclasses.fields(kind)
+    ]
+    title = f'## {kind.__name__}, "{name}"\n\n{first} [How it works](../algorithms/{name}.md).\n'
+    return "\n".join([title, "| setting | default | meaning |", "|---|---|---|", *rows, ""])
+
+
+def _field_texts(kind: type[Any]) -> dict[str, str]:
+    """The text below each field of a dataclass."""
+    if not kind.__module__.startswith("gradsieve"):
+        return {}
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(body, ast.ClassDef)
+    return {
+        field.target.id: " ".join(text.value.value.split()).replace("|", "\\|")
+        for field, text in zip(body.body, body.body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
+
+
+PLACES: dict[str, tuple[str, Callable[[], str]]] = {
+    "reference/cli.md": ("<!-- every command -->", every_command),
+    "reference/schemes.md": ("<!-- every scheme -->", every_scheme),
+}
+"""Of a page, what is replaced, and by what."""
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """MkDocs calls it for each page."""
+    if page.file.src_uri not in PLACES:
+        return markdown
+    place, text = PLACES[page.file.src_uri]
+    return markdown.replace(place, text())
