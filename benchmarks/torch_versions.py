@@ -113,11 +113,12 @@ def _try(torch: str, python: str, folder: Path, wheel: Path, tests: Sequence[str
 def _install(torch: str, python: str, here: Path, wheel: Path) -> None:
     interpreter = str(here / "bin" / "python")
     pip = [interpreter, "-m", "pip", "install", "--quiet"]
-    if not here.exists():
+    if not (here / "ready").exists():
         _run([_interpreter(python), "-m", "venv", str(here)])
-    index = ["--index-url", CPU_BUILDS, "--extra-index-url", "https://pypi.org/simple"]
-    _run([*pip, f"torch=={torch}", *(index if _can_reach(CPU_BUILDS) else [])])
-    _run([*pip, f"torch=={torch}", f"gradsieve[{EXTRAS}] @ {wheel.as_uri()}", *FOR_TESTS])
+        index = ["--index-url", CPU_BUILDS, "--extra-index-url", "https://pypi.org/simple"]
+        _run([*pip, f"torch=={torch}", *(index if _can_reach(CPU_BUILDS) else [])])
+        _run([*pip, f"torch=={torch}", f"gradsieve[{EXTRAS}] @ {wheel.as_uri()}", *FOR_TESTS])
+        (here / "ready").touch()
     _run([*pip, "--no-deps", "--force-reinstall", str(wheel)])  # one of the same version may be there
 
 

@@ -20,7 +20,7 @@ WIDTH = "100"
 def parser() -> argparse.ArgumentParser:
     from gradsieve.cli import main
 
-    return main._parser()
+    return main.parser_for(None)
 
 
 def commands(of: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:

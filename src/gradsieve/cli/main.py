@@ -33,8 +33,9 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     return parser_for(words).parse_args(words)
 
 
-def parser_for(words: Sequence[str]) -> argparse.ArgumentParser:
-    """One that knows all commands by name, and the arguments of that which the words ask for."""
+def parser_for(words: Sequence[str] | None) -> argparse.ArgumentParser:
+    """One that knows all commands by name, and the arguments of that which the words ask for; None: of all,
+    for those who list them."""
     parser = argparse.ArgumentParser(
         prog="gradsieve", description="Sparse gradient exchange for PyTorch: measure it, on a real network."
     )

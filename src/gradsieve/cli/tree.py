@@ -78,13 +78,17 @@ COMMANDS = {
 }
 
 
-def grow(parser: argparse.ArgumentParser, commands: Mapping[str, Command], words: Sequence[str]) -> None:
-    """Add all commands by name; but for the one that `words` ask for, without arguments."""
-    asked = next((word for word in words if not word.startswith("-")), None)
+def grow(
+    parser: argparse.ArgumentParser, commands: Mapping[str, Command], words: Sequence[str] | None
+) -> None:
+    """All commands by name; but for the one that `words` ask for, without arguments; None asks for all."""
+    asked = next((word for word in words or () if not word.startswith("-")), None)
     branches = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, command in commands.items():
         branch = branches.add_parser(name, help=command.summary)
-        if name == asked and command.inner:
-            grow(branch, command.inner, words[words.index(name) + 1 :])
-        elif name == asked:
+        if words is not None and name != asked:
+            continue
+        if command.inner:
+            grow(branch, command.inner, None if words is None else words[words.index(name) + 1 :])
+        else:
             command.fill(branch)
