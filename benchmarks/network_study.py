@@ -30,7 +30,7 @@ def seconds(name: str) -> dict[str, float]:
 def topologies(axes: Axes) -> None:
     found = [seconds(f"topology-{name}") for name in TOPOLOGIES]
     for scheme, mark in zip(SCHEMES, MARKS, strict=True):
-        axes.plot(TOPOLOGIES, [1e3 * each[scheme] for each in found], marker=mark, label=scheme)
+        axes.plot(TOPOLOGIES, [1e3 * each[scheme] for each in found], marker=mark, ls="none", ms=8, label=scheme)
     axes.set(yscale="log", ylabel="an exchange, ms", title="64 ranks, 100 M parameters, 10 Gbit/s")
     axes.tick_params(axis="x", rotation=20)
 
@@ -51,12 +51,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     out = parser.parse_args().out
-    figure = Figure(figsize=(12, 4.6), layout="constrained")
+    figure = Figure(figsize=(13, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     for draw, axes in ((topologies, left), (teams, right)):
         draw(axes)
         axes.grid(alpha=0.3, which="both")
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), handlelength=3.5)
     figure.savefig(out, dpi=130)
 
 

@@ -111,7 +111,8 @@ def run(args: argparse.Namespace) -> int:
     with progress(plan.work()) as advance, one_thread():
         rows = study.run(plan, advance)
     print(results.table(rows, study.COLUMNS))
-    title = f"{plan.params:,} parameters on a simulated {plan.topology}, {plan.collectives} collectives"
+    way = {"ours": "as in training"}.get(plan.collectives, plan.collectives)
+    title = f"{plan.params:,} parameters on a simulated {plan.topology}, collectives: {way}"
     title = f"{title}, {args.rate} links"
     if args.json is not None:
         results.write(args.json, asdict(plan), rows)
