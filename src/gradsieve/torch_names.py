@@ -5,7 +5,7 @@ Nothing is looked up at import. Where a torch has no such name, the feature that
 ConfigError that says so; the others work. `gradsieve doctor` lists what the installed torch lacks, and
 tests/unit/test_torch_names.py fails where a name vanished or means something else.
 
-Each was seen in torch from `since` to 2.15: docs/installing.md has what was run.
+All were seen in torch 2.6, 2.13 and 2.15, but for those that `since` dates later.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Private:
     use: str
     without: str
     since: tuple[int, int] = (2, 6)
-    """The first torch that was seen to have it; 2.6 is the oldest that is looked at."""
+    """The first torch that has it; 2.6 is the oldest that is looked at."""
 
     def __str__(self) -> str:
         return f"{self.owner}: {', '.join(self.names)}"
