@@ -30,7 +30,9 @@ def seconds(name: str) -> dict[str, float]:
 def topologies(axes: Axes) -> None:
     found = [seconds(f"topology-{name}") for name in TOPOLOGIES]
     for scheme, mark in zip(SCHEMES, MARKS, strict=True):
-        axes.plot(TOPOLOGIES, [1e3 * each[scheme] for each in found], marker=mark, ls="none", ms=8, label=scheme)
+        axes.plot(
+            TOPOLOGIES, [1e3 * each[scheme] for each in found], marker=mark, ls="none", ms=8, label=scheme
+        )
     axes.set(yscale="log", ylabel="an exchange, ms", title="64 ranks, 100 M parameters, 10 Gbit/s")
     axes.tick_params(axis="x", rotation=20)
 

@@ -28,7 +28,8 @@ def check(words: list[str], block: Block) -> None:
         except SystemExit:
             pytest.fail(f"{block}: the parser refuses `{' '.join(words)}`")
         assert not rest, f"{block}: no such options: {rest}"
-        inner = [word for word in getattr(known, "command", ()) if word != "--"]  # of `lab run`, what hosts run
+        # Of `lab run`: what hosts run.
+        inner = [word for word in getattr(known, "command", ()) if word != "--"]
         if inner and isinstance(known.command, list) and inner[0] in ("gradsieve", "python", "torchrun"):
             check(inner, block)
     elif words[0] == "just":
