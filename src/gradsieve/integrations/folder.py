@@ -40,7 +40,10 @@ if TYPE_CHECKING:
 VERSION = 1
 MANIFEST = "manifest.json"
 _MANIFEST_MOST = 1 << 27
-_HASH = 32
+_HASH, _STEP = 32, 8
+"""Bytes."""
+_MINE = 1 + _STEP
+"""Where a rank's hash begins in its word on a checkpoint."""
 _OURS = re.compile(r"rank\d{5,7}-of-\d{5,7}-[0-9a-f]{16}\.safetensors|(rank\d{5,7}|manifest)\.part")
 _TEXT = """{{
  "format": "gradsieve checkpoint",
@@ -173,15 +176,26 @@ def _force(folder: Path) -> None:
 
 
 def _told(sync: GradientSync, mine: bytes, problem: Exception | None) -> Program[str]:
-    """All ranks' hashes, if every rank has written its file."""
-    row = [0 if problem is not None else 1, *mine]
+    """All ranks' hashes, if every rank has written its file.
+
+    A message has its step: one of an earlier save that comes again names a file which may still be there.
+    """
+    now = sync.pipeline.step
+    row = [0 if problem is not None else 1, *now.to_bytes(_STEP, "little"), *mine]
     rows = yield AllGather(torch.tensor(row, dtype=torch.uint8, device=sync.device))
+    steps = [int.from_bytes(bytes(each), "little") for each in rows[:, 1:_MINE].tolist()]
+    if other := [f"rank {rank} of step {step}" for rank, step in enumerate(steps) if step != now]:
+        raise MismatchError(
+            f"rank {sync.engine.rank}, step {now}: nothing was saved; the checkpoint before is as it was: "
+            f"{', '.join(other[:4])} answered. A message of an earlier save came again, or ranks are at "
+            "different steps: start again from a checkpoint"
+        )
     refused = (rows[:, 0] != 1).nonzero().flatten().tolist()
     if refused:
         yield from saving.refuse(
             sync, "nothing was saved; the checkpoint before is as it was", refused, problem
         )
-    return bytes(rows[:, 1:].flatten().tolist()).hex()
+    return bytes(rows[:, _MINE:].flatten().tolist()).hex()
 
 
 def _commit(folder: Path, manifest: Manifest) -> None:
