@@ -1,4 +1,4 @@
-"""The vote on a checkpoint: a message of an earlier save that comes again is no vote. `lab chaos` found it."""
+"""The vote on a checkpoint: a message of an earlier save that comes again is none. `lab chaos` found it."""
 
 from __future__ import annotations
 
