@@ -1,7 +1,7 @@
 # A few verbs. `just` lists them; each is a plain command you can also type.
 
 setup:      # everything for development, into the active virtual environment
-    pip install torch==2.13.0
+    pip install torch==2.13.0   # a CPU build here; any torch from 2.6 on will do
     pip install -e '.[dev,docs]'
 
 check:      # lint, types, import direction
