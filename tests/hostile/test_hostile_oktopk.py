@@ -38,7 +38,7 @@ def to_owners(forgery: str) -> Forgery:
     def forge(turn: int, message: Tensor) -> Tensor:
         nonlocal count
         if turn == 1:
-            count = int(message)
+            count = int(message[0])
         if turn == 2:
             assert count >= 3, "there must be something to forge"
             FORGERIES[forgery](message[:count, 0])
@@ -63,6 +63,25 @@ def to_everybody(forgery: str) -> Forgery:
 def test_forged_indices_to_an_owner_are_refused_and_the_liar_named(steps: int, forgery: str) -> None:
     with pytest.raises(Malformed, match=rf"indices in step {steps} of rank {EVIL} are not sorted, unique"):
         target("oktopk", steps).attack(to_owners(forgery))
+
+
+def of_another_step(turn: int, message: Tensor) -> Tensor:
+    """The right count, in a message as the next step's."""
+    if turn == 1:
+        message[1] += WORLD * WORLD
+    return message
+
+
+@every_step
+def test_a_count_of_another_step_is_refused_and_its_rank_named(steps: int) -> None:
+    said = rf"rank {EVIL} announced elements in step {steps} in a message of another step"
+    with pytest.raises(Malformed, match=said):
+        target("oktopk", steps).attack(of_another_step)
+
+
+def test_without_its_stamp_nobody_would_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oktopk_parts, "stamped", lambda found, meant, what: None)
+    target("oktopk", 3).attack(of_another_step)
 
 
 @every_step

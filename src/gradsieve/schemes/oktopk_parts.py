@@ -16,8 +16,11 @@ from gradsieve.kernels import sum_by_index
 from gradsieve.schemes.base import Scheme, blank, log2_ceil
 from gradsieve.schemes.quota import evenly
 from gradsieve.types import Ctx, Program, private
-from gradsieve.wire.check import counts_within, lists_increasing
+from gradsieve.wire.check import counts_within, lists_increasing, stamped
 from gradsieve.wire.frame import from_pairs, index_dtype, to_pairs
+
+_STAMPS = 2**31
+"""As many as four bytes hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +88,7 @@ class Regional(Scheme[State]):
     def asks(self, n: int, world: int) -> Sequence[Op]:
         """Counts, elements to their owners, counts, sums to everybody; without balancing and new regions."""
         k, log = self.k(n), log2_ceil(world)
-        counts = blank(max(1, world // 2))
+        counts = blank(2 * max(1, world // 2))
         dealt = tuple(evenly(k, world))
         pairs = AllToAll(blank(2 * k).view(k, 2), dealt, dealt)
         rows = AllGather(blank(2 * -(-k // world)))
@@ -127,7 +130,7 @@ def split_and_reduce(acc: Tensor, selected: Tensor, cuts: Tensor, most: int, ctx
     n, start, stop = acc.numel(), int(cuts[ctx.rank]), int(cuts[ctx.rank + 1])
     what = f"in step {ctx.step}"
     counts = torch.searchsorted(selected, cuts.to(acc.device)).diff()
-    sizes = yield from bruck.transpose(counts.to(index_dtype(n)), ctx.rank)
+    sizes = yield from _told(counts, index_dtype(n), ctx, f"elements {what}")
     counts_within(sizes, min(most, stop - start), f"elements {what}")
     rows = to_pairs(selected, acc[selected], n)
     rows = yield AllToAll(rows, tuple(counts.tolist()), tuple(sizes.tolist()))
@@ -135,6 +138,20 @@ def split_and_reduce(acc: Tensor, selected: Tensor, cuts: Tensor, most: int, ctx
     lists_increasing(indices, sizes, start, stop, f"indices {what}")
     indices, sums = sum_by_index(indices - start, values, stop - start)
     return Sums(indices + start, sums, len(rows))
+
+
+def _told(counts: Tensor, dtype: torch.dtype, ctx: Ctx, what: str) -> Program[Tensor]:
+    """How many elements every rank has for this one, from how many this one has for each.
+
+    With a stamp of step, sender and owner: a message that came again would announce another length than is
+    sent, and an engine that receives more than it expects may end the process.
+    """
+    ranks = torch.arange(ctx.world, dtype=torch.int64, device=counts.device)
+    to_all = ((ctx.step * ctx.world + ctx.rank) * ctx.world + ranks) % _STAMPS
+    to_me = ((ctx.step * ctx.world + ranks) * ctx.world + ctx.rank) % _STAMPS
+    rows = yield from bruck.transpose(torch.stack([counts, to_all], 1).to(dtype), ctx.rank)
+    stamped(rows[:, 1], to_me, what)
+    return rows[:, 0].contiguous()
 
 
 def among(sorted_some: Tensor, sorted_all: Tensor) -> Tensor:

@@ -25,6 +25,16 @@ def counts_within(counts: Tensor | Host, limit: int | Host, what: str) -> None:
         raise Malformed(f"rank {rank} announced {seen[rank]} {what}; between 0 and {most} are possible")
 
 
+def stamped(found: Tensor, meant: Tensor, what: str) -> None:
+    """Every rank's message is the one that is waited for."""
+    bad = found != meant.to(found.dtype)
+    if bool(bad.any()):
+        rank = int(bad.to(torch.uint8).argmax())
+        raise Malformed(
+            f"rank {rank} announced {what} in a message of another step, or for another rank: one came again"
+        )
+
+
 def tails_within(tails: NDArray[np.float32], what: str) -> None:
     """Every rank's tail sum is a finite number from 0 up."""
     bad = ~np.isfinite(tails) | (tails < 0)
