@@ -11,35 +11,27 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradsieve.bench.common.syncs import treated
-from gradsieve.bench.common.workloads import build
 from gradsieve.comm.c10d import Engine
 from gradsieve.comm.links import nominal
 from gradsieve.comm.ops import Op
 from gradsieve.costs import Costs, Host
 from gradsieve.doctor import speed
 from gradsieve.plan.options import PASSES
-from gradsieve.sync.fitted import Fitted
+from gradsieve.plan.validation.worker import Alone
 from gradsieve.types import Program, by_way_of
 
 SCHEMES = ("topk", "exdyna", "deft", "oktopk", "spardl", "stripes")
 SIZES, DENSITIES = (2_000_000, 8_000_000), (0.01, 0.001)
 WARM, TURNS = 9, 7
-CPU = torch.device("cpu")
 
 
-def computed(sync: str, n: int, density: float, engine: Engine) -> tuple[float, Fitted]:
+def computed(alone: Alone) -> float:
     """Seconds of an exchange that are not spent in its collectives, the median of some turns."""
-    torch.manual_seed(engine.rank)
-    parameters = dict(build("mlp", n).named_parameters())
-    optimizer = torch.optim.SGD(parameters.values(), lr=0.01)
-    fitted = Fitted(parameters, [optimizer], *treated(sync, density), engine.rank, engine.world)
     waited = 0.0
 
     def timed(op: Op) -> Program[Tensor]:
@@ -51,17 +43,12 @@ def computed(sync: str, n: int, density: float, engine: Engine) -> tuple[float, 
 
     own = []
     for _ in range(WARM + TURNS):
-        for parameter in parameters.values():
-            parameter.grad = torch.randn_like(parameter)
-        optimizer.step()
+        alone.renew()
         dist.barrier()
         start, waited = time.perf_counter(), 0.0
-        tensors = fitted.tensors()
-        for index in range(len(fitted.pipeline.units)):
-            engine.run(by_way_of(fitted.pipeline.program(index, tensors), timed), sync, CPU)
-        fitted.finish(tensors)
+        alone.exchange(lambda program: by_way_of(program, timed))
         own.append(time.perf_counter() - start - waited)
-    return statistics.median(own[WARM:]), fitted
+    return statistics.median(own[WARM:])
 
 
 def main() -> None:
@@ -74,12 +61,13 @@ def main() -> None:
     for n in SIZES:
         for density in DENSITIES:
             for sync in SCHEMES:
-                seconds, fitted = computed(sync, n, density, engine)
-                mean = torch.tensor([seconds], dtype=torch.float64) / engine.world
+                torch.manual_seed(engine.rank)
+                alone = Alone(sync, n, density, engine, None)
+                mean = torch.tensor([computed(alone)], dtype=torch.float64) / engine.world
                 dist.all_reduce(mean)
-                scheme = replace(fitted.pipeline.scheme)
-                size = sum(parameter.numel() for parameter in fitted.parameters.values())
-                told = costs.of_scheme(scheme, size, len(fitted.pipeline.units), PASSES).computed
+                pipeline = alone.fitted.pipeline
+                size = sum(parameter.numel() for parameter in alone.fitted.parameters.values())
+                told = costs.of_scheme(pipeline.scheme, size, len(pipeline.units), PASSES).computed
                 row = {"world": engine.world, "sync": sync, "n": size, "density": density}
                 row |= {"ms": 1e3 * mean.item(), "predicted_ms": 1e3 * told, "off": told / mean.item() - 1}
                 row |= {"memory_gb_s": host.memory / 1e9, "selection_m_s": host.selection / 1e6}

@@ -1,13 +1,12 @@
 """The picture of the house, docs/images/architecture.svg, from the code: layers of the import contract, and
 what each room says of itself.
 
-    python tools/architecture.py [--check]
+    python tools/architecture.py
 """
 
 from __future__ import annotations
 
 import ast
-import sys
 import textwrap
 from html import escape
 from pathlib import Path
@@ -88,19 +87,5 @@ def _text(x: float, y: float, words: str, kind: str = "") -> str:
     return f'<text x="{x:.0f}" y="{y:.0f}"{kind and f" class={kind!r}"}>{escape(words)}</text>'
 
 
-def main(argv: list[str]) -> int:
-    if "--check" not in argv:
-        PICTURE.parent.mkdir(exist_ok=True)
-        PICTURE.write_text(drawn(ROOT))
-        return 0
-    if PICTURE.read_text() == drawn(ROOT):
-        return 0
-    print(
-        f"{PICTURE.relative_to(ROOT)} is not what the code says: python tools/architecture.py",
-        file=sys.stderr,
-    )
-    return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    PICTURE.write_text(drawn(ROOT))

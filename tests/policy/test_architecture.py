@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 from pathlib import Path
-from types import ModuleType
 
-import pytest
-
-ROOT = Path(__file__).parents[2]
+import architecture
+from architecture import ROOT
 
 
-@pytest.fixture(scope="module")
-def architecture() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("architecture", ROOT / "tools" / "architecture.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_picture_is_up_to_date(architecture: ModuleType) -> None:
+def test_the_picture_is_up_to_date() -> None:
     assert architecture.PICTURE.read_text() == architecture.drawn(ROOT), "python tools/architecture.py"
 
 
-def test_every_room_has_a_layer(architecture: ModuleType) -> None:
+def test_every_room_has_a_layer() -> None:
     assert architecture.missing(ROOT) == []
 
 
-def test_a_room_that_nobody_drew_is_found(architecture: ModuleType, tmp_path: Path) -> None:
+def test_a_room_that_nobody_drew_is_found(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "src", tmp_path / "src")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (tmp_path / "src" / "gradsieve" / "cellar.py").write_text('"""Nobody knows it."""\n')

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from pathlib import Path
 
 import pytest
+import reference_pages
 
 from documents import PAGES, ROOT, Block, blocks, commands, links
 from gradsieve.cli import main
-
-sys.path.insert(0, str(ROOT / "tools"))
-import reference_pages
 
 RUN_HERE = {"plan"}
 """Sub-commands that take no time and no network: these are run, all others are parsed."""

@@ -10,7 +10,7 @@ a bucket is done when all units with a part in it are.
 
 import weakref
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -207,8 +207,8 @@ def attach(
         MismatchError: Ranks gave different settings.
         DivergenceError: Ranks have different weights.
     """
-    chosen = {"scheme": scheme, "density": density, "bits": bits, "every": every, "preset": preset}
-    settings = cast(Settings, chosen | {"scaler": scaler, "dense_if_faster": dense_if_faster})
+    settings = Settings(scheme=scheme, density=density, bits=bits, every=every, preset=preset)
+    settings |= {"scaler": scaler, "dense_if_faster": dense_if_faster}
     if replicate is None:
         return DdpSync(model, optimizer, **settings)
     from gradsieve.integrations.hsdp import HsdpSync  # FSDP takes two seconds to import

@@ -18,9 +18,10 @@ from gradsieve.bench.common.in_lab import Rows, most_anywhere, run_rank, tell
 from gradsieve.bench.common.syncs import treated
 from gradsieve.bench.common.workloads import build
 from gradsieve.comm.c10d import Engine
+from gradsieve.comm.links import Links
 from gradsieve.comm.rounds import Rounds, measure_all
 from gradsieve.sync.fitted import Fitted
-from gradsieve.types import Ctx
+from gradsieve.types import Ctx, Program
 
 _WARM = 10
 """Exchanges until thresholds are found and followed; torch's own need two."""
@@ -68,25 +69,37 @@ def _of_torch(sync: str, n: int) -> Iterator[Exchange]:
         yield whole if sync == "dense" else half
 
 
-def _of_ours(sync: str, engine: Engine, links: Any, config: dict[str, Any]) -> Iterator[Exchange]:
-    parameters = dict(build("mlp", config["params"]).named_parameters())
-    optimizer = torch.optim.SGD(parameters.values(), lr=0.01)
-    scheme, treatment = treated(sync, config["density"])
-    fitted = Fitted(parameters, [optimizer], scheme, treatment, engine.rank, engine.world)
-    fitted.pipeline.rounds = Rounds(engine.rank, engine.world, links)
-
-    def exchange() -> None:
-        tensors = fitted.tensors()
-        for index in range(len(fitted.pipeline.units)):
-            engine.run(fitted.pipeline.program(index, tensors), sync, _CPU)
-        fitted.finish(tensors)
-
+def _of_ours(sync: str, engine: Engine, links: Links, config: dict[str, Any]) -> Iterator[Exchange]:
+    alone = Alone(sync, config["params"], config["density"], engine, links)
     while True:
-        for parameter in parameters.values():
+        alone.renew()
+        yield alone.exchange
+
+
+class Alone:
+    """A sync's exchange without a training: random gradients, and what an optimizer does with them."""
+
+    def __init__(self, sync: str, params: int, density: float, engine: Engine, links: Links | None) -> None:
+        self._sync, self._engine = sync, engine
+        parameters = dict(build("mlp", params).named_parameters())
+        self._optimizer = torch.optim.SGD(parameters.values(), lr=0.01)
+        scheme, treatment = treated(sync, density)
+        self.fitted = Fitted(parameters, [self._optimizer], scheme, treatment, engine.rank, engine.world)
+        self.fitted.pipeline.rounds = Rounds(engine.rank, engine.world, links)
+
+    def renew(self) -> None:
+        """What the next exchange is about."""
+        for parameter in self.fitted.parameters.values():
             parameter.grad = torch.randn_like(parameter)
-        if not fitted.pipeline.exchanges_gradients:
-            optimizer.step()
-        yield exchange
+        if not self.fitted.pipeline.exchanges_gradients:
+            self._optimizer.step()
+
+    def exchange(self, around: Callable[[Program[Any]], Program[Any]] = lambda program: program) -> None:
+        """`around`: what is put around each unit's program."""
+        tensors = self.fitted.tensors()
+        for index in range(len(self.fitted.pipeline.units)):
+            self._engine.run(around(self.fitted.pipeline.program(index, tensors)), self._sync, _CPU)
+        self.fitted.finish(tensors)
 
 
 if __name__ == "__main__":
