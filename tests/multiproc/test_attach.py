@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import threading
 import weakref
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -205,6 +207,20 @@ def test_metrics_tell_of_the_last_step(two: Ranks, scheme: str) -> None:
         assert (metrics["residual_norm"] == 0) == lossless
         assert metrics.get("imbalance", 1.0) >= 1.0
         assert metrics.get("threshold", 1.0) > 0
+        assert set(metrics) <= documented_metrics()
+
+
+def documented_metrics() -> set[str]:
+    page = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
+    keys = [line.split("|")[1] for line in page.read_text().splitlines() if line.startswith("| `")]
+    return set(re.findall(r"`(\w+)`", " ".join(keys)))
+
+
+def test_every_metric_of_the_reference_is_there(two: Ranks) -> None:
+    found = set[str]()
+    for scheme in ("exdyna", "deft", "oktopk", "spardl"):
+        found |= set(two.run(train_and_measure, Plan(scheme, preset=gradsieve.Treatment()))[0])
+    assert found == documented_metrics()
 
 
 def train_normal(rank: int, scheme: str) -> list[float]:

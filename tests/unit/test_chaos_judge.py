@@ -71,6 +71,20 @@ def test_what_must_be_is_right(kind: str) -> None:
         assert found.lost_mass == pytest.approx(12**0.5), "what waited on three ranks"
 
 
+@pytest.mark.parametrize(
+    ("delay", "kept_at", "outcome"),
+    [(0.01, 2, HARMLESS), (0.01, 1, "no error of gradsieve's"), (0.0, 2, "no error of gradsieve's")],
+)
+def test_a_death_after_the_last_save_has_nobody_to_name_it(delay: float, kept_at: int, outcome: str) -> None:
+    """Found with seed 2 by fault 137: the end of a rank that had saved its last step, as the others had."""
+    all_endings = endings("SIGKILL")
+    for each in (all_endings[0], all_endings[2]):
+        each.exit_code = DONE
+        each.messages["ended"] |= {"error": "", "said": ""}
+    late = replace(DEATH, delay=delay)
+    assert outcome in judge(late, 1, all_endings, CLEAN, 0, kept_at).outcome
+
+
 def change(rank: int, **told: Any) -> Callable[[list[Ending]], None]:
     return lambda all_endings: all_endings[rank].messages["ended"].update(told)
 

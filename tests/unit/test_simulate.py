@@ -259,11 +259,18 @@ def test_the_command_writes_rows_picture_and_page(tmp_path: Path, capsys: pytest
 
 @pytest.mark.parametrize(
     ("option", "said"),
-    [("--rate=unshaped", "has a rate"), ("--link=fast", "not a link rate"), ("--memory=0", "GB/s"),
-     ("--density=2", "density"), ("--world=64,4096", "at least 3")],
+    [("--rate=unshaped", "has a rate"), ("--link=fast", "not a link rate"), ("--density=2", "density"),
+     ("--world=64,4096", "at least 3")],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_refused(
     option: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["simulate", option]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("memory", ["0", "0GB/s", "20", "fast"])
+def test_memory_has_a_unit_as_everywhere(memory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", "--memory", memory])
+    assert "20GB/s" in capsys.readouterr().err

@@ -9,6 +9,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
 from gradsieve.errors import ConfigError
+from gradsieve.quantities import SECONDS, Units, parse
 
 MOST = 10**12
 MOST_RANKS = 65_536
@@ -81,6 +82,18 @@ def add_record(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="write what every rank did in every step there, for `gradsieve figure`",
     )
+
+
+def quantity(units: Units, example: str) -> Callable[[str], float]:
+    """A number with one of these units; only a time can be 0."""
+
+    def read(text: str) -> float:
+        value = parse(text, units)
+        if value is None or (value <= 0 and units is not SECONDS):
+            raise argparse.ArgumentTypeError(f"{text!r} is not such as {example}, without a space")
+        return value
+
+    return read
 
 
 def size(text: str) -> int:

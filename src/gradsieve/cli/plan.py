@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradsieve.cli.arguments import MOST_RANKS, describe, drawable, size
+from gradsieve.cli.arguments import MOST_RANKS, describe, drawable, quantity, size
 from gradsieve.errors import ConfigError
-from gradsieve.quantities import BITS, BYTES_A_SECOND, ELEMENTS_A_SECOND, SECONDS, Units, parse
+from gradsieve.quantities import BITS, BYTES_A_SECOND, ELEMENTS_A_SECOND, SECONDS
 
 if TYPE_CHECKING:
     from gradsieve.plan.options import Model
@@ -50,14 +49,14 @@ def fill(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--profile", type=Path, metavar="FILE", help="what `gradsieve doctor --profile FILE` measured")
     add("--world", type=_world, metavar="N", help="ranks")
-    add("--rate", type=_quantity(BITS, "1gbit"), metavar="R", help="of a rank's link, e.g. 1gbit")
-    add("--delay", type=_quantity(SECONDS, "5ms"), metavar="D", help="one way, e.g. 5ms (by hand: 0)")
+    add("--rate", type=quantity(BITS, "1gbit"), metavar="R", help="of a rank's link, e.g. 1gbit")
+    add("--delay", type=quantity(SECONDS, "5ms"), metavar="D", help="one way, e.g. 5ms (by hand: 0)")
     add("--params", type=size, metavar="N", help="parameters of the model, e.g. 25e6")
-    add("--compute", type=_quantity(SECONDS, "300ms"), metavar="T", help="forward and backward, e.g. 300ms")
-    add("--memory", type=_quantity(BYTES_A_SECOND, "10GB/s"), metavar="B", help="copied (by hand: 10GB/s)")
+    add("--compute", type=quantity(SECONDS, "300ms"), metavar="T", help="forward and backward, e.g. 300ms")
+    add("--memory", type=quantity(BYTES_A_SECOND, "10GB/s"), metavar="B", help="copied (by hand: 10GB/s)")
     add(
         "--selection",
-        type=_quantity(ELEMENTS_A_SECOND, "500M/s"),
+        type=quantity(ELEMENTS_A_SECOND, "500M/s"),
         metavar="E",
         help="elements compared with a threshold (by hand: 500M/s)",
     )
@@ -143,16 +142,6 @@ def _model(profile: Profile, args: argparse.Namespace) -> Model:
             "`gradsieve doctor --model MODULE:FACTORY`"
         )
     return Model(parameters, known.forward, known.backward)
-
-
-def _quantity(units: Units, example: str) -> Callable[[str], float]:
-    def read(text: str) -> float:
-        value = parse(text, units)
-        if value is None or (value <= 0 and units is not SECONDS):
-            raise argparse.ArgumentTypeError(f"{text!r} is not such as {example}, without a space")
-        return value
-
-    return read
 
 
 def _world(text: str) -> int:

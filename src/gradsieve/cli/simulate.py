@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradsieve.cli.arguments import describe, drawable, schemes, size, worlds
+from gradsieve.cli.arguments import describe, drawable, quantity, schemes, size, worlds
 from gradsieve.cli.progress import progress
 from gradsieve.errors import ConfigError
+from gradsieve.quantities import BYTES_A_SECOND
 
 if TYPE_CHECKING:
     from gradsieve.simulate.study import Plan
@@ -88,8 +88,8 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
     add("--compute", metavar="T",
         help="forward and backward of a rank, e.g. 250ms (default: 6 N operations for each of 4,096 tokens, "
         "at 100 Tflop/s)")  # fmt: skip
-    add("--memory", type=float, default=20.0, metavar="GB/S",
-        help="at which selection reads the gradient (default: %(default)g)")  # fmt: skip
+    add("--memory", type=quantity(BYTES_A_SECOND, "20GB/s"), default="20GB/s", metavar="B",
+        help="at which selection reads the gradient (default: %(default)s)")  # fmt: skip
     add("--stragglers", type=_some, default=(0, 1.0), metavar="COUNT:FACTOR",
         help="so many ranks compute so many times longer")  # fmt: skip
 
@@ -137,8 +137,6 @@ def _plan(args: argparse.Namespace) -> Plan:
 
     if args.density is not None:
         check_density(args.density)
-    if not (args.memory > 0 and math.isfinite(args.memory)):
-        raise ConfigError(f"--memory is {args.memory}: give a positive number of GB/s")
     compute = parse_delay(args.compute) or 0.0 if args.compute else 6 * args.params * _TOKENS / _FLOPS
     wires = Wires(
         rate=rate("rate", args.rate),
@@ -158,7 +156,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         density=args.density,
         collectives=args.collectives,
         compute_seconds=compute,
-        memory_rate=args.memory * 1e9,
+        memory_rate=args.memory,
         stragglers=args.stragglers[0],
         straggler_factor=args.stragglers[1],
     )

@@ -19,7 +19,7 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -180,22 +180,26 @@ def _told(sync: GradientSync, mine: bytes, problem: Exception | None) -> Program
 
     A message has its step: one of an earlier save that comes again names a file which may still be there.
     """
-    now = sync.pipeline.step
-    row = [0 if problem is not None else 1, *now.to_bytes(_STEP, "little"), *mine]
+    row = [0 if problem is not None else 1, *sync.pipeline.step.to_bytes(_STEP, "little"), *mine]
     rows = yield AllGather(torch.tensor(row, dtype=torch.uint8, device=sync.device))
-    steps = [int.from_bytes(bytes(each), "little") for each in rows[:, 1:_MINE].tolist()]
-    if other := [f"rank {rank} of step {step}" for rank, step in enumerate(steps) if step != now]:
-        raise MismatchError(
-            f"rank {sync.engine.rank}, step {now}: nothing was saved; the checkpoint before is as it was: "
-            f"{', '.join(other[:4])} answered. A message of an earlier save came again, or ranks are at "
-            "different steps: start again from a checkpoint"
-        )
+    check_steps(sync, [int.from_bytes(bytes(each), "little") for each in rows[:, 1:_MINE].tolist()])
     refused = (rows[:, 0] != 1).nonzero().flatten().tolist()
     if refused:
         yield from saving.refuse(
             sync, "nothing was saved; the checkpoint before is as it was", refused, problem
         )
     return bytes(rows[:, _MINE:].flatten().tolist()).hex()
+
+
+def check_steps(sync: GradientSync, steps: Sequence[int]) -> None:
+    """Whether every rank's vote is one on this save."""
+    now = sync.pipeline.step
+    if other := [f"rank {rank} of step {step}" for rank, step in enumerate(steps) if step != now]:
+        raise MismatchError(
+            f"rank {sync.engine.rank}, step {now}: nothing was saved; the checkpoint before is as it was: "
+            f"{', '.join(other[:4])} answered. A message of an earlier save came again, or ranks are at "
+            "different steps: start again from a checkpoint"
+        )
 
 
 def _commit(folder: Path, manifest: Manifest) -> None:

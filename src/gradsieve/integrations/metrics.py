@@ -36,7 +36,11 @@ def metrics(sync: GradientSync) -> dict[str, Any]:
         "seconds": dict(stats.seconds),
         "residual_norm": float(torch.stack(norms).norm()) if norms else 0.0,
         **sync.signs(),
-        **pipeline.figures(),
-        **({"rho": pipeline.rho} if isinstance(pipeline, StepPipeline) else {}),
+        **(_of_steps(pipeline) if isinstance(pipeline, StepPipeline) else {}),
         **{key: max(report[key] for report in reports) for key in (reports[0] if reports else {})},
     }
+
+
+def _of_steps(pipeline: StepPipeline) -> dict[str, float]:
+    budget = 0.0 if pipeline.budget is None else pipeline.budget.bits
+    return {"preview": pipeline.preview, "rho": pipeline.rho, "budget": budget}

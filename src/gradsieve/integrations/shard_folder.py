@@ -96,9 +96,11 @@ def save(sync: HsdpSync, folder: Path, optimizers: bool) -> None:
             _commit(folder, Whole(shards.count, step, hash_of(shards), hashes))
     except Exception as error:
         problem = error
-    written = sync.engine.run(_told(sync, problem is None), "the manifest over all shards", sync.device)
-    if problem is None and not written:
-        problem = MismatchError(f"{outcome}: host 0 could not write {folder / MANIFEST}")
+    lacking = f"{outcome}: host 0 could not write {folder / MANIFEST}"
+    try:
+        sync.engine.run(_told(sync, problem is None, lacking), "the manifest over all shards", sync.device)
+    except MismatchError as error:  # the host's other shards wait to be told
+        problem = problem or error
     agreed(sync, outcome, problem, mine)
 
 
@@ -149,9 +151,13 @@ def _commit(folder: Path, whole: Whole) -> None:
                 shutil.rmtree(folder / name)
 
 
-def _told(sync: HsdpSync, good: bool) -> Program[bool]:
-    rows = yield AllGather(torch.tensor([int(good)], dtype=torch.int64, device=sync.device))
-    return bool(rows.all())
+def _told(sync: HsdpSync, is_written: bool, lacking: str) -> Program[None]:
+    """Raises on every host where one could not write."""
+    row = torch.tensor([int(is_written), sync.pipeline.step], dtype=torch.int64, device=sync.device)
+    rows = yield AllGather(row)
+    files.check_steps(sync, rows[:, 1].tolist())
+    if not rows[:, 0].all():
+        raise MismatchError(lacking)
 
 
 def _name(step: int, shard: int, shards: int) -> str:

@@ -123,6 +123,8 @@ class Scheme(ABC, Generic[State]):
         imbalance   the papers' f(t): the longest selection over the mean, before anything is cut
         demand      elements selected by all ranks, before anything is cut
         cut         share of the ranks that could not send all they selected
+
+        and such as only one scheme has. docs/reference/metrics.md names all.
         """
         return {}
 

@@ -72,7 +72,7 @@ def judge(
     chance: Chance, seed: int, endings: Sequence[Ending], clean: Clean, resumed_at: int, kept_at: int
 ) -> Line:
     fired = endings[chance.rank].told("fired")
-    outcome = _outcome(chance, endings, clean)
+    outcome = _outcome(chance, endings, clean, kept_at)
     others = [ending.told("ended") for rank, ending in enumerate(endings) if rank != chance.rank]
     seconds = [told["at"] - fired["at"] for told in others if fired and told.get("error")]
     last = [ending.told("step") for ending in endings]
@@ -103,7 +103,7 @@ def judge(
     )
 
 
-def _outcome(chance: Chance, endings: Sequence[Ending], clean: Clean) -> str:
+def _outcome(chance: Chance, endings: Sequence[Ending], clean: Clean, kept_at: int) -> str:
     """In one word, or all that is wrong."""
     hung = [
         f"rank {rank} {HUNG} at {e.stacks[-1500:]}" for rank, e in enumerate(endings) if e.exit_code is None
@@ -127,10 +127,20 @@ def _outcome(chance: Chance, endings: Sequence[Ending], clean: Clean) -> str:
     if not wrong and all(ending.exit_code == DONE for ending in endings):
         may_pass = chance.must in (Must.GO_ON, Must.DAMAGE) or chance.delay > 0.0
         return HARMLESS if may_pass else "nothing came of it"
+    is_over = _is_over(chance, endings, kept_at)
     for rank, ending in enumerate(endings):
-        check = _wrong_with_victim if rank == chance.rank else _wrong_with_other
-        wrong += [f"rank {rank}: {each}" for each in check(ending, chance, endings)]
-    return "; ".join(wrong) or NAMED
+        if rank == chance.rank or not is_over:
+            check = _wrong_with_victim if rank == chance.rank else _wrong_with_other
+            wrong += [f"rank {rank}: {each}" for each in check(ending, chance, endings)]
+    return "; ".join(wrong) or (HARMLESS if is_over else NAMED)
+
+
+def _is_over(chance: Chance, endings: Sequence[Ending], kept_at: int) -> bool:
+    """Whether a fault that was to come later came when all ranks' last step was saved: nobody was left to
+    need the victim."""
+    others = [ending for rank, ending in enumerate(endings) if rank != chance.rank]
+    is_saved = all(ending.told("step").get("step") == kept_at for ending in endings)
+    return chance.delay > 0.0 and is_saved and all(ending.exit_code == DONE for ending in others)
 
 
 def _wrong_with_other(ending: Ending, chance: Chance, endings: Sequence[Ending]) -> list[str]:
