@@ -36,7 +36,7 @@ from gradsieve.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
-EXTRAS = "cli,cpu,otel,plot,prometheus,tensorboard"
+EXTRAS = "cli,completion,cpu,otel,plot,prometheus,tensorboard"
 FOR_TESTS = ("hypothesis>=6.100", "pytest>=8", "pytest-timeout>=2.3")
 TESTS = ("tests/unit", "tests/multiproc/test_attach.py", "tests/multiproc/test_hsdp.py")
 """The last two train on two and four real ranks."""

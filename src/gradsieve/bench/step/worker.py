@@ -74,6 +74,18 @@ class Arena:
         return torch.optim.SGD(self.parameters, lr=0.01, momentum=0.9)
 
 
+class ClockedRecorder(Recorder):
+    """Adds up the processor time it takes: a share of a step that is lost among the noise of whole steps."""
+
+    seconds, steps = 0.0, 0
+
+    def after_step(self) -> None:
+        start = time.thread_time()
+        super().after_step()
+        self.seconds += time.thread_time() - start
+        self.steps += 1
+
+
 class Contestant:
     """One sync: its hook on its arena, and what was measured of it."""
 
@@ -90,6 +102,7 @@ class Contestant:
         """Seconds of exchange that forward and backward hid, and all of them."""
         self.last_step: list[Event] = []
         self.sync: DdpSync | None = None
+        self.recorder: ClockedRecorder | None = None
         self.own: list[Tensor] = []
         """The parameters as a sync of ours left them."""
         self._laps = Laps()
@@ -106,7 +119,7 @@ class Contestant:
         self.own = [parameter.detach().clone() for parameter in self.arena.parameters]
         self.sync = attached(self.name, self.arena.ddp, self.optimizer, density)
         if record is not None:
-            Recorder(self.sync.fitted.pipeline, record)
+            self.recorder = ClockedRecorder(self.sync.fitted.pipeline, record)
         self.sync.leave()  # until its turn comes
         self.optimizer.register_step_pre_hook(lambda *_: self._laps.lap("sync"))  # after the sync's own
         return self.sync.hook
@@ -278,6 +291,9 @@ def _row(contestant: Contestant, contestants: list[Contestant]) -> dict[str, Any
         "step_ms_all": [round(1e3 * seconds, 1) for seconds in mine],
         "stage_ms": {name: round(1e3 * s / contestant.steps, 1) for name, s in contestant.stages.items()},
     }
+    if contestant.recorder is not None:
+        taken = contestant.recorder.seconds / contestant.recorder.steps
+        row["recorder_ms"] = round(1e3 * most_anywhere(taken), 3)
     if contestant.sync is not None:
         behind, exchange = _sums(contestant.behind, contestant.exchange)
         # Where gradients are exchanged, DDP waits for them inside of backward.

@@ -29,6 +29,7 @@ columns:
   of_link      the same over what the link carries during a step of noop; of shaped links
   density      elements in the update over all; of what does not go dense by itself
   hidden       share of the time in collectives that passed while forward or backward computed; of steps
+  recorder_ms  processor time of the recorder in a step, the busiest rank's; with --record
 """
 _EXAMPLES = """\
 examples:
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     for hosts in args.hosts:
         rows, steps = step.measure(replace(plan, hosts=hosts))
         every += rows
-        print(results.table(rows, step.COLUMNS))
+        print(results.table(rows, [*step.COLUMNS, *(["recorder_ms"] if args.record else [])]))
         if (doubt := step.unclear(rows)) is not None:
             print(doubt)
     if args.json is not None:
