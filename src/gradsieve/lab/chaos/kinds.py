@@ -77,7 +77,7 @@ class Kind:
     strike: Strike
     needs: Needs = Needs.NOTHING
     last_step: int = 3
-    """Of an episode, in which it may begin and still have its effect."""
+    """Of an episode, in which it may begin and still have its effect; it may slip to the step after."""
     first_step: int = -1
     """-1 is loading."""
     any_time: bool = False
@@ -170,7 +170,7 @@ KINDS: dict[str, Kind] = {
     "flipped": Kind(Must.DAMAGE, flipped, first_step=0),
     "truncated": Kind(Must.DAMAGE, truncated, first_step=0),
     "replayed": Kind(Must.DAMAGE, replayed, first_step=1, last_step=2),
-    "memory cap": Kind(Must.FAIL, _memory_cap, last_step=2),
+    "memory cap": Kind(Must.FAIL, _memory_cap, last_step=1),  # a batch has to come after it
     "full disk": Kind(Must.DISK, _full_disk, Needs.DISK, last_step=2),
     "slow processor": Kind(Must.GO_ON, _slow_processor, Needs.PROCESSOR),
     "link down": Kind(Must.STALL, _network("ip", "link set eth0 down"), Needs.LINKS),
