@@ -92,15 +92,25 @@ class Costs:
     world: int
     links: Links
     host: Host
+    rings: Links | None = None
+    """Where a ring is not as slow as the slowest pair."""
 
     @classmethod
     def of(cls, profile: Profile) -> Costs:
-        """On the median pair, or the slowest where that is clearly behind: every collective waits for it."""
-        median, slowest = profile.links, profile.slowest_links
+        """On the median pair, or the slowest where that is clearly behind: every collective waits for it.
+        There torch's rings are as they were measured: few of the pairs are in them."""
+        median, slowest, ring = profile.links, profile.slowest_links, profile.ring
         latency = slowest.latency if slowest.latency > APART * median.latency else median.latency
         word = slowest.word if slowest.word > APART * median.word else median.word
         host = Host(profile.memory, profile.selection, profile.message)
-        return cls(profile.world, with_rings(Links(latency, word), profile.world), host)
+        is_unlike = (latency, word) != (median.latency, median.word)
+        rings = replace(ring, sum=ring.latency) if ring is not None and is_unlike else None
+        return cls(profile.world, with_rings(Links(latency, word), profile.world), host, rings)
+
+    @property
+    def around(self) -> Links:
+        """That torch's own sums go over."""
+        return self.rings or self.links
 
     def of_ops(self, ops: Iterable[Op], ours: bool = True) -> Cost:
         """What they cost one after the other, beside the scheme's own computing; `ours`: through our engine,
@@ -111,7 +121,7 @@ class Costs:
             meter.count(op)
             words = meter.moved / WORD
             carrying = self.host.carried * words / self.host.memory
-            seconds = max(link_seconds([op], self.links, self.world, ours), carrying)
+            seconds = max(link_seconds([op], self.links if ours else self.around, self.world, ours), carrying)
             cost += Cost(seconds, self.host.message * meter.rounds, words, meter.rounds)
         return cost
 

@@ -1,8 +1,8 @@
 """A profile: what a group's network and hosts were measured to do, as a TOML file with units.
 
 `gradsieve doctor --profile FILE` writes it; whoever predicts reads it, with checks. A person may write one
-too, for a cluster that is not rented yet: tables [made] and [pairs] may be missing, and [model] if there is
-none.
+too, for a cluster that is not rented yet: tables [made], [ring] and [pairs] may be missing, and [model] if
+there is none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VERSION = 1
 MOST_WORLD, MOST_PAIRS = 65_536, 64
 """Ranks, and ranks up to which every pair is told."""
 _MOST_PARAMETERS = 10**13
-_WORD = 32
+WORD_BITS = 32
 Rows: TypeAlias = tuple[tuple[float | None, ...], ...]
 """Row sends, column receives; None: not measured."""
 
@@ -60,6 +60,9 @@ class Profile:
     """Bytes a second that a copy reads and writes; the slowest rank, as all that follows."""
     selection: float
     """Elements a second that are looked at to select one in a thousand."""
+    ring: Links | None = None
+    """A sum over all ranks by gloo: seconds however short, and for one more word that each rank sends to the
+    next; None where it was not measured."""
     pairs: Pairs | None = None
     """Of different ranks; None where there are too many."""
     model: ModelProfile | None = None
@@ -69,12 +72,12 @@ class Profile:
     @property
     def links(self) -> Links:
         """Of the median pair, in the terms of the model of costs."""
-        return Links(self.latency, _WORD / self.bandwidth)
+        return Links(self.latency, WORD_BITS / self.bandwidth)
 
     @property
     def slowest_links(self) -> Links:
         """What a ring waits for."""
-        return Links(self.slowest_latency, _WORD / self.slowest_bandwidth)
+        return Links(self.slowest_latency, WORD_BITS / self.slowest_bandwidth)
 
 
 def read(path: Path) -> Profile:
@@ -86,7 +89,7 @@ def read(path: Path) -> Profile:
         raise table.error(
             f"version {version} is of a later gradsieve; this one reads up to {VERSION}", "version"
         )
-    table.allow("version", "made", "group", "links", "slowest", "host", "model", "pairs")
+    table.allow("version", "made", "group", "links", "slowest", "host", "ring", "model", "pairs")
     group, links, slowest, host = (_only(table.table(name), *_KEYS[name]) for name in _KEYS)
     world = group.whole("world", 2, MOST_WORLD)
     made = table.table("made") if "made" in table.values else None
@@ -100,6 +103,7 @@ def read(path: Path) -> Profile:
         slowest_bandwidth=_amount(slowest, "bandwidth", BITS),
         memory=_amount(host, "memory", BYTES_A_SECOND),
         selection=_amount(host, "selection", ELEMENTS_A_SECOND),
+        ring=_ring(table.table("ring")) if "ring" in table.values else None,
         pairs=_pairs(table.table("pairs"), world) if "pairs" in table.values else None,
         model=_model(table.table("model")) if "model" in table.values else None,
         made={} if made is None else {key: made.text(key) for key in made.values},
@@ -139,6 +143,12 @@ def text_of(profile: Profile) -> str:
         "selection": _told(profile.selection, ELEMENTS_A_SECOND),
     }
     table("host", "the slowest rank, while all others worked too; selection: elements looked at", host)
+    if profile.ring is not None:
+        table(
+            "ring",
+            "a sum by gloo: however short, and from each rank to the next",
+            _ring_entries(profile.ring),
+        )
     if profile.model is not None:
         table("model", "the slowest rank", _model_entries(profile.model))
     if profile.pairs is not None:
@@ -162,6 +172,15 @@ def _only(table: Table, *keys: str) -> Table:
     table.allow(*keys)
     table.need(*keys)
     return table
+
+
+def _ring(table: Table) -> Links:
+    _only(table, "latency", "bandwidth")
+    return Links(_seconds(table, "latency"), WORD_BITS / _amount(table, "bandwidth", BITS))
+
+
+def _ring_entries(ring: Links) -> dict[str, str]:
+    return {"latency": _told(ring.latency, SECONDS), "bandwidth": _told(WORD_BITS / ring.word, BITS)}
 
 
 def _model(table: Table) -> ModelProfile:

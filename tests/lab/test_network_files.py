@@ -78,3 +78,4 @@ def test_the_doctor_names_what_is_wrong_and_nothing_where_all_is_well(
     found = [row for row in json.loads(out.read_text())["rows"] if row["severity"] != "note"]
     assert {(row["rule"], rank) for row in found for rank in row["ranks"]} == rules
     assert ("export GLOO_SOCKET_IFNAME=eth0" in done.stdout) == bool(rules)
+    assert "a sum by gloo, around a ring: " in done.stdout

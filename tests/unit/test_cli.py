@@ -174,11 +174,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 
 @pytest.mark.parametrize(
     ("line", "offered"),
-    [
-        ("gradsieve b", ["bench"]),
-        ("gradsieve bench step", ["step", "step-plot"]),
-        ("gradsieve bench traffic --sch", ["--schemes"]),
-    ],
+    [("gradsieve b", ["bench"]), ("gradsieve lab run --ra", ["--rate"])],
 )
 def test_a_shell_is_offered_what_may_follow(line: str, offered: list[str]) -> None:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from gradsieve.comm.links import Links
 from gradsieve.doctor import judge, model, speed
 from gradsieve.doctor.answers import Answer, facts_from
 from gradsieve.doctor.facts import Facts, Interface, collect
@@ -375,6 +376,7 @@ ANSWER = {
     "selection": 1e9,
     "pace": 1e9,
     "connections": {"eth0": 1},
+    "ring": {"latency": 0.02, "word": 1e-7},
     "model": {"parameters": 10, "units": 1, "forward": 0.1, "backward": 0.2, "conflicts": []},
     "error": "",
 }
@@ -395,6 +397,8 @@ ANSWER = {
         ("connections", {"eth0": 1.5}),
         ("model", {"parameters": "many"}),
         ("failed", {"1": 3}),
+        ("ring", {"latency": 1e-3}),
+        ("ring", {"latency": 1e-3, "word": 0.0}),
     ],
 )
 def test_what_cannot_be_measured_is_malformed(name: str, value: Any) -> None:
@@ -415,8 +419,10 @@ def test_a_report_says_all_is_well_and_makes_a_profile() -> None:
     said = text(report)
     assert said.endswith("all is well")
     assert "slowest pair: rank 0 (node0) to rank 1 (node1), 500 Mbit/s" in said
+    assert "a sum by gloo, around a ring: 20 ms however short, 320 Mbit/s" in said
     profile = profile_of(report)
     assert (profile.slowest_bandwidth, profile.memory, profile.hosts) == (5e8, 4e9, 2)
+    assert profile.ring == Links(0.02, 1e-7)
     assert profile.model is not None
     assert profile.model.backward == 0.2
 

@@ -165,6 +165,18 @@ def test_a_pair_that_is_clearly_slower_counts_and_noise_does_not() -> None:
     assert Costs.of(slow).links.latency == 1e-2
 
 
+def test_where_pairs_are_unlike_torchs_sums_go_as_their_ring_does() -> None:
+    """Two sites: pairs that are measured at once share what joins them, a ring has it for itself."""
+    alike = Profile(4, 4, 1e-4, 1e9, 2e-5, 1e-4, 1e9, memory=1e15, selection=500e6, ring=Links(0.2, 32 / 1e8))
+    sites = replace(alike, slowest_bandwidth=5e7, slowest_latency=4e-2)
+    n = 1_000_000
+    whole = dense(Model(n, 0.1, 0.2))
+    assert Costs.of(alike).rings is None
+    assert whole.price(Costs.of(sites)).link == pytest.approx(0.2 + 1.5 * 32 * n / 1e8, rel=1e-3)
+    unmeasured = whole.price(Costs.of(replace(sites, ring=None))).link
+    assert unmeasured == pytest.approx(6 * 4e-2 + 1.5 * 32 * n / 5e7, rel=1e-3)
+
+
 LINKS = ["--world", "8", "--rate", "100mbit", "--delay", "5ms"]
 BY_HAND = ["plan", *LINKS, "--params", "25e6", "--compute", "300ms"]
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradsieve import profiles
+from gradsieve.comm.links import Links
 from gradsieve.errors import ConfigError
 from gradsieve.profiles import ModelProfile, Pairs, Profile
 from gradsieve.quantities import BITS, BYTES_A_SECOND, ELEMENTS_A_SECOND, SECONDS, parse, spoken, write
@@ -24,11 +25,12 @@ WHOLE = Profile(
     slowest_bandwidth=9.1e8,
     memory=8.1e9,
     selection=7.5e8,
+    ring=Links(0.24, 32 / 9.5e7),
     pairs=Pairs(((None, 1e-4), (2e-4, None)), ((None, 9.4e8), (9.1e8, None))),
     model=ModelProfile(25_000_000, 3, 0.1, 0.2),
     made={"date": "2026-11-16", "command": 'gradsieve doctor --model "a\\b"'},
 )
-PLAIN = replace(WHOLE, pairs=None, model=None, made={})
+PLAIN = replace(WHOLE, ring=None, pairs=None, model=None, made={})
 
 
 def written(folder: Path, text: str) -> Path:
@@ -49,6 +51,10 @@ def test_what_is_written_is_read_again(profile: Profile, tmp_path: Path) -> None
     found = profiles.read(path)
     assert close(found, profile)
     assert found.model == profile.model
+    assert (found.ring is None) == (profile.ring is None)
+    if found.ring is not None:
+        assert found.ring.latency == pytest.approx(0.24)
+        assert found.ring.word == pytest.approx(32 / 9.5e7)
     assert (found.pairs is None) == (profile.pairs is None)
     if found.pairs is not None:
         assert found.pairs.latency[1][0] == pytest.approx(2e-4)

@@ -117,11 +117,11 @@ def _profile(args: argparse.Namespace) -> Profile:
     else:
         profile = read(args.profile)
         if args.world is not None:
-            profile = replace(profile, world=args.world, pairs=None)
+            profile = replace(profile, world=args.world, pairs=None, ring=None)
         if args.rate is not None:
-            profile = replace(profile, bandwidth=args.rate, slowest_bandwidth=args.rate)
+            profile = replace(profile, bandwidth=args.rate, slowest_bandwidth=args.rate, ring=None)
         if latency is not None:
-            profile = replace(profile, latency=latency, slowest_latency=latency)
+            profile = replace(profile, latency=latency, slowest_latency=latency, ring=None)
     return replace(
         profile, memory=args.memory or profile.memory, selection=args.selection or profile.selection
     )

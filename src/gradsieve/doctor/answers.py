@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gradsieve.comm.links import Links
 from gradsieve.doctor.facts import Facts, Interface
 from gradsieve.doctor.model import ModelFigures
 from gradsieve.errors import Malformed
@@ -26,6 +27,7 @@ class Answer:
     selection: float = 0.0
     pace: float = 0.0
     connections: dict[str, int] = field(default_factory=dict)
+    ring: Links | None = None
     model: ModelFigures | None = None
     error: str = ""
 
@@ -53,6 +55,7 @@ class Answer:
                 told.short("connections", name): told.count("connections", value)
                 for name, value in told.mapping("connections").items()
             },
+            ring=_ring(rank, told.get("ring")),
             model=_model(rank, told.get("model")),
         )
 
@@ -79,6 +82,16 @@ def _interface(rank: int, said: Any) -> Interface:
     name, address, network = (told.text(each) for each in ("name", "address", "network"))
     up, loopback = (told.get(each) is True for each in ("up", "loopback"))
     return Interface(name, address, network, up, loopback, told.count("speed"))
+
+
+def _ring(rank: int, said: Any) -> Links | None:
+    if said is None:
+        return None
+    told = _Told(rank, said)
+    latency, word = told.figure("latency"), told.figure("word")
+    if not word:
+        raise told.error("ring")
+    return Links(latency, word)
 
 
 def _model(rank: int, said: Any) -> ModelFigures | None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from gradsieve.comm.links import Links
 from gradsieve.doctor.facts import Facts
 from gradsieve.doctor.model import ModelFigures
 from gradsieve.quantities import BITS, SECONDS, spoken
@@ -37,6 +38,8 @@ class Measured:
     """Of gloo, by the interface they really use."""
     errors: Mapping[int, str] = field(default_factory=dict)
     """Of ranks that could not measure."""
+    ring: Links | None = None
+    """A sum over all ranks."""
     model: ModelFigures | None = None
 
 

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from gradsieve.comm import sockets
+from gradsieve.comm.links import Links
 from gradsieve.doctor import facts as facts_of
-from gradsieve.doctor import judge, model, pairs, speed
+from gradsieve.doctor import judge, model, pairs, ring, speed
 from gradsieve.doctor.answers import Answer, facts_from
 from gradsieve.doctor.facts import Facts
 from gradsieve.doctor.findings import Finding, Measured, sorted_by_severity
@@ -83,6 +84,7 @@ def put_together(answers: Mapping[int, Answer], world: int) -> Measured:
         pace={rank: each.pace for rank, each in well.items()},
         connections={rank: each.connections for rank, each in well.items()},
         errors={rank: answer.error for rank, answer in answers.items() if answer.error},
+        ring=next((each.ring for each in well.values()), None),
         model=_slowest(models),
     )
 
@@ -107,6 +109,7 @@ def _answer(meeting: Meeting, own: Facts, model_spec: str | None, tell: Tell) ->
             tell("the model")
             meeting.gather("model")
             figures = model.measure(*model.build(model_spec))
+        around = _around(meeting, tell)
         meeting.gather("end")
     except GradsieveError as error:
         return {"error": str(error)}
@@ -117,9 +120,21 @@ def _answer(meeting: Meeting, own: Facts, model_spec: str | None, tell: Tell) ->
         **asdict(seen),
         **asdict(here),
         "connections": connections,
+        "ring": None if around is None else asdict(around),
         "model": None if figures is None else asdict(figures),
         "error": "",
     }
+
+
+def _around(meeting: Meeting, tell: Tell) -> Links | None:
+    """None where not all ranks answer: that is told by what pairs saw."""
+    tell("a sum over all ranks")
+    if not meeting.gather("ring"):
+        return None
+    try:
+        return ring.measure(meeting.world)
+    except RuntimeError:
+        return None
 
 
 def _connect(meeting: Meeting, own: Facts, tell: Tell) -> dict[str, int]:

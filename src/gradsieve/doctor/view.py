@@ -14,7 +14,7 @@ from gradsieve.doctor.findings import Matrix, exit_code
 from gradsieve.doctor.judge_links import SLOW
 from gradsieve.doctor.run import Report
 from gradsieve.errors import ConfigError
-from gradsieve.profiles import MOST_PAIRS, ModelProfile, Pairs, Profile, Rows
+from gradsieve.profiles import MOST_PAIRS, WORD_BITS, ModelProfile, Pairs, Profile, Rows
 from gradsieve.quantities import BITS, SECONDS, spoken
 
 _MOST_IN_TABLE = 16
@@ -63,6 +63,11 @@ def _network(report: Report) -> list[str]:
     if far is not None:
         (i, j), seconds = far
         lines.append(f"farthest pair: {names[i]} and {names[j]}, {spoken(seconds, SECONDS, 3)}")
+    if (ring := measured.ring) is not None:
+        rate = spoken(WORD_BITS / ring.word, BITS, 3)
+        lines.append(
+            f"a sum by gloo, around a ring: {spoken(ring.latency, SECONDS, 3)} however short, {rate}"
+        )
     return [*parts, "\n".join(lines)]
 
 
@@ -140,6 +145,7 @@ def profile_of(report: Report) -> Profile:
         slowest_bandwidth=min(bandwidth),
         memory=min(each.memory for each in answers),
         selection=min(each.selection for each in answers),
+        ring=report.measured.ring,
         pairs=Pairs(_rows(report.measured.latency), _rows(report.measured.bandwidth)) if is_small else None,
         model=_model_profile(report),
         made={

@@ -128,7 +128,7 @@ def _in_buckets(op: AllReduce, buckets: int, costs: Costs) -> Cost:
     """By torch itself, a few at once: they share the link, and wait for their rings' latency together."""
     all_of_them = costs.of_ops([op], ours=False).times(buckets)
     together = buckets - math.ceil(buckets / AT_ONCE)
-    return replace(all_of_them, link=all_of_them.link - together * costs.links.sum)
+    return replace(all_of_them, link=all_of_them.link - together * costs.around.sum)
 
 
 def _of_torch(model: Model) -> Iterator[Option]:

@@ -105,7 +105,7 @@ def _at(option: Option, plan: Plan, rate: float) -> Option:
 
 
 def _with_rate(costs: Costs, rate: float) -> Costs:
-    return replace(costs, links=replace(costs.links, word=32 / rate))
+    return replace(costs, links=replace(costs.links, word=32 / rate), rings=None)
 
 
 def describe(model: Model, costs: Costs) -> str:
