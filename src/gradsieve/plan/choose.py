@@ -18,8 +18,8 @@ MARGIN = 0.10
 """Below it two predictions cannot be told apart: in a lab a step is off by 11 % in the median
 (`plan-lab-2026-11-16.json`), though of two options in one place often in the same direction."""
 ERROR_BAR = (
-    "Steps are predicted. In labs of 2 to 16 hosts they were off by 11 % in the median and 48 % at most, and "
-    "the choice was within 10 % of the best in 8 of 10 (docs/plan.md)."
+    "Steps are predicted. In labs of 2 to 16 hosts they were off by 11 % in the median, nine in ten by at "
+    "most 32 %, and the choice was within 10 % of the best in 14 of 15 (docs/plan.md)."
 )
 
 
