@@ -15,7 +15,7 @@ import gradsieve
 from gradsieve import kernels
 from gradsieve.sync import StepPipeline
 from laws.stepping_ranks import take_seat, virtual
-from laws.virtual_engine import Room
+from laws.virtual_engine import PATIENCE, Room
 
 SHAPES = {"first": (6, 8), "bias": (5,), "last": (4, 9)}
 ELEMENTS = 48 + 5 + 36
@@ -125,7 +125,8 @@ class Crew:
     def errors(self, call: Callable[[Hand], Any]) -> list[BaseException | None]:
         """What each rank raised."""
         return [
-            future.exception(timeout=20) for future in self.room.all_of(lambda rank: call(self.hands[rank]))
+            future.exception(timeout=PATIENCE)
+            for future in self.room.all_of(lambda rank: call(self.hands[rank]))
         ]
 
     def states(self) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ import torch
 from gradsieve.comm import lockstep
 from gradsieve.types import Program
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 """Seconds that a call waits for the other ranks' before it gives up."""
 
 

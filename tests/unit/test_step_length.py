@@ -17,7 +17,6 @@ from torch.optim import (
     Adam,
     Adamax,
     AdamW,
-    Muon,
     NAdam,
     Optimizer,
     RAdam,
@@ -26,6 +25,8 @@ from torch.optim import (
 
 from gradsieve.feedback.step_length import Habit, StepLength, habit_of
 
+MUON = [torch.optim.Muon] if hasattr(torch.optim, "Muon") else []
+"""torch has it since 2.9."""
 APART, TOGETHER, NOT = Habit(True, True), Habit(True, False), Habit(False)
 HABITS = [
     (SGD, {"momentum": 0.9, "weight_decay": 0.1}, NOT),
@@ -41,7 +42,7 @@ HABITS = [
     (Adagrad, {}, TOGETHER),
     (Adadelta, {}, TOGETHER),
     (Adamax, {}, TOGETHER),
-    (Muon, {}, APART),
+    *((muon, {}, APART) for muon in MUON),
 ]
 
 
@@ -126,7 +127,7 @@ def moved(kind: Any, factor: float, gradient: Tensor, **settings: Any) -> Tensor
     return p.detach() - before
 
 
-@pytest.mark.parametrize("kind", [Adam, AdamW, RMSprop, NAdam, Muon, SignDescent])
+@pytest.mark.parametrize("kind", [Adam, AdamW, RMSprop, NAdam, *MUON, SignDescent])
 def test_steps_of_those_that_normalise_are_as_long_as_asked(kind: Any) -> None:
     gradient = torch.randn(3, 4)
     plain, longer = (moved(kind, factor, gradient, lr=0.01, weight_decay=0.0) for factor in (1.0, 2.0))
