@@ -77,7 +77,7 @@ def test_a_loss_above_the_target_is_not_there_and_an_accuracy_is() -> None:
 
 
 def test_the_same_right_answers_in_another_order_are_the_same_accuracy() -> None:
-    assert sum([0.1, 0.2, 0.3]) != sum([0.3, 0.2, 0.1])
+    assert (0.1 + 0.2) + 0.3 != (0.3 + 0.2) + 0.1
     target = curve(0.1, 0.2, 0.3).smoothed[-1]
     assert curve(0.3, 0.2, 0.1).crossing(target) == 2
 
