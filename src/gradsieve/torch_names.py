@@ -11,6 +11,7 @@ All were seen in torch 2.6, 2.13 and 2.15, but for those that `since` dates late
 from __future__ import annotations
 
 import importlib
+import inspect
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -222,6 +223,14 @@ def all_gather_flat(gathered: Tensor, own: Tensor, group: dist.ProcessGroup | No
 
 
 # -- DistributedDataParallel ---------------------------------------------------------------------------------
+
+
+def buffers_stay() -> dict[str, Any]:
+    """DDP's setting that lets each rank keep its buffers, by the name that it has from torch 2.13 on where
+    there is one."""
+    known = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
+    name = "forward_sync_buffers"
+    return {name if name in known else "broadcast_buffers": False}
 
 
 def comm_hooks_of(ddp: nn.parallel.DistributedDataParallel) -> list[tuple[Any, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -134,6 +135,15 @@ def test_rows_are_gathered_by_either_name(store: dist.Store, monkeypatch: pytest
 
 
 # --- DistributedDataParallel
+
+
+def test_buffers_stay_by_either_name(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the older name is deprecated where there is a newer one
+        DistributedDataParallel(torch.nn.BatchNorm1d(2), **torch_names.buffers_stay())
+    older = lambda self, module, broadcast_buffers=True: None  # noqa: E731
+    monkeypatch.setattr(DistributedDataParallel, "__init__", older)
+    assert torch_names.buffers_stay() == {"broadcast_buffers": False}
 
 
 def test_a_communication_hook_is_listed_with_its_state(ddp: DistributedDataParallel) -> None:

@@ -27,6 +27,7 @@ from gradsieve.bench.rivals.names import POWERSGD_FROM, POWERSGD_RANK, RIVALS, b
 from gradsieve.bench.tasks import training as tasks
 from gradsieve.errors import ConfigError
 from gradsieve.settings import with_settings
+from gradsieve.torch_names import buffers_stay
 
 Shapes = Sequence[Sequence[int]]
 _COURSE = "course.json"
@@ -114,9 +115,7 @@ def learn(run: RivalRun, after_step: Callable[[], None]) -> Course:
     assert isinstance(rival, Hook)
     training = tasks.build(run.task, run.seed, run.steps, run.batch, run.rate)
     # Batch norm's running statistics are rank 0's without any broadcast: only its model is judged.
-    ddp = DistributedDataParallel(
-        training.model, bucket_cap_mb=bucket_cap_mb(rival.name), forward_sync_buffers=False
-    )
+    ddp = DistributedDataParallel(training.model, bucket_cap_mb=bucket_cap_mb(rival.name), **buffers_stay())
     hook = torch_hook(rival.name, rival.rank)
     assert hook is not None  # torch has all of them
     ddp.register_comm_hook(*hook)

@@ -61,9 +61,7 @@ class Arena:
     """A DDP model whose communication hook can be changed between steps."""
 
     def __init__(self, model: nn.Module, bucket_cap_mb: float | None) -> None:
-        self.ddp = DistributedDataParallel(
-            model, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True, init_sync=False
-        )
+        self.ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True)
         self.parameters = list(self.ddp.parameters())
         self.optimizer = self.new_optimizer()
         """For those whose syncs do not look at it."""

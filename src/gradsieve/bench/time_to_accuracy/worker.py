@@ -23,6 +23,7 @@ from gradsieve.bench.rivals.names import bucket_cap_mb, torch_hook
 from gradsieve.bench.time_to_accuracy.measure import Curve, Plan, Run
 from gradsieve.integrations.gradient_sync import GradientSync
 from gradsieve.integrations.recorder import Recorder, record
+from gradsieve.torch_names import buffers_stay
 
 _FIRST_STEPS = 3
 """With each sync before the clock starts, or the first to do so would pay for what a process does only once:
@@ -44,7 +45,7 @@ class Learner:
             training.model,
             bucket_cap_mb=bucket_cap_mb(name),
             gradient_as_bucket_view=True,
-            forward_sync_buffers=False,
+            **buffers_stay(),
         )
         self.seconds, self.bytes = 0.0, 0
         self.sync: GradientSync | None = None
