@@ -21,7 +21,6 @@ VERSION = 1
 MOST_WORLD, MOST_PAIRS = 65_536, 64
 """Ranks, and ranks up to which every pair is told."""
 _MOST_PARAMETERS = 10**13
-WORD_BITS = 32
 Rows: TypeAlias = tuple[tuple[float | None, ...], ...]
 """Row sends, column receives; None: not measured."""
 
@@ -72,12 +71,12 @@ class Profile:
     @property
     def links(self) -> Links:
         """Of the median pair, in the terms of the model of costs."""
-        return Links(self.latency, WORD_BITS / self.bandwidth)
+        return Links.at(self.latency, self.bandwidth)
 
     @property
     def slowest_links(self) -> Links:
         """What a ring waits for."""
-        return Links(self.slowest_latency, WORD_BITS / self.slowest_bandwidth)
+        return Links.at(self.slowest_latency, self.slowest_bandwidth)
 
 
 def read(path: Path) -> Profile:
@@ -127,16 +126,9 @@ def text_of(profile: Profile) -> str:
     table(
         "links",
         "the median pair; message: processor time for a word sent and one received",
-        {
-            "latency": _told(profile.latency, SECONDS),
-            "bandwidth": _told(profile.bandwidth, BITS),
-            "message": _told(profile.message, SECONDS),
-        },
+        _link_entries(profile.latency, profile.bandwidth) | {"message": _told(profile.message, SECONDS)},
     )
-    slowest = {
-        "latency": _told(profile.slowest_latency, SECONDS),
-        "bandwidth": _told(profile.slowest_bandwidth, BITS),
-    }
+    slowest = _link_entries(profile.slowest_latency, profile.slowest_bandwidth)
     table("slowest", "of all pairs, each figure by itself", slowest)
     host = {
         "memory": _told(profile.memory, BYTES_A_SECOND),
@@ -144,11 +136,8 @@ def text_of(profile: Profile) -> str:
     }
     table("host", "the slowest rank, while all others worked too; selection: elements looked at", host)
     if profile.ring is not None:
-        table(
-            "ring",
-            "a sum by gloo: however short, and from each rank to the next",
-            _ring_entries(profile.ring),
-        )
+        ring = _link_entries(profile.ring.latency, profile.ring.bandwidth)
+        table("ring", "a sum by gloo: however short, and from each rank to the next", ring)
     if profile.model is not None:
         table("model", "the slowest rank", _model_entries(profile.model))
     if profile.pairs is not None:
@@ -176,11 +165,11 @@ def _only(table: Table, *keys: str) -> Table:
 
 def _ring(table: Table) -> Links:
     _only(table, "latency", "bandwidth")
-    return Links(_seconds(table, "latency"), WORD_BITS / _amount(table, "bandwidth", BITS))
+    return Links.at(_seconds(table, "latency"), _amount(table, "bandwidth", BITS))
 
 
-def _ring_entries(ring: Links) -> dict[str, str]:
-    return {"latency": _told(ring.latency, SECONDS), "bandwidth": _told(WORD_BITS / ring.word, BITS)}
+def _link_entries(latency: float, bandwidth: float) -> dict[str, str]:
+    return {"latency": _told(latency, SECONDS), "bandwidth": _told(bandwidth, BITS)}
 
 
 def _model(table: Table) -> ModelProfile:

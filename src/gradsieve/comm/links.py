@@ -16,6 +16,7 @@ from gradsieve.types import Ctx, Program, to_host
 
 _LONG = 1 << 16
 _TRIES = 3
+_WORD_BITS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,16 @@ class Links:
     sum: float = 0.0
     """Seconds of an all-gather and an all-reduce by the engine itself, however short."""
 
+    @classmethod
+    def at(cls, latency: float, bandwidth: float) -> Links:
+        """That carry so many bit/s."""
+        return cls(latency, _WORD_BITS / bandwidth)
+
+    @property
+    def bandwidth(self) -> float:
+        """bit/s."""
+        return _WORD_BITS / self.word
+
     def seconds(self, rounds: int, words: float) -> float:
         return self.latency * rounds + self.word * words
 
@@ -38,7 +49,7 @@ def nominal(world: int) -> Links:
     """For ranks that did not measure, so that a run which is repeated chooses alike: one switch at 10 Gbit/s,
     and gloo's rings on it. Such figures let rounds pay from some 16 ranks on, for messages up to a few MB."""
     hop = 30e-6
-    return Links(100e-6, 32 / 10e9, hop * (world - 1), 2 * hop * (world - 1))
+    return Links(100e-6, _WORD_BITS / 10e9, hop * (world - 1), 2 * hop * (world - 1))
 
 
 def measure_links(ctx: Ctx, device: torch.device) -> Program[Links]:

@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 
 from gradsieve.comm.links import Links
+from gradsieve.doctor.pairs import LATENCIES, LONG_ENOUGH
 
 SIZES = tuple(1 << bits for bits in (18, 20, 22, 24))
 """Bytes."""
-LONG_ENOUGH, LATENCIES = 0.02, 8.0
-"""Seconds that a sum should take, and times the shortest: TCP needs round trips to come to speed."""
 SHORT_TRIES, TRIES = 5, 2
 """The quickest counts. TCP has come to speed by the second."""
 _WORD = 4

@@ -14,7 +14,7 @@ from gradsieve.doctor.findings import Matrix, exit_code
 from gradsieve.doctor.judge_links import SLOW
 from gradsieve.doctor.run import Report
 from gradsieve.errors import ConfigError
-from gradsieve.profiles import MOST_PAIRS, WORD_BITS, ModelProfile, Pairs, Profile, Rows
+from gradsieve.profiles import MOST_PAIRS, ModelProfile, Pairs, Profile, Rows
 from gradsieve.quantities import BITS, SECONDS, spoken
 
 _MOST_IN_TABLE = 16
@@ -64,7 +64,7 @@ def _network(report: Report) -> list[str]:
         (i, j), seconds = far
         lines.append(f"farthest pair: {names[i]} and {names[j]}, {spoken(seconds, SECONDS, 3)}")
     if (ring := measured.ring) is not None:
-        rate = spoken(WORD_BITS / ring.word, BITS, 3)
+        rate = spoken(ring.bandwidth, BITS, 3)
         lines.append(
             f"a sum by gloo, around a ring: {spoken(ring.latency, SECONDS, 3)} however short, {rate}"
         )

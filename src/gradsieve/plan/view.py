@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from gradsieve.bench.common import results
-from gradsieve.costs import Costs
+from gradsieve.comm.links import Links
+from gradsieve.costs import Costs, with_rings
 from gradsieve.plan.choose import ERROR_BAR, Plan, acceptable, recommendation
 from gradsieve.plan.options import Model, Option, automatic, dense, no_communication
 from gradsieve.plan.predict import Prediction, predict
@@ -69,8 +70,7 @@ def draw(plan: Plan, most_above: float, path: Path) -> None:
         label = f"{option.name}{' (recommended)' if chosen else ''}"
         axes.plot(rates, steps, label=label, color=f"C{number % 10}", linewidth=2.5 if chosen else 1.5)
     axes.axhline(model.compute, color="black", linestyle=":", label="no communication")
-    own = 32 / plan.costs.links.word
-    axes.axvline(own / 1e6, color="gray", linestyle="--", label="your links")
+    axes.axvline(plan.costs.links.bandwidth / 1e6, color="gray", linestyle="--", label="your links")
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xticks([10 ** (1 + place) for place in range(5)], ["10", "100", "1,000", "10,000", "100,000"])
@@ -105,14 +105,15 @@ def _at(option: Option, plan: Plan, rate: float) -> Option:
 
 
 def _with_rate(costs: Costs, rate: float) -> Costs:
-    return replace(costs, links=replace(costs.links, word=32 / rate), rings=None)
+    links = with_rings(Links.at(costs.links.latency, rate), costs.world)
+    return replace(costs, links=links, rings=None)
 
 
 def describe(model: Model, costs: Costs) -> str:
     """What a plan is made from."""
     links, host = costs.links, costs.host
     return (
-        f"{costs.world} ranks, {32e-6 / links.word:,.4g} Mbit/s, {1e3 * links.latency:.3g} ms a round; "
+        f"{costs.world} ranks, {links.bandwidth / 1e6:,.4g} Mbit/s, {1e3 * links.latency:.3g} ms a round; "
         f"{model.parameters:,} parameters, forward {1e3 * model.forward:,.4g} ms, backward "
         f"{1e3 * model.backward:,.4g} ms; memory {host.memory / 1e9:.3g} GB/s, selection "
         f"{host.selection / 1e6:,.4g} M/s"
