@@ -35,7 +35,7 @@ TYPICAL = ["dense", "topk", "gtopk", "cltk", "oktopk", "spardl", "exdyna", "stri
 """One scheme for each way of talking (a test sees to it): for what lies around the schemes, these tell."""
 
 
-USUAL = ["dense", "exdyna", "stripes"]
+USUAL = ["dense", "oktopk", "exdyna", "stripes"]
 """For what lies around the engine and sees of a scheme only its outcome: all, few or striped places."""
 
 

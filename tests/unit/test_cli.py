@@ -174,7 +174,11 @@ printf '%s\\n' "${COMPREPLY[@]}"
 
 @pytest.mark.parametrize(
     ("line", "offered"),
-    [("gradsieve b", ["bench"]), ("gradsieve lab run --ra", ["--rate"])],
+    [
+        ("gradsieve --v", ["--version"]),
+        ("gradsieve b", ["bench"]),
+        ("gradsieve bench traffic --sch", ["--schemes"]),
+    ],
 )
 def test_a_shell_is_offered_what_may_follow(line: str, offered: list[str]) -> None:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
