@@ -3,9 +3,9 @@
     with Ranks(4) as ranks:
         answers = ranks.run(scenario, "exdyna", steps=5)      # scenario(rank, "exdyna", steps=5) on each
 
-A fork server imports torch once; ranks are forked from it, live as long as the pool and get a process group
-of their own for every call. Each rank's end is looked at: an exception, a death or a hang of any of them
-fails the call, with the rank, its traceback and, for a hang, the stacks of all ranks.
+A fork server loads torch and gradsieve once (`loaded.py`); ranks are forked from it, live as long as the pool
+and get a process group of their own for every call. Each rank's end is looked at: an exception, a death or
+a hang of any of them fails the call, with the rank, its traceback and, for a hang, the stacks of all ranks.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -33,9 +34,8 @@ from typing_extensions import Self
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # no thread in the fork server: threads do not survive a fork
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch.distributed.checkpoint", "gradsieve", "pytest"]
-)
+_CONTEXT.set_forkserver_preload(["multiproc.loaded"])
+_TESTS = str(Path(__file__).parents[1])
 _TO_DUMP = 1.0
 _TO_END = 10.0
 
@@ -141,6 +141,8 @@ class Ranks:
         self.close()
 
     def _start(self) -> None:
+        with mock.patch.dict(os.environ, PYTHONPATH=_TESTS):  # where the server looks for what it loads
+            forkserver.ensure_running()
         self._folder = Path(tempfile.mkdtemp(prefix="gradsieve-ranks-"))
         for rank in range(self.world):
             ours, theirs = _CONTEXT.Pipe()

@@ -27,6 +27,14 @@ def test_ranks_are_processes_in_one_group(four: Ranks) -> None:
     assert len({os.getpid(), *four.pids()}) == 5
 
 
+def _is_forked_with_all_loaded(rank: int) -> bool:
+    return "multiproc.loaded" in sys.modules
+
+
+def test_what_takes_long_to_load_is_there_from_the_start(two: Ranks) -> None:
+    assert two.run(_is_forked_with_all_loaded) == [True, True], "a fork server is silent about what it misses"
+
+
 def test_processes_outlive_a_call_and_groups_do_not(two: Ranks) -> None:
     before = [two.run(_sum_of_ranks), two.pids()]
     assert [two.run(_sum_of_ranks), two.pids()] == before

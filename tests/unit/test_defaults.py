@@ -1,11 +1,12 @@
 """Nothing depends on torch's default type and device, which belong to whoever imports this library.
 
 The default device is set to "meta", where nothing has data: what is made there by mistake cannot be read.
+A wider type shows in what is made by it; a narrower one also in a number that was rounded on its way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -31,34 +32,45 @@ from laws.treated import GRADIENTS, STEPS, Ranks, Receiving, Stepping
 from laws.treated import Case as Training
 from laws.variants import VARIANTS
 
-DEFAULTS: dict[str, Callable[[], None]] = {
-    "float64": lambda: torch.set_default_dtype(torch.float64),
-    "float16": lambda: torch.set_default_dtype(torch.float16),
-    "bfloat16": lambda: torch.set_default_dtype(torch.bfloat16),
-    "meta": lambda: torch.set_default_device("meta"),
+DEFAULTS: dict[str, tuple[torch.dtype, str | None]] = {
+    "float64 on meta": (torch.float64, "meta"),
+    "bfloat16": (torch.bfloat16, None),
 }
-every_default = pytest.mark.parametrize("default", DEFAULTS)
 
 
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
     yield
-    torch.set_default_dtype(torch.float32)
-    torch.set_default_device(None)
+    set_defaults(torch.float32, None)
 
 
-def check_indifferent(work: Callable[[], Any], default: str) -> None:
+def set_defaults(dtype: torch.dtype, device: str | None) -> None:
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+
+
+def check_indifferent(work: Callable[[], Any], defaults: Iterable[str] = DEFAULTS) -> None:
     """The same bits, in the same types, whatever the default."""
     expected = work()
-    DEFAULTS[default]()
-    assert same_bits(work(), expected)
+    for default in defaults:
+        set_defaults(*DEFAULTS[default])
+        assert same_bits(work(), expected), default
 
 
-@every_default
+@pytest.mark.parametrize("default", DEFAULTS)
 @pytest.mark.parametrize("work", [lambda: [torch.ones(3)], lambda: [torch.arange(3) / 2]])
 def test_what_follows_a_default_is_seen(default: str, work: Callable[[], list[Tensor]]) -> None:
     with pytest.raises((AssertionError, NotImplementedError)):
-        check_indifferent(work, default)
+        check_indifferent(work, [default])
+
+
+ONE_KIND = [lambda: [torch.ones(3, device="cpu")], lambda: [torch.ones(3, dtype=torch.int64)]]
+
+
+@pytest.mark.parametrize("work", ONE_KIND)
+def test_a_default_of_one_kind_is_seen_too(work: Callable[[], list[Tensor]]) -> None:
+    with pytest.raises((AssertionError, NotImplementedError)):
+        check_indifferent(work, ["float64 on meta"])
 
 
 # -- kernels --------------------------------------------------------------------------------------------
@@ -108,44 +120,39 @@ def every_other_result(form: Any) -> list[Any]:
     ]
 
 
-@every_default
 @pytest.mark.parametrize("form", ["torch", "compiled"])
-def test_kernels(form: str, default: str) -> None:
+def test_kernels(form: str) -> None:
     with kernels.using(form):
-        check_indifferent(lambda: every_result(kernels), default)
+        check_indifferent(lambda: every_result(kernels))
 
 
-@every_default
 @pytest.mark.parametrize("form", [fast, reference], ids=["fast", "reference"])
-def test_kernels_of_one_form(form: Any, default: str) -> None:
-    check_indifferent(lambda: [*every_other_result(form), *every_result(form)], default)
+def test_kernels_of_one_form(form: Any) -> None:
+    check_indifferent(lambda: [*every_other_result(form), *every_result(form)])
 
 
-@every_default
-def test_the_way_of_accelerators(default: str) -> None:
-    check_indifferent(lambda: on_an_accelerator(vectors()[0]), default)
+def test_the_way_of_accelerators() -> None:
+    check_indifferent(lambda: on_an_accelerator(vectors()[0]))
 
 
 # -- wire -----------------------------------------------------------------------------------------------
 
 
-@every_default
 @pytest.mark.parametrize("codec", INDEX_CODECS, ids=lambda codec: codec.name)
-def test_index_codecs(codec: Any, default: str) -> None:
+def test_index_codecs(codec: Any) -> None:
     indices, count = torch.tensor([3, 17, 900, 0]), torch.tensor(3)
-    check_indifferent(lambda: codec.encode(indices, count, 4, 1000), default)
+    check_indifferent(lambda: codec.encode(indices, count, 4, 1000))
 
 
-@every_default
 @pytest.mark.parametrize("codec", VALUE_CODECS.values(), ids=lambda codec: codec.name)
-def test_value_codecs(codec: Any, default: str) -> None:
+def test_value_codecs(codec: Any) -> None:
     values = vectors()[0][None, :300]
 
     def there_and_back() -> list[Tensor]:
         data = codec.encode(values)
         return [data, codec.decode(data, 300, torch.float32)]
 
-    check_indifferent(there_and_back, default)
+    check_indifferent(there_and_back)
 
 
 # -- schemes and pipelines ------------------------------------------------------------------------------
@@ -178,25 +185,22 @@ REPEATABLE = [name for name in VARIANTS if name != "spardl, auto"]
 """But for the one whose teams follow from how fast links are measured to be."""
 
 
-@every_default
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.kind)
 @pytest.mark.parametrize("scheme", registered())
-def test_exchanges(scheme: str, case: Case, default: str) -> None:
-    check_indifferent(exchanged(lambda: case.scheme(scheme), case), default)
+def test_exchanges(scheme: str, case: Case) -> None:
+    check_indifferent(exchanged(lambda: case.scheme(scheme), case))
 
 
-@every_default
 @pytest.mark.parametrize("scheme", published())
-def test_exchanges_by_published_rules(scheme: str, default: str) -> None:
+def test_exchanges_by_published_rules(scheme: str) -> None:
     case = Case("normal", world=3, sizes=(999,), density=0.05, steps=4)
-    check_indifferent(exchanged(lambda: case.scheme(scheme), case), default)
+    check_indifferent(exchanged(lambda: case.scheme(scheme), case))
 
 
-@every_default
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.kind)
 @pytest.mark.parametrize("variant", REPEATABLE)
-def test_exchanges_of_variants(variant: str, case: Case, default: str) -> None:
-    check_indifferent(exchanged(lambda: VARIANTS[variant](case.density, case.world), case), default)
+def test_exchanges_of_variants(variant: str, case: Case) -> None:
+    check_indifferent(exchanged(lambda: VARIANTS[variant](case.density, case.world), case))
 
 
 TRAINING = Training(world=4, n=1001, cap_mb=0.001)
@@ -224,29 +228,26 @@ def received(scheme: str, treatment: str) -> list[Any]:
     return [*map(listed, given), *remembered(ranks)]
 
 
-@every_default
 @pytest.mark.parametrize("treatment", STEPS)
 @pytest.mark.parametrize("scheme", ["exdyna", "oktopk"])
-def test_exchange_of_steps(scheme: str, treatment: str, default: str) -> None:
-    check_indifferent(lambda: stepped(scheme, treatment), default)
+def test_exchange_of_steps(scheme: str, treatment: str) -> None:
+    check_indifferent(lambda: stepped(scheme, treatment))
 
 
-@every_default
 @pytest.mark.parametrize("treatment", GRADIENTS)
-def test_exchange_of_gradients(treatment: str, default: str) -> None:
-    check_indifferent(lambda: received("exdyna", treatment), default)
+def test_exchange_of_gradients(treatment: str) -> None:
+    check_indifferent(lambda: received("exdyna", treatment))
 
 
 # -- what is compared, kept and measured ----------------------------------------------------------------
 
 
-@every_default
-def test_digests_and_numbers_in_checkpoints(default: str) -> None:
+def test_digests_and_numbers_in_checkpoints() -> None:
     def work() -> list[Tensor]:
         state = ExDyna(density=0.1).begin(100, 4)
         return [digest(vectors()), *fields_to_tensors(state, "").values(), text_to_tensor("exdyna")]
 
-    check_indifferent(work, default)
+    check_indifferent(work)
 
 
 def made_for_benches() -> list[Any]:
@@ -257,6 +258,5 @@ def made_for_benches() -> list[Any]:
     return [gradients.envelope, gradients.pool, rated, words, *workloads.batch_for("mlp", 5000)]
 
 
-@every_default
-def test_what_benches_measure_with(default: str) -> None:
-    check_indifferent(made_for_benches, default)
+def test_what_benches_measure_with() -> None:
+    check_indifferent(made_for_benches)

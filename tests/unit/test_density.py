@@ -13,7 +13,7 @@ from torch import Tensor
 from gradsieve.schemes import exdyna, make, threshold
 from laws.driver import Fleet, Gradients
 
-N, WORLD, STEPS, WINDOW, SETTLED, JUMP = 100_003, 4, 140, 50, 20, 70
+N, WORLD, STEPS, WINDOW, SETTLED, JUMP = 50_003, 4, 140, 50, 20, 70
 TOLERANCE = 0.1
 
 in_control = pytest.mark.parametrize("name", ["micro", "exdyna"])
