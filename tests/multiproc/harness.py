@@ -17,6 +17,7 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -35,7 +36,6 @@ from typing_extensions import Self
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # no thread in the fork server: threads do not survive a fork
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["multiproc.loaded"])
-_TESTS = str(Path(__file__).parents[1])
 _TO_DUMP = 1.0
 _TO_END = 10.0
 
@@ -141,7 +141,7 @@ class Ranks:
         self.close()
 
     def _start(self) -> None:
-        with mock.patch.dict(os.environ, PYTHONPATH=_TESTS):  # where the server looks for what it loads
+        with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # it finds what we find
             forkserver.ensure_running()
         self._folder = Path(tempfile.mkdtemp(prefix="gradsieve-ranks-"))
         for rank in range(self.world):

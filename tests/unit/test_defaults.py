@@ -1,7 +1,8 @@
 """Nothing depends on torch's default type and device, which belong to whoever imports this library.
 
 The default device is set to "meta", where nothing has data: what is made there by mistake cannot be read.
-A wider type shows in what is made by it; a narrower one also in a number that was rounded on its way.
+A wider type shows in what is made by it; a narrower one also in a number that was rounded, or
+beyond its range, on its way.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from laws.variants import VARIANTS
 
 DEFAULTS: dict[str, tuple[torch.dtype, str | None]] = {
     "float64 on meta": (torch.float64, "meta"),
+    "float16": (torch.float16, None),
     "bfloat16": (torch.bfloat16, None),
 }
 
