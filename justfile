@@ -11,13 +11,19 @@ test *args: # the quick tests; `just test tests/lab` for the slow ones
     pytest -q -n 2 tests/unit tests/laws tests/papers tests/hostile tests/policy {{args}}
 
 soak:       # 2,000 sequences of 30 actions in any order, on virtual ranks: about ten minutes
-    ANY_ORDER_EXAMPLES=2000 pytest -q tests/laws/test_any_order.py
+    ANY_ORDER_EXAMPLES=2000 pytest -q tests/laws/test_any_order.py tests/laws/test_what_is_seen.py
 
 mutants *words: # every fault in tools/mutants.toml, put into a copy of the source, turns its test red
     python tools/mutants.py {{words}}
 
+kill-saves: # kill -9 before each system call of a save, on three kinds of training: about an hour
+    python tools/kill_saves.py
+
 long-run:   # 20,000 steps on real ranks: memory, files and threads must not grow
     gradsieve lab soak --steps 20000
+
+compat:     # which optimizers are served, in which ways of training: writes docs/compatibility.md
+    python tests/compat.py --markdown docs/compatibility.md
 
 fuzz:       # altered messages wherever a peer's bytes are read, and altered checkpoints
     gradsieve lab fuzz --target frames --count 1e6 --seed 1

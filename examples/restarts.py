@@ -1,15 +1,19 @@
-"""Trains through deaths: torchrun starts all ranks again, and they go on from the last checkpoint.
+"""Trains through deaths and preemptions: torchrun starts all ranks again, from the last checkpoint.
 
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/restarts.py run
 torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/restarts.py run2 --die-at 25
 
 With --die-at the last rank kills itself once, and both commands print the same digest: no bit is lost.
+On several nodes: docs/checkpoints.md
 """
 
 import argparse
 import os
 import shutil
 import signal
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -44,33 +48,38 @@ def save(run, step, model, sync):
             shutil.rmtree(old)
 
 
-def main(run, steps=40, save_every=10, die_at=None):
-    # torchrun's store outlives a restart, and gloo would look for the dead at the addresses they left there.
-    store, rank, world = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    run = Path(run)
+def main(run, steps=40, save_every=10, die_at=None, step_seconds=0.0):
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # One store for all restarts: ranks would look for each other where the dead have been.
+        raise SystemExit("start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    run, rank, world = Path(run), dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 8))
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     # A fixed budget: one that follows the clock would not send the same again.
     sync = gradsieve.attach(ddp, optimizer, bits=1.0)
+    sync.heed_preemption()
     begin, folder = 0, last_checkpoint(run)
     if folder is not None:
         model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
         sync.load(folder)
         begin = int(folder.name.removeprefix("step-"))
+    print(f"rank {rank} of {world} begins with step {begin}", flush=True)
     for step in range(begin, steps):
-        if step and step % save_every == 0 and step > begin:
+        if step > begin and (sync.is_preempted or step % save_every == 0):
             save(run, step, model, sync)
-        if step == die_at and rank == world - 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if sync.is_preempted:
+            raise SystemExit(os.EX_TEMPFAIL)  # with 0, torchrun would take the training for done
+        if step == die_at and rank == world - 1 and begin == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         inputs, labels = batch(step, rank)
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(ddp(inputs), labels)
         loss.backward()
         optimizer.step()
+        time.sleep(step_seconds)
     sync.flush()
     bits = torch.cat([p.detach().flatten() for p in model.parameters()]).view(torch.int32)
     words = f"steps {begin} to {steps}, loss {loss.item():.4f}, digest {int(bits.long().sum()):x}"
@@ -85,4 +94,6 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--save-every", type=int, default=10)
     parser.add_argument("--die-at", type=int, help="step before which the last rank kills itself, once")
-    print(f"rank {os.environ['RANK']}: {main(**vars(parser.parse_args()))}", flush=True)
+    parser.add_argument("--step-seconds", type=float, default=0.0, help="to sleep in every step")
+    words = main(**vars(parser.parse_args()))
+    print(f"rank {os.environ['RANK']}: {words}", flush=True)

@@ -18,6 +18,7 @@ from gradsieve.errors import (
     MismatchError,
     PeerError,
     ProtocolError,
+    RefusedError,
     SimulationError,
 )
 
@@ -114,6 +115,7 @@ __all__ = [
     "PeerError",
     "ProtocolError",
     "RandomK",
+    "RefusedError",
     "Scheme",
     "Sidco",
     "SimulationError",

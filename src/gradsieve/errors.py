@@ -6,6 +6,7 @@
     |   |-- MismatchError      one rank asked for another collective than its peers
     |   `-- DivergenceError    replicas are no longer bit-identical
     |-- Malformed          bytes from a peer or a file failed their check; nothing was applied
+    |   `-- RefusedError       a save or load that a rank could not do, so that none did; training can go on
     |-- PeerError          a collective failed or timed out; the step was rolled back
     |-- LabError           the test network cannot be built here (root or `ip` missing, bad name)
     `-- SimulationError    the network simulator is missing or broke off
@@ -38,6 +39,10 @@ class DivergenceError(ProtocolError):
 
 class Malformed(GradsieveError, ValueError):  # noqa: N818 - "Malformed message" reads as what it is
     """Bytes from a peer or a file failed their check."""
+
+
+class RefusedError(Malformed, MismatchError):
+    """A rank could not save or load, so that none did. The same on all ranks, and all of them can go on."""
 
 
 class PeerError(GradsieveError, RuntimeError):

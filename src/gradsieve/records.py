@@ -3,14 +3,21 @@
     {"gradsieve_record": 1, "name": ..., "scheme": ..., "rank": 0, "world": 4, ...}     the first line
     {"step": 1, "at": 0.8, "density": 0.01, ...}                                        then a line a step
 
+A training that is started again writes a first line again, below what is there. Its lives are read as one
+record (`Joined`), over all files that a long one was divided into (`pieces`).
+
 docs/recording.md says what the fields mean. What is read is checked: version, fields, their types, ranges and
-order; a file that was cut off in the middle of a line is refused. `Tail` reads one that is still written.
+order. A line that was not finished, since the disk was full or the process killed, ends its life and nothing
+else. `Tail` reads a file that is still written.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -18,8 +25,10 @@ from typing import Any, TypeVar
 
 from gradsieve.errors import Malformed, printable
 
+_log = logging.getLogger("gradsieve")
+
 VERSION = 1
-_MARK = "gradsieve_record"
+MARK = "gradsieve_record"
 SUFFIX = ".jsonl"
 _DIGITS = 6
 """Of numbers in a file: more would be the clock's noise."""
@@ -48,6 +57,10 @@ class Header:
     """Steps between two lines that have norms."""
     period: int = 1
     """Steps of the training for one exchange, and so for one line."""
+    budget: str = ""
+    """`auto`, or the bits a parameter and step that were given; empty where a density was."""
+    began: str = ""
+    """When this life of the training did. A header that says the same again goes on with that life."""
 
     @property
     def bytes_a_bit(self) -> float:
@@ -61,7 +74,7 @@ class Line:
 
     step: int
     at: float
-    """Seconds since the recording began."""
+    """Seconds since this life's recording began; of a record that was read, since the first one's."""
     density: float
     bits: float
     """Moved by this rank, a parameter."""
@@ -103,7 +116,7 @@ def text_of(entry: Header | Line) -> str:
     """One line of a file."""
     plain = {name: _short(value) for name, value in asdict(entry).items()}
     if isinstance(entry, Header):
-        plain = {_MARK: VERSION, **plain}
+        plain = {MARK: VERSION, **plain}
     return json.dumps(plain, allow_nan=False) + "\n"
 
 
@@ -116,29 +129,181 @@ def _short(value: Any) -> Any:
     return value
 
 
+# -- files ----------------------------------------------------------------------------------------------
+
+_MAY_DIFFER = {"name", "every", "began"}
+"""What lines can be compared without."""
+
+
+def differences(one: Header, other: Header) -> list[str]:
+    """Why their lines mean different things, and belong in no common record; nothing if they do not."""
+    pairs = [(each.name, getattr(one, each.name), getattr(other, each.name)) for each in fields(Header)]
+    return [f"{name} {a}, not {b}" for name, a, b in pairs if name not in _MAY_DIFFER and a != b]
+
+
+def numbered(path: Path) -> list[tuple[int, Path]]:
+    """What was moved away from there, the oldest first: `path`.1, `path`.2, ..."""
+    pattern = re.compile(re.escape(path.name) + r"\.(\d{1,9})")
+    try:
+        names = os.listdir(path.parent)
+    except OSError:
+        names = []
+    return sorted((int(found[1]), path.with_name(n)) for n in names if (found := pattern.fullmatch(n)))
+
+
+def pieces(path: Path) -> list[Path]:
+    """A file, after those that it goes on from. Such of another training that lie there too are left out."""
+    try:
+        own, older = header_of(path), []
+        for _, piece in reversed(numbered(path)):
+            if differences(header_of(piece), own):
+                break
+            older.append(piece)
+    except Malformed:  # who reads the file itself says so
+        return [path]
+    return [*reversed(older), path]
+
+
+def header_of(path: Path) -> Header:
+    """Its first one."""
+    try:
+        with path.open("rb") as file:
+            return _header(path, file.readline(_LONGEST).decode())
+    except (OSError, UnicodeDecodeError) as error:
+        raise Malformed(f"{path} cannot be read: {error}") from error
+
+
+# -- in -------------------------------------------------------------------------------------------------
+
+
 def read(path: Path) -> Record:
-    """A whole file."""
-    tail = Tail(path)
-    lines = tail.more()
-    if tail.rest or tail.header is None:
-        raise Malformed(f"{path} is empty, or was cut off in the middle of a line")
-    return Record(tail.header, lines)
+    """All lives, from all pieces. Of steps that were taken again the later ones: the model that went on comes
+    from these, and the others were undone when a checkpoint was loaded."""
+    whole, lines = Whole(path), list[Line]()
+    for line in whole.each():
+        while lines and lines[-1].step >= line.step:
+            lines.pop()
+        lines.append(line)
+    for said in whole.joined.torn:
+        _log.warning("%s", said)
+    return Record(whole.header, lines)
+
+
+class Joined:
+    """Lives of one training, one after the other. Steps that a later life took again are given again: whoever
+    keeps lines drops his own from there on."""
+
+    def __init__(self) -> None:
+        self.header: Header | None = None
+        """Of the latest life."""
+        self.lives = 0
+        self.again = 0
+        """Steps of lives before that were taken again."""
+        self.torn: list[str] = []
+        """A sentence for each line that was not finished."""
+        self._first: int | None = None
+        self._last: Line | None = None
+        self._end = self._shift = 0.0
+        self._begins = False
+        self._unfinished: str | None = None
+
+    def take(self, path: Path, place: int, text: str) -> Line | None:
+        """A line of a file; None where it is no step's."""
+        found, where = _json(text), f"{path}, line {place}"
+        if MARK in found or place == 1:
+            self._begin(path, _header(path, text, place))
+            return None
+        if self._unfinished is not None and found:
+            raise Malformed(self._unfinished)
+        if not found:  # whether it was torn is known with the next one: a header, or no more
+            self._unfinished = f"{where}: not as a record has it, in JSON"
+            self.tear(where)
+            return None
+        line = _entry(Line, found, where)
+        self._place_in_time(path, line)
+        self._last, self._end = line, line.at
+        return line
+
+    def tear(self, where: str) -> None:
+        self.torn.append(f"{where} was not finished (a full disk, or a kill): what was recorded ends there")
+
+    def loosen(self) -> None:
+        """What comes next need not come after what was read."""
+        self._last, self._unfinished = None, None
+
+    def _begin(self, path: Path, header: Header) -> None:
+        before, self._unfinished = self.header, None
+        if before is not None and (odd := differences(header, before)):
+            raise Malformed(f"{path} is of two trainings: {', '.join(odd)}")
+        self.header = header
+        if before is None or header.began != before.began:
+            self.lives += 1
+            self._begins = True
+
+    def _place_in_time(self, path: Path, line: Line) -> None:
+        """A life's clock starts at 0. Here it goes on from the last one's end: the time between two lives is
+        nobody's, that of steps which were taken again was spent."""
+        before = self._last
+        if self._first is None or (self._begins and line.step <= self._first):
+            self._first, self._shift = line.step, 0.0
+        elif self._begins:
+            self._shift = self._end
+        line.at += self._shift
+        if self._begins and before is not None:
+            self.again += max(0, before.step - line.step + 1)
+        elif before is not None and (line.step <= before.step or line.at < before.at):
+            raise Malformed(f"{path}: step {line.step} does not come after step {before.step}")
+        self._begins = False
+
+
+class Whole:
+    """A record from its beginning, with all pieces it was divided into."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.joined = path, Joined()
+        self.is_cut_off = False
+        """Whether the last line of all is unfinished."""
+
+    @property
+    def header(self) -> Header:
+        if self.joined.header is None:
+            raise Malformed(f"{self.path} is empty, or was cut off in the middle of its first line")
+        return self.joined.header
+
+    def each(self) -> Iterator[Line]:
+        for piece in pieces(self.path):
+            tail = Tail(piece, joined=self.joined)
+            try:
+                yield from tail.each()
+            except Malformed:
+                if piece != self.path and not piece.exists():
+                    continue  # its turn to be removed came in between
+                raise
+            self.is_cut_off = bool(tail.rest)
+            if tail.rest:
+                self.joined.tear(f"{piece}, line {tail.place + 1}")
+        _ = self.header
 
 
 class Tail:
     """A file that may still be written: each look gives the lines that were finished since the one before."""
 
-    def __init__(self, path: Path, most: int | None = None) -> None:
+    def __init__(self, path: Path, most: int | None = None, joined: Joined | None = None) -> None:
         self.path, self.most = path, most
         """Bytes read at a look: a file that has grown by more is read from there to its end."""
+        self.joined, self._is_part = joined or Joined(), joined is not None
+        self._file = 0
+        """By its number: a file that was moved away is another under the same name."""
         self._begin()
 
     def _begin(self) -> None:
-        self.header: Header | None = None
         self.rest = b""
         """Of a line whose end is not there yet."""
-        self._offset = self._place = 0
-        self._last: Line | None = None
+        self._offset = self.place = 0
+
+    @property
+    def header(self) -> Header | None:
+        return self.joined.header
 
     def more(self) -> list[Line]:
         return list(self.each())
@@ -146,29 +311,34 @@ class Tail:
     def each(self) -> Iterator[Line]:
         """The same, one at a time."""
         for text in self._texts():
-            self._place += 1
-            if self.header is None:
-                self.header = _header(self.path, text)
-                continue
-            line = _entry(Line, _json(text), f"{self.path}, line {self._place}")
-            before, self._last = self._last, line
-            if before is not None and (line.step <= before.step or line.at < before.at):
-                raise Malformed(f"{self.path}: step {line.step} does not come after step {before.step}")
-            yield line
+            self.place += 1
+            if self.place == 1 and not self._is_part:
+                self._follow_on(_header(self.path, text))
+            line = self.joined.take(self.path, self.place, text)
+            if line is not None:
+                yield line
+
+    def _follow_on(self, header: Header) -> None:
+        """A file that takes another's place may be of another training."""
+        if self.header is not None and differences(header, self.header):
+            self.joined = Joined()
 
     def _texts(self) -> Iterator[str]:
         try:
             with self.path.open("rb") as file:
-                size = file.seek(0, 2)
-                if size < self._offset:  # written anew, by a training that was started again
+                size, number = file.seek(0, 2), os.fstat(file.fileno()).st_ino
+                if size < self._offset or (self._file and number != self._file):  # a new one in its place
                     self._begin()
-                if self.header is None:
+                    self.joined.loosen()
+                self._file = number
+                if self.place == 0:
                     file.seek(self._offset)
                     yield from self._finished(file.readline(_LONGEST))
                 if self.most is not None and size - self._offset > self.most:
                     self._offset, self.rest = size - self.most, b""
                     file.seek(self._offset)
                     self._offset += len(file.readline())  # the end of a line whose beginning is not read
+                    self.joined.loosen()
                 file.seek(self._offset)
                 while content := file.readline(_LONGEST):
                     yield from self._finished(content)
@@ -179,21 +349,23 @@ class Tail:
         self._offset += len(content)
         self.rest += content
         if len(self.rest) >= _LONGEST:
-            raise Malformed(f"{self.path}, line {self._place + 1}: longer than any of a record")
+            raise Malformed(f"{self.path}, line {self.place + 1}: longer than any of a record")
         if self.rest.endswith(b"\n"):
             whole, self.rest = self.rest, b""
             yield whole.decode()
 
 
-def _header(path: Path, text: str) -> Header:
+def _header(path: Path, text: str, place: int = 1) -> Header:
     found = _json(text)
-    version = found.pop(_MARK, None)
+    version = found.pop(MARK, None)
     if version is None:
-        raise Malformed(f"{path} is no record of a training: its first line does not say {_MARK}")
+        raise Malformed(f"{path} is no record of a training: its first line does not say {MARK}")
     if version != VERSION:
         raise Malformed(f"{path} has version {version!r}, and this gradsieve reads {VERSION}")
-    found.setdefault("period", 1)  # files from before it was told
-    return _entry(Header, found, f"{path}, line 1")
+    found.setdefault("period", 1)  # files from before it was told, or the next one
+    found.setdefault("budget", "")
+    found.setdefault("began", "")
+    return _entry(Header, found, f"{path}, line {place}")
 
 
 def _json(text: str) -> dict[str, Any]:

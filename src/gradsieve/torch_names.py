@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import socket
+import sys
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -130,6 +133,18 @@ GRAPH_TASK = Private(
     "telling a forward that a checkpoint repeats within backward from a new one",
     "attach(replicate=...) with activation checkpointing is refused",
 )
+BACKWARD = Private(
+    "torch.autograd",
+    ("_engine_run_backward",),
+    "knowing when a backward pass begins and ends",
+    "no sync that exchanges steps can be attached",
+)
+FOREACH = Private(
+    "torch",
+    ("_foreach_copy_", "_foreach_lerp_", "_foreach_mul_"),
+    "one call for the parameters of an optimizer's group",
+    "one call a parameter, which is slower",
+)
 NORMS = Private(
     "torch",
     ("_foreach_norm",),
@@ -198,14 +213,31 @@ def connected_once_more(store: dist.Store) -> dist.Store:
     if hasattr(store, "clone"):
         cloned: dist.Store = store.clone()
         return cloned
-    server = store
-    while isinstance(server, dist.PrefixStore):
-        server = server.underlying_store
-    if not isinstance(server, dist.TCPStore):
+    server = server_of(store)
+    if server is None:
         return store
     name = store.compare_set("gradsieve/connected-once-more", "", uuid.uuid4().hex).decode()
     own = dist.TCPStore(server.host, server.port, is_master=False, wait_for_workers=False)
     return dist.PrefixStore(f"gradsieve/{name}", own)
+
+
+def server_of(store: dist.Store) -> dist.TCPStore | None:
+    """The connection to a server behind a store and its prefixes, if there is one."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store if isinstance(store, dist.TCPStore) else None
+
+
+def connected_to(server: dist.TCPStore, seconds: float) -> dist.TCPStore:
+    """A connection to the same server, without prefixes, made within so many seconds. Raises what every
+    failed request raises. Where nobody listens c10d tries again for up to three times as long as it is given,
+    and cannot be interrupted, so that another socket looks first."""
+    try:
+        socket.create_connection((server.host, server.port), seconds).close()
+    except OSError as error:
+        raise RuntimeError(f"the store at {server.host}:{server.port}: {error}") from error
+    patience = timedelta(seconds=seconds)
+    return dist.TCPStore(server.host, server.port, is_master=False, wait_for_workers=False, timeout=patience)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
@@ -267,10 +299,25 @@ def never_compiled(call: Called) -> Called:
     return wrapped
 
 
+def uncompiled() -> AbstractContextManager[Any]:
+    """Within it nothing is compiled: optimizers that compile their step, as torchao's do, would take a minute
+    for a made-up parameter. Who never loaded the compiler has none of these, and is spared loading it."""
+    is_loaded = LOADED_BEFORE_RANKS in sys.modules
+    return torch.compiler.set_stance("force_eager") if is_loaded else nullcontext()
+
+
 def version_of(tensor: Tensor) -> int:
     """Raised by every writing in place, also through views."""
     version: int = _get(VERSION, tensor, "_version")
     return version
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """The same of many, in little time."""
+    try:
+        return [each._version for each in tensors]
+    except AttributeError as error:
+        raise ConfigError(VERSION.lost) from error
 
 
 def acts_on_gradient(parameter: Tensor) -> bool:
@@ -282,6 +329,62 @@ def is_in_backward() -> bool:
     """Whether this thread runs a backward pass."""
     task: int = _get(GRAPH_TASK, torch._C, "_current_graph_task_id")()
     return task != -1
+
+
+def wrap_backward(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Put `around` what all backward passes of this process go through; returns what takes it off again."""
+    run = _get(BACKWARD, torch.autograd, BACKWARD.names[0])
+    wrapped = around(run)
+    torch.autograd._engine_run_backward = wrapped  # type: ignore[attr-defined]
+
+    def unwrap() -> None:
+        if torch.autograd._engine_run_backward is wrapped:  # type: ignore[attr-defined]
+            torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+
+    return unwrap
+
+
+def calls_hooks(optimizer: Any) -> bool:
+    """Whether torch calls hooks around its steps: it wraps them where `super().__init__()` was called."""
+    step = getattr(type(optimizer), "step", None)
+    return isinstance(optimizer, torch.optim.Optimizer) and bool(getattr(step, "hooked", False))
+
+
+def step_without_hooks(optimizer: Any) -> None:
+    """`optimizer.step()`, of which no hook hears."""
+    step = type(optimizer).step
+    if getattr(step, "hooked", False):  # torch wraps it when the first of its kind is made
+        step = step.__wrapped__
+    step(optimizer)
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Each source into its target."""
+    together = getattr(torch, "_foreach_copy_", None)
+    if together is not None:
+        together(list(targets), list(sources))
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def scale_all(targets: Sequence[Tensor], factor: float) -> None:
+    together = getattr(torch, "_foreach_mul_", None)
+    if together is not None:
+        together(list(targets), factor)
+        return
+    for target in targets:
+        target.mul_(factor)
+
+
+def lerp_all(targets: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:
+    """target += weight * (end - target)"""
+    together = getattr(torch, "_foreach_lerp_", None)
+    if together is not None:
+        together(list(targets), list(ends), weight)
+        return
+    for target, end in zip(targets, ends, strict=True):
+        target.lerp_(end, weight)
 
 
 def norms_of(parts: Sequence[Tensor]) -> list[Tensor]:
@@ -296,6 +399,11 @@ def local_of(sharded: Any) -> Tensor:
     """A DTensor's own memory: the same object at each call."""
     local: Tensor = _get(LOCAL, sharded, "_local_tensor")
     return local
+
+
+def plain_part_of(tensor: Tensor) -> Tensor:
+    """What of it lies on this rank."""
+    return local_of(tensor) if hasattr(tensor, "_local_tensor") else tensor
 
 
 # -- fully_shard ---------------------------------------------------------------------------------------------

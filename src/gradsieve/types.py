@@ -10,6 +10,7 @@ The law of the library: over all ranks, the sum of `spent` equals `update`, elem
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
@@ -36,8 +37,18 @@ def later() -> Any:
     return field(metadata={"later": True})
 
 
+def static(default: Any) -> Any:
+    """A field of a State that follows from the layout of the model alone: no checkpoint has it."""
+    return field(default=default, metadata={"static": True})
+
+
+def stored_fields(state: Any) -> list[str]:
+    return [field.name for field in fields(state) if not field.metadata.get("static")]
+
+
 def replicated_fields(state: Any) -> list[str]:
-    return [field.name for field in fields(state) if not field.metadata.get("private")]
+    private = {field.name for field in fields(state) if field.metadata.get("private")}
+    return [name for name in stored_fields(state) if name not in private]
 
 
 Program: TypeAlias = Generator[Any, Tensor, Result]
@@ -237,7 +248,14 @@ def target_count(density: float, n: int) -> int:
     return min(n, max(1, int(Decimal(repr(density)) * n)))
 
 
+def is_number(value: object) -> bool:
+    """Also NumPy's; a text is none, nor is True."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
 def check_density(density: float) -> None:
+    if not is_number(density):
+        raise ConfigError(f"density={density!r} is a {type(density).__name__}: give a number, density=0.001")
     if not 0.0 < density <= 1.0:
         raise ConfigError(
             f"density must be above 0 and at most 1, not {density!r} (0.001 sends 0.1 % a step)"

@@ -15,6 +15,7 @@ from gradsieve.errors import MismatchError
 from gradsieve.fuzz.exchanges import WORLD, Heard, as_bytes, replayed
 from gradsieve.fuzz.pipelines import Rank, gradients, trained, with_budget, with_fallback
 from gradsieve.sync.ledger import WORDS as LEDGER_WORDS
+from gradsieve.sync.tags import WORDS
 
 Victim = tuple[Rank, list[Heard]]
 
@@ -47,7 +48,7 @@ def test_unforged_it_is_a_step(gradient: bool) -> None:
 
 def test_another_tag_is_found_out() -> None:
     with pytest.raises(MismatchError):
-        attacked(victim("stripes", budget=True), lambda ride: ride[-LEDGER_WORDS - 8].add_(1))
+        attacked(victim("stripes", budget=True), lambda ride: ride[-LEDGER_WORDS - 4 - WORDS].add_(1))
 
 
 @pytest.mark.parametrize("gradient", [False, True])

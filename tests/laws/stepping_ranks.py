@@ -169,7 +169,7 @@ class Fleet:
             rank.model.last.grad[1, 2] = torch.inf
         for optimizer in optimizers:
             untouched = self._others(rank, optimizer)
-            if how == "interrupted" and rank.sync._under_way is not None and rank.pipeline.is_ripe:
+            if how == "interrupted" and rank.pipeline.is_due(rank.sync.parameters.keys()):
                 self._interrupt(optimizer)
             optimizer.step()
             assert same_bits([*self._others(rank, optimizer).values()], [*untouched.values()]), (
@@ -223,13 +223,6 @@ class Fleet:
                 "a copy is not the shared model"
             )
 
-    def move_by_hand(self, rank: OneRank, numbers: dict[str, Tensor]) -> None:
-        """While an exchange is under way, in this rank's own model, by no optimizer."""
-        with torch.no_grad():
-            for name, parameter in rank.model.named_parameters():
-                parameter -= RATE * numbers[name]
-                self._moved(name, numbers[name])
-
     def _moved(self, name: str, gradient: Tensor) -> None:
         with self._lock:
             self.owed[name] -= RATE * gradient.double().flatten()
@@ -274,9 +267,6 @@ class Fleet:
         """The user changes parameters between two steps, alike on all ranks."""
         with torch.no_grad():
             for rank in self.ranks:
-                if rank.sync.models is not None and rank.sync.models.shows_own:
-                    return  # a rank skipped its step: what is written there is the rank's own
-            for rank in self.ranks:
                 for name, parameter in rank.model.named_parameters():
                     parameter += numbers[name] / 4
         for name in self.owed:
@@ -305,8 +295,6 @@ class Fleet:
     # -- what must hold ---------------------------------------------------------------------------------
 
     def check(self, taken: Any = ()) -> None:
-        if len({rank.sync._under_way is None for rank in self.ranks}) > 1:
-            return  # a rank that skipped its step is an exchange behind, until it looks
         shared = self.ranks[0].shared()
         for rank in self.ranks:
             assert same_bits([*rank.shared().values()], [*shared.values()]), "ranks share different models"

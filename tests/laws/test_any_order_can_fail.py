@@ -7,7 +7,6 @@ from concurrent.futures import wait
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import Phase
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from gradsieve.integrations.gradient_sync import GradientSync
 from gradsieve.sync import StepPipeline, base
 from gradsieve.sync.tags import Tag
 from laws.stepping_ranks import Fleet
-from laws.test_any_order import fake_group, numbers, run_machine
+from laws.test_any_order import AnyOrder, fake_group, numbers, run_machine
 
 __all__ = ["fake_group"]
 
@@ -40,12 +39,11 @@ def x_becomes_w(patch: pytest.MonkeyPatch) -> None:
 
 
 def closures_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    def before(self: optimizers.Optimizers, optimizer: Any, args: Any, kwargs: Any) -> None:
-        listener, names = self._listener(), self.names_in(optimizer)
-        if listener is not None and names:
-            listener.before_update(names, optimizer)
+    def at_once(closure: Any, then: Any, name: str) -> Any:
+        then()
+        return closure
 
-    patch.setattr(optimizers.Optimizers, "_before", before)
+    patch.setattr(optimizers, "_followed_by", at_once)
 
 
 def no_gradient_is_looked_at(patch: pytest.MonkeyPatch) -> None:
@@ -82,7 +80,7 @@ def only_optimizers_that_were_given_are_heard(patch: pytest.MonkeyPatch) -> None
     names_in = optimizers.Optimizers.names_in
 
     def of_given(self: optimizers.Optimizers, optimizer: Any) -> Set[str]:
-        sync: Any = self._listener()
+        sync: Any = self.listener()
         return names_in(self, optimizer) if optimizer in sync._given else frozenset()
 
     patch.setattr(optimizers.Optimizers, "names_in", of_given)
@@ -101,22 +99,14 @@ def an_interrupted_wait_forgets_the_exchange(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GradientSync, "take_over", forgetful)
 
 
-def evaluating_does_not_take_over(patch: pytest.MonkeyPatch) -> None:
-    before_forward = DdpSync.before_forward
+def the_end_of_a_backward_does_not_take_over(patch: pytest.MonkeyPatch) -> None:
+    end_backward = DdpSync.end_backward
 
-    def without(self: DdpSync, module: torch.nn.Module) -> None:
-        under_way = self._under_way
-        if not module.training:
-            self._under_way = None
-        before_forward(self, module)
-        if not module.training:
-            self._under_way = under_way
+    def without(self: DdpSync, completed: bool) -> None:
+        self._belongs = False
+        end_backward(self, completed)
 
-    patch.setattr(DdpSync, "before_forward", without)
-
-
-def saving_takes_what_is_in_place(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DdpSync, "before_saving", lambda self, module: None)
+    patch.setattr(DdpSync, "end_backward", without)
 
 
 def nothing_is_folded(patch: pytest.MonkeyPatch) -> None:
@@ -136,8 +126,7 @@ MUTANTS = [
     a_loaded_model_is_taken_for_a_step,
     only_optimizers_that_were_given_are_heard,
     an_interrupted_wait_forgets_the_exchange,
-    evaluating_does_not_take_over,
-    saving_takes_what_is_in_place,
+    the_end_of_a_backward_does_not_take_over,
     nothing_is_folded,
 ]
 
@@ -146,7 +135,7 @@ MUTANTS = [
 def test_a_mend_undone_is_red(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
     with pytest.raises(BaseException) as found:  # noqa: PT011 - what breaks first is the mutant's business
-        run_machine(TRIES, phases=[Phase.generate])
+        run_machine(AnyOrder, TRIES, phases=[Phase.generate])
     assert not isinstance(found.value, KeyboardInterrupt | SystemExit)
 
 

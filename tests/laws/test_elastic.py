@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -244,3 +245,102 @@ def test_replicas_of_another_model_are_refused() -> None:
 def test_gradients_cannot_change_their_group() -> None:
     with pytest.raises(ConfigError, match="only what exchanges steps"):
         Group(1, [One(number, "exdyna", preset="paper") for number in range(2)])
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------
+
+
+def loaded(number: int, folder: Path, scheme: str = "stripes") -> One:
+    one = One(number, scheme)
+    one.checkpoint = folder
+    return one
+
+
+def save(group: Group, folder: Path) -> None:
+    def write(one: One) -> None:
+        assert one.sync is not None
+        one.sync.save(folder)
+
+    group.everyone(write)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_replicas_that_all_start_again_go_on_bit_for_bit(scheme: str, tmp_path: Path) -> None:
+    with Group(1, [One(number, scheme) for number in range(3)]) as group:
+        save(group.train(4), tmp_path)
+        waited = [float(one.waiting().norm()) for one in group.members]
+        group.train(3)
+        whole = [one.pipeline.kept() for one in group.members]
+    with Group(1, [loaded(number, tmp_path, scheme) for number in range(3)]) as again:
+        assert again.everyone(lambda one: one.load_if_all_begin()) == [True] * 3
+        assert again.share_one_model()
+        told = [seen.waiting for seen in again.members[0].accounts.present.values()]
+        assert told == pytest.approx(waited, rel=1e-5)
+        for one in again.members:
+            one.steps = 4
+        again.train(3)
+        for one, before in zip(again.members, whole, strict=True):
+            now = one.pipeline.kept()
+            assert same_bits([now[key] for key in before], list(before.values()))
+
+
+def test_without_the_checkpoint_they_do_not(tmp_path: Path) -> None:
+    """Twin."""
+    with Group(1, [One(number) for number in range(3)]) as group:
+        whole = group.train(7).members[0].vector("shared")
+    with Group(1, [One(number) for number in range(3)]) as again:
+        assert again.everyone(lambda one: one.load_if_all_begin()) == [False] * 3
+        for one in again.members:
+            one.steps = 4
+        assert not same_bits([again.train(3).members[0].vector("shared")], [whole])
+
+
+def test_fewer_that_start_again_share_all_that_waited_and_others_join_them(tmp_path: Path) -> None:
+    with Group(1, [One(number) for number in range(3)]) as group:
+        save(group.train(4), tmp_path)
+        aim = group.leads_to()
+    two = [loaded(number, tmp_path) for number in range(2)]
+    with Group(1, two) as group:
+        group.everyone(lambda one: one.load_if_all_begin())
+        close(group.leads_to(), aim)
+    third = brought_up(loaded(2, tmp_path), two[0])
+    with Group(2, [*two, third]) as group:
+        assert group.everyone(lambda one: one.load_if_all_begin()) == [False] * 3
+        close(group.leads_to(), aim)
+        assert group.train(2).share_one_model()
+
+
+def test_an_exchange_after_a_checkpoint_that_nobody_committed_is_not_counted(tmp_path: Path) -> None:
+    """Its number is not the one of the checkpoint's last."""
+    with Group(1, [One(number) for number in range(2)]) as group:
+        save(group.train(3), tmp_path)
+    ones = [loaded(number, tmp_path) for number in range(2)]
+    with Group(1, ones) as group:
+        group.everyone(lambda one: one.load_if_all_begin())
+        shared = ones[0].vector("shared")
+        group.everyone(lambda one: one.exchange())
+        for one in ones:
+            one.hold()
+        assert not ones[1].take(copy.deepcopy(ones[0].state()))
+    with Group(2, ones):
+        assert all(same_bits([one.vector("shared")], [shared]) for one in ones)
+
+
+def test_a_replica_that_is_started_again_alone_takes_the_others_state(tmp_path: Path) -> None:
+    ones = [One(number) for number in range(3)]
+    with Group(1, ones) as group:
+        save(group.train(4), tmp_path)
+        group.train(2)
+        aim = group.leads_to()
+    back = brought_up(loaded(3, tmp_path), ones[0])
+    with Group(2, [*ones, back]) as group:
+        assert group.everyone(lambda one: one.load_if_all_begin()) == [False] * 4
+        assert {one.pipeline.step for one in group.members} == {6}
+        close(group.leads_to(), aim)
+
+
+def test_a_checkpoint_on_some_replicas_only_is_refused(tmp_path: Path) -> None:
+    with Group(1, [One(number) for number in range(2)]) as group:
+        save(group.train(2), tmp_path)
+    with pytest.raises(MismatchError, match="replica 1 is to begin anew"):
+        Group(1, [loaded(0, tmp_path), One(1)])

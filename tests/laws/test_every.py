@@ -242,11 +242,11 @@ def test_a_lossless_scheme_exchanges_steps_only_where_there_are_periods(every: i
 def test_what_a_rank_receives_is_flat_in_its_peers_most_so_with_a_budget(
     budget: Fixed | None, most: float
 ) -> None:
-    """Without one, all as signs, it goes as (P - 1) / P."""
+    """Without one, all as signs, it goes as (P - 1) / P. A row is whole blocks, enough here for 32."""
 
     def received(world: int) -> float:
         scheme = Stripes(density=1.0)
-        ranks = Stepping(Case(world=world, n=60_001), scheme, Treatment(small=0, every=30))
+        ranks = Stepping(Case(world=world, n=240_001), scheme, Treatment(small=0, every=30))
         for pipeline in ranks.pipelines:
             pipeline.budget = budget
         total = 0.0

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from gradsieve import ConfigError, Malformed, MismatchError, Treatment
+from gradsieve.integrations import fencing, saving
 from gradsieve.integrations import folder as files
-from gradsieve.integrations import saving
 from laws.crew import ELEMENTS, Crew, Hand, adamw, fake_group, sgd  # noqa: F401  # a fixture
 
 KEPT = Path(__file__).parents[1] / "data" / "checkpoint-1"
@@ -160,8 +160,16 @@ def test_a_closed_sync_neither_saves_nor_loads(tmp_path: Path) -> None:
 # -- refusals -------------------------------------------------------------------------------------------
 
 
+def the_manifest(folder: Path) -> Path:
+    return folder / fencing.manifests(folder)[0].manifest
+
+
 def manifest(folder: Path) -> dict[str, Any]:
-    return dict(json.loads((folder / "manifest.json").read_text()))
+    return dict(json.loads(the_manifest(folder).read_text()))
+
+
+def file_of(folder: Path, rank: int, sha256: str) -> str:
+    return f"rank{rank:05}-of-00002-{fencing.manifests(folder)[0]}-{sha256[:16]}.safetensors"
 
 
 def shards(folder: Path) -> list[Path]:
@@ -169,7 +177,7 @@ def shards(folder: Path) -> list[Path]:
 
 
 def edit(folder: Path, old: str, new: str) -> None:
-    path = folder / "manifest.json"
+    path = the_manifest(folder)
     text = path.read_text()
     assert re.search(old, text)
     path.write_text(re.sub(old, new, text, count=1))
@@ -197,41 +205,54 @@ def a_link(folder: Path) -> None:
 
 def a_folder_in_its_place(folder: Path) -> None:
     shards(folder)[1].unlink()
-    shards_of_old = manifest(folder)["sha256"][64:80]
-    (folder / f"rank00001-of-00002-{shards_of_old}.safetensors").mkdir()
+    (folder / file_of(folder, 1, manifest(folder)["sha256"][64:])).mkdir()
 
 
 def swapped(folder: Path) -> None:
     """With a manifest and names to match: what is inside says whose it is."""
     first, second = manifest(folder)["sha256"][:64], manifest(folder)["sha256"][64:]
     for path, rank, sha in zip(shards(folder), (1, 0), (first, second), strict=True):
-        path.rename(folder / f"rank{rank:05}-of-00002-{sha[:16]}.safetensors")
+        path.rename(folder / file_of(folder, rank, sha))
     edit(folder, f"{first}{second}", f"{second}{first}")
+    edit(folder, r'"bytes": \[(\d+), (\d+)\]', r'"bytes": [\2, \1]')
 
 
 def one_for_all(folder: Path) -> None:
     """Rank 0's, under the name of rank 1."""
     first, second = manifest(folder)["sha256"][:64], manifest(folder)["sha256"][64:]
-    shutil.copy(shards(folder)[0], folder / f"rank00001-of-00002-{first[:16]}.safetensors")
+    shutil.copy(shards(folder)[0], folder / file_of(folder, 1, first))
     edit(folder, second, first)
+    edit(folder, r'"bytes": \[(\d+), (\d+)\]', r'"bytes": [\1, \1]')
 
 
 def no_manifest(folder: Path) -> None:
-    (folder / "manifest.json").unlink()
+    for path in folder.glob("manifest*"):
+        path.unlink()
 
 
 def a_linked_manifest(folder: Path) -> None:
-    (folder / "manifest.json").rename(folder / "other.json")
-    (folder / "manifest.json").symlink_to(folder / "other.json")
+    path = the_manifest(folder)
+    path.rename(folder / "other.json")
+    path.symlink_to(folder / "other.json")
 
 
 def a_pipe_for_a_manifest(folder: Path) -> None:
-    (folder / "manifest.json").unlink()
-    os.mkfifo(folder / "manifest.json")
+    path = the_manifest(folder)
+    path.unlink()
+    os.mkfifo(path)
+
+
+def under_a_later_name(folder: Path) -> None:
+    shutil.copy(the_manifest(folder), folder / "manifest-7.1.json")
+
+
+def grown(folder: Path) -> None:
+    """To more than this machine has memory: it is refused by its size, before anything is read."""
+    os.truncate(shards(folder)[1], 1 << 42)
 
 
 def of_another_version(folder: Path) -> None:
-    edit(folder, '"version": 1', '"version": 2')
+    edit(folder, '"version": 2', '"version": 3')
 
 
 def of_another_scheme(folder: Path) -> None:
@@ -270,10 +291,12 @@ REFUSALS: dict[Callable[[Path], None], str] = {
     a_folder_in_its_place: "rank 1 refused: .*cannot be read: Is a directory",
     swapped: "has no 'rank0/format'; was it saved by another rank",
     one_for_all: "rank 1 refused: .*has no 'rank1/format'; was it saved by another rank",
+    grown: "rank 1 refused: .*it has 4398046511104 bytes, the manifest says",
+    under_a_later_name: "is the manifest 1.1 under another name",
     no_manifest: "manifest.json cannot be read: No such file",
-    a_linked_manifest: "manifest.json cannot be read: Too many levels",
-    a_pipe_for_a_manifest: "manifest.json is not a file of a checkpoint",
-    of_another_version: "is of version 2; this gradsieve reads version 1",
+    a_linked_manifest: "manifest-1.1.json cannot be read: Too many levels",
+    a_pipe_for_a_manifest: "manifest-1.1.json is not a file of a checkpoint",
+    of_another_version: "is of version 3; this gradsieve reads versions 1 and 2",
     of_another_scheme: "is of scheme Dense, this run's is ExDyna",
     of_another_model: "of another model",
     of_another_step: "is of step 3, not 77",
@@ -347,7 +370,7 @@ def test_a_save_that_fails_on_one_rank_leaves_the_checkpoint_before(
         write = files.write
 
         def failing(folder: Path, part: str, *rest: Any) -> bytes:
-            if part == "rank00001.part":
+            if part.startswith("rank00001"):
                 raise OSError(errno.ENOSPC, "No space left on device")
             return write(folder, part, *rest)
 
@@ -403,15 +426,17 @@ def test_a_save_removes_what_older_ones_left_and_nothing_else(tmp_path: Path) ->
     assert len(first) == len(shards(tmp_path)) == 2
     assert not set(first) & set(shards(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir() if path not in shards(tmp_path)) == [
+        "manifest-1.2.json",
         "manifest.json",
         "model.safetensors",
+        "term-1",
     ]
 
 
 def test_a_link_in_the_way_of_a_save_is_not_written_through(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "rank00000.part").symlink_to(tmp_path / "mine")
+    (tmp_path / "in" / "rank00000-of-00002-1.1.part").symlink_to(tmp_path / "mine")
     with Crew(2, **EXDYNA) as crew:
         save(crew, tmp_path / "in")
     assert (tmp_path / "mine").read_text() == "mine"

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning
 import torch
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 import gradsieve
-from gradsieve.integrations import accelerate, trainer
+from gradsieve.integrations import accelerate, beside, trainer
+from gradsieve.integrations import lightning as ours
 from gradsieve.integrations.lightning import GradsieveStrategy
 from gradsieve.integrations.optimizers import as_list
 from multiproc.outside import Lines
@@ -241,13 +243,158 @@ def last_of_lightning(folder: Path) -> dict[str, Any]:
     }
 
 
+def resumed_at_the_end(folder: Path) -> dict[str, Any]:
+    """A training of four steps, saved after the fourth, gone on from with four steps to make: none are left,
+    and Lightning and the Trainer return at once. What waited still goes into the model."""
+    out: dict[str, Any] = {}
+
+    def lightning_ends(**how: Any) -> list[Tensor]:
+        strategy = GradsieveStrategy(process_group_backend="gloo", **SETTINGS)
+        run = lightning.Trainer(
+            strategy=strategy,
+            accelerator="cpu",
+            devices=dist.get_world_size(),
+            max_steps=4,
+            callbacks=[ModelCheckpoint(folder, "{step}", every_n_train_steps=4)],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        learner = Learner()
+        run.fit(learner, torch.utils.data.DataLoader(rows(256, 1), batch_size=8), **how)
+        assert strategy.sync is not None
+        assert strategy.sync.is_closed
+        return [p.detach().clone() for p in learner.parameters()]
+
+    lines = Lines()
+    first = lightning_ends()
+    saved = torch.load(folder / "step=4.ckpt", weights_only=True)["state_dict"]
+    again = lightning_ends(ckpt_path=str(folder / "step=4.ckpt"), weights_only=True)
+    out["lightning"] = all(map(torch.equal, first, again))
+    out["something waited"] = not all(map(torch.equal, first, saved.values()))
+    for resumed in (False, True):  # this one was seen to take a step more
+        run = trainer_in(folder / "trainer", 4)
+        callback = trainer.attach(run, **SETTINGS)
+        run.train(resume_from_checkpoint=resumed)
+        assert callback.sync is not None
+        out["trainer"] = callback.sync.is_closed
+        dist.barrier()
+    return out | {"lines": lines.lines}
+
+
+# -- pairs: what a kill between our folder and the framework's file leaves ----------------------------------
+
+
+def copied_by_rank_0(source: Path, target: Path) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        if source.is_dir():
+            shutil.copytree(source, target, dirs_exist_ok=True)
+        else:
+            shutil.copy(source, target)
+    dist.barrier()
+
+
+def torn_accelerate(folder: Path) -> dict[str, Any]:
+    """Three saves to one folder. With Accelerate's files of the first, of the second, of the third."""
+    accelerator, model, optimizer = prepared()
+    sync = accelerate.attach(accelerator, model, optimizer, **SETTINGS)
+    for number in (1, 2, 3):
+        step(accelerator, model, optimizer, number)
+        accelerator.save_state(folder / "same")
+        copied_by_rank_0(folder / "same", folder / str(number))
+    found: list[Any] = []
+    for number in (1, 2, 3):
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder / str(number) / "gradsieve")
+        copied_by_rank_0(folder / "same" / "gradsieve", folder / str(number) / "gradsieve")
+        refusal = said(lambda number=number: accelerator.load_state(folder / str(number)))
+        found.append(refusal if refusal != "nothing" else sync.pipeline.step)
+    sync.close()
+    return {"found": found}
+
+
+class SavedTwice(lightning.Callback):
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        if trainer.global_step in (2, 4):
+            trainer.save_checkpoint(self._folder / "x.ckpt")
+            copied_by_rank_0(self._folder / "x.ckpt", self._folder / f"{trainer.global_step}.ckpt")
+
+
+def torn_lightning(folder: Path) -> dict[str, Any]:
+    """Saved twice under one name. The first file, with the folder after the second save, finished or not."""
+    found: list[Any] = []
+
+    def fitted(steps: int, *callbacks: lightning.Callback, **how: Any) -> int:
+        strategy = GradsieveStrategy(process_group_backend="gloo", **SETTINGS)
+        run = lightning.Trainer(
+            strategy=strategy,
+            accelerator="cpu",
+            devices=dist.get_world_size(),
+            max_steps=steps,
+            callbacks=list(callbacks),
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        try:
+            run.fit(Learner(), torch.utils.data.DataLoader(rows(256, 1), batch_size=8), **how)
+        finally:
+            if strategy.sync is not None:
+                strategy.sync.close()
+        assert strategy.sync is not None
+        return strategy.sync.pipeline.step
+
+    def again() -> None:
+        found.append(fitted(3, ckpt_path=str(folder / "x.ckpt"), weights_only=True))
+
+    for finish in (beside.finish, lambda *_: None):
+        with mock.patch.object(ours, "finish", finish):
+            fitted(4, SavedTwice(folder))
+        copied_by_rank_0(folder / "2.ckpt", folder / "x.ckpt")
+        refusal = said(again)
+        if refusal != "nothing":
+            found.append(refusal)
+    return {"found": found}
+
+
+def torn_trainer(folder: Path) -> dict[str, Any]:
+    """One that has the folder of another save; and one that was killed before ours was moved to its own."""
+    run = trainer_in(folder, 4)
+    trainer.attach(run, **SETTINGS)
+    run.train()
+    left = sorted(path.name for path in folder.iterdir())
+    last, found = folder / "checkpoint-4" / "gradsieve", []
+    copied_by_rank_0(last, folder / "moved")
+    if dist.get_rank() == 0:
+        shutil.rmtree(last)
+    copied_by_rank_0(folder / "checkpoint-2" / "gradsieve", last)
+    for _ in range(2):
+        again = trainer_in(folder, 6)
+        callback = trainer.attach(again, **SETTINGS)
+        refusal = said(lambda again=again: again.train(resume_from_checkpoint=True))
+        assert callback.sync is not None
+        found.append(refusal if refusal != "nothing" else callback.sync.pipeline.step)
+        callback.sync.close()
+        copied_by_rank_0(folder / "moved", folder / ".gradsieve-4")
+    return {"found": found, "left": left}
+
+
 EDGES = (
+    torn_accelerate,
+    torn_lightning,
+    torn_trainer,
     registered_by_the_user,
     of_plain_ddp,
     skipped_by_a_scaler,
     best_at_the_end,
     lost_folder,
     last_of_lightning,
+    resumed_at_the_end,
 )
 
 

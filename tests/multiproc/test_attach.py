@@ -109,8 +109,8 @@ def attach_sparse_gradients(kind: type[nn.Module]) -> None:
 
 REFUSALS: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
     (attach_twice, (), ConfigError, r"attached to this model already: close\(\) it first"),
-    (attach_to_a_plain_model, (), ConfigError, "wants a DistributedDataParallel model, not Whole"),
-    (attach_an_unknown_scheme, (), ConfigError, "no scheme is called 'exdnya'; there are: .*exdyna"),
+    (attach_to_a_plain_model, (), ConfigError, r"not Whole: wrap it first, ddp = DistributedData"),
+    (attach_an_unknown_scheme, (), ConfigError, "no scheme is called 'exdnya'; did you mean 'exdyna'?"),
     *[
         (attach_with_density, (density,), ConfigError, "density must be above 0 and at most 1")
         for density in (0.0, -0.1, 1.5, float("nan"))

@@ -167,3 +167,43 @@ def test_clipping_means_the_norm_that_the_mean_of_all_ranks_would_have(two: Rank
     for rho, before, norm, after in two.run(clipped):
         assert norm == pytest.approx(before * rho**0.5)
         assert after == pytest.approx(1e-3 / rho**0.5, rel=1e-3)
+
+
+def bits_by_step(rank: int, steps: int, **settings: Any) -> list[tuple[float, float]]:
+    """In the mean over a turn, and of the step alone; then after a flush."""
+    torch.manual_seed(0)
+    model = nn.Linear(200, 600)
+    ddp, optimizer = DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.01)
+    sync = gradsieve.attach(ddp, optimizer, **settings)
+    seen = []
+    for step in range(steps + 1):
+        if step == steps:
+            sync.flush()
+        else:
+            optimizer.zero_grad()
+            ddp(torch.randn(4, 200)).square().mean().backward()
+            optimizer.step()
+        figures = sync.metrics()
+        seen.append((figures["bits"], figures["bits_of_step"]))
+    return seen
+
+
+def test_bits_are_the_mean_over_a_turn_and_not_one_steps(two: Ranks) -> None:
+    for seen in two.run(bits_by_step, 50, bits=0.75):
+        turns = seen[19:-1]
+        assert all(bits == pytest.approx(0.75, rel=0.02) for bits, _ in turns)
+        assert max(alone for _, alone in turns) > 1.3 * min(alone for _, alone in turns), "the twin"
+
+
+def test_a_flush_is_no_part_of_the_mean(two: Ranks) -> None:
+    for seen in two.run(bits_by_step, 6, bits=0.75):
+        (before, _), (flushed, dense) = seen[-2:]
+        assert dense > 30
+        assert flushed == before
+
+
+def test_of_other_schemes_bits_are_the_mean_over_some_exchanges(two: Ranks) -> None:
+    for seen in two.run(bits_by_step, 24, scheme="topk", density=0.05, dense_if_faster=False):
+        alone = [each for _, each in seen]
+        assert seen[4][0] == pytest.approx(sum(alone[:5]) / 5), "of as many as there were"
+        assert seen[-2][0] == pytest.approx(sum(alone[:20]) / 20), "of twenty, when there were"

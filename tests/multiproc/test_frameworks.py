@@ -81,7 +81,7 @@ def test_trainer_judges_keeps_and_loads_the_shared_model() -> None:
 
 def test_a_checkpoint_that_lost_our_folder_is_refused() -> None:
     for end in of("lost_folder"):
-        assert end["lost"].startswith(f"Malformed: rank {end['rank']}, step 0: nothing was loaded")
+        assert end["lost"].startswith(f"RefusedError: rank {end['rank']}, step 0: nothing was loaded")
         assert "checkpoint-2/gradsieve/manifest.json cannot be read" in end["lost"]
 
 
@@ -96,3 +96,40 @@ def test_lightning_removes_links_and_ends() -> None:
         assert end["unwrapped"]
         assert end["went on"] == []
         assert any("with nothing waiting" in line for line in end["after the end"]) == (end["rank"] == 0)
+
+
+def test_a_training_that_is_at_its_end_when_it_is_gone_on_from_is_flushed() -> None:
+    for end in of("resumed_at_the_end"):
+        assert end["something waited"], "the twin: the file lacks what the flush brought"
+        assert end["lightning"]
+        assert end["trainer"]
+        assert end["lines"] == [], "nothing was left behind"
+
+
+# -- pairs ----------------------------------------------------------------------------------------------
+
+NOT_TOGETHER = "which was not saved together with what the framework has loaded"
+
+
+def test_accelerate_finds_what_was_saved_with_its_files_or_refuses() -> None:
+    """Ours of the last two saves are there; those of the first are a twin."""
+    for end in of("torn_accelerate"):
+        first, *others = end["found"]
+        assert others == [2, 3]
+        assert NOT_TOGETHER in first
+        assert "holds step 3 and step 2" in first
+
+
+def test_lightning_finds_what_was_saved_with_its_file_or_refuses() -> None:
+    for end in of("torn_lightning"):
+        refused, resumed = end["found"]
+        assert NOT_TOGETHER in refused, "the second save was finished, and the file is of the first"
+        assert resumed == 4, "two exchanges, one step more and the flush"
+
+
+def test_trainer_finds_what_was_saved_with_its_files_or_refuses() -> None:
+    for end in of("torn_trainer"):
+        refused, resumed = end["found"]
+        assert NOT_TOGETHER in refused
+        assert resumed == 7, "four exchanges, two more and the flush"
+        assert end["left"] == ["checkpoint-2", "checkpoint-4"]

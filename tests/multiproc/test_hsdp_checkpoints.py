@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import gradsieve
+from gradsieve.integrations import shard_folder
+from gradsieve.integrations.fencing import Stamp
 from gradsieve.integrations.hsdp import add_what_waits
 from gradsieve.torch_names import SHARD_PARTS
 from multiproc.harness import Ranks
@@ -83,9 +86,52 @@ def test_a_resumed_training_goes_on_bit_for_bit(
 
 
 def test_of_two_checkpoints_the_last_is_kept(folder: Path) -> None:
-    there = sorted(each.name for each in (folder / "sync").iterdir())
-    steps = {name.partition("-")[0] for name in there if name != "manifest.json"}
-    assert (len(there), steps) == (3, {f"step{HALF:09}"})
+    assert sorted(each.name for each in (folder / "sync").iterdir()) == [
+        "manifest-1.2.json",
+        "manifest.json",
+        f"step{HALF:09}-save1.2-shard00000-of-00002",
+        f"step{HALF:09}-save1.2-shard00001-of-00002",
+        "term-1",
+    ]
+
+
+def saved_twice_in_a_period(rank: int, path: Path) -> tuple[int, int, str]:
+    """The second time host 0 cannot write the manifest over the shards, as if it had been killed before."""
+    training = Training(bits=1.0, every=4)
+    training.train(0, 6)
+    training.sync.save(path)
+    before = training.sync.pipeline.step, training.sync.pipeline.since
+    training.train(6, 7)
+    assert training.sync.pipeline.step == before[0], "an exchange came in between"
+    with mock.patch.object(shard_folder, "_commit", side_effect=OSError("killed")):
+        try:
+            training.sync.save(path)
+            said = ""
+        except gradsieve.RefusedError as error:
+            said = str(error)
+    other = Training(bits=1.0, every=4)
+    other.sync.load(path)
+    return *before, f"{other.sync.pipeline.step} {other.sync.pipeline.since} {said}"
+
+
+def test_two_saves_between_two_exchanges_have_folders_of_their_own(four: Ranks, tmp_path: Path) -> None:
+    for step, since, found in four.run(saved_twice_in_a_period, tmp_path):
+        assert found.startswith(f"{step} {since} "), "what was saved first"
+        assert "nothing was saved" in found
+
+
+def with_one_folder_for_a_step(rank: int, path: Path) -> Any:
+    usual = shard_folder._name
+    with mock.patch.object(shard_folder, "_name", lambda step, stamp, *rest: usual(step, Stamp(1, 1), *rest)):
+        return saved_twice_in_a_period(rank, path)
+
+
+def test_with_one_folder_for_both_the_first_is_lost(tmp_path: Path) -> None:
+    """Twin."""
+    with Ranks(4) as ranks:
+        ends = ranks.outcomes(with_one_folder_for_a_step, tmp_path)
+        ranks.kill()
+    assert any("manifest-1.1.json cannot be read" in (end.error or "") for end in ends), ends
 
 
 # -- other numbers ------------------------------------------------------------------------------------
@@ -174,7 +220,7 @@ def saves_badly(rank: int, path: Path) -> str:
     training.sync.save(path)
     training.train(2, 4)
     if rank == 3:
-        blocked = path / "step000000004-shard00001-of-00002"
+        blocked = path / "step000000004-save1.2-shard00001-of-00002"
         blocked.write_text("a file where a folder should be")
     dist.barrier()
     with pytest.raises(gradsieve.GradsieveError) as error:
@@ -188,3 +234,19 @@ def saves_badly(rank: int, path: Path) -> str:
 def test_a_shard_that_cannot_be_saved_leaves_the_checkpoint_before(four: Ranks, tmp_path: Path) -> None:
     said = four.run(saves_badly, tmp_path / "sync")
     assert all("FileExistsError" in each for each in said), said
+
+
+def registered_for_checkpointing(rank: int) -> str:
+    """As Accelerate asks for a registered object's state: from a module of that name."""
+    training, theirs = Training(bits=1.0), {"__name__": "accelerate.checkpointing"}
+    exec("def save_custom_state(obj): return obj.state_dict()", theirs)  # noqa: S102 - a function of theirs
+    try:
+        theirs["save_custom_state"](training.sync)  # type: ignore[operator]
+    except gradsieve.ConfigError as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+def test_a_sync_of_shards_that_accelerate_would_save_is_refused(four: Ranks) -> None:
+    for rank, said in enumerate(four.run(registered_for_checkpointing)):
+        assert said.startswith(f"rank {rank // 2}, step 0: register_for_checkpointing(sync) saves one rank's")

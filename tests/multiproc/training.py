@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from gradsieve.comm import lockstep
 from gradsieve.schemes import SCHEMES, make
 from gradsieve.schemes.base import Scheme
 from gradsieve.sync import GradientPipeline
-from gradsieve.types import replicated_fields
+from gradsieve.types import replicated_fields, stored_fields
 from multiproc.models import SHAPES, Whole, whole_numbers
 
 RATE = 2.0**-6
@@ -50,7 +50,7 @@ def typical(*, lossless: bool = True) -> list[str]:
 def private_fields() -> list[str]:
     """Fields of any scheme's State that are the rank's own."""
     states = [kind().begin(1, 1) for kind in SCHEMES.values()]
-    return [f.name for state in states for f in fields(state) if f.name not in replicated_fields(state)]
+    return [name for state in states for name in stored_fields(state) if name not in replicated_fields(state)]
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,9 @@ def users_of(package: Path, library: str, excepted: tuple[str, ...] = ()) -> lis
 
 _OWN_OR_OTHERS = {
     *("_content", "_after_look", "_after_epoch", "_moves", "_end_connections", "_gradsieve_sum"),  # ours
-    *("_exit", "_getframe", "_fields", "_forkserver", "_forkserver_pid"),  # Python's
-    *("_optimizers", "_custom_objects", "_use_async_quorum"),  # Accelerate's and torchft's
+    *("_exit", "_getframe", "_current_frames", "_fields", "_forkserver", "_forkserver_pid"),  # Python's
+    *("_optimizers", "_custom_objects"),  # Accelerate's
+    *("_use_async_quorum", "_quorum_retries", "_quorum_timeout"),  # torchft's
 }
 """Names of objects that begin with an underscore, are used from outside, and are not torch's."""
 _REACHING = {"getattr", "hasattr", "setattr", "delattr"}

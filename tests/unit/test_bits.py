@@ -66,7 +66,7 @@ def test_signs_of_ranks_that_agree_tell_two_over_pi_of_a_gaussian() -> None:
     assert found["told"] == pytest.approx(2 / math.pi, abs=0.015)
     apart = bits.measure(parse("stripes:values=sign", 1.0), gaussian())
     assert 0.3 < apart["told"] < found["told"]
-    assert apart["bits"] == found["bits"] == pytest.approx(1.5 * (1 + 16 / 256))
+    assert apart["bits"] == found["bits"] == pytest.approx(1.5 * (1 + 16 / 256), rel=0.02)
 
 
 def test_the_bound_rises_from_nothing_to_all_and_one_bit_up_and_down_leave_a_quarter() -> None:
@@ -93,11 +93,12 @@ def test_a_heavy_tail_is_where_the_bound_ends() -> None:
 
 def test_stripes_are_measured_over_whole_rounds() -> None:
     """One element holds everything: a stretch tells all of it or nothing, a round its turn's share."""
-    for place in (0, N // 2, N - 1):
-        vectors = torch.zeros(3, WORLD, N)
+    n = 128 * 256  # so that the shortest stretch is a block
+    for place in (0, n // 2, n - 1):
+        vectors = torch.zeros(3, WORLD, n)
         vectors[:, :, place] = 1.0
         for density, turns in [(0.25, 4), (1 / 128, 128)]:  # a round on every snapshot, and one on all
-            found = bits.measure(parse("stripes:values=exact", density), Waiting([N], vectors))
+            found = bits.measure(parse("stripes:values=exact", density), Waiting([n], vectors))
             assert found["told"] == pytest.approx(1 / turns)
             assert found["bits"] == pytest.approx(48 / turns)
 

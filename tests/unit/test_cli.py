@@ -34,6 +34,11 @@ from gradsieve.cli.main import main, parser_for
         ("1.5e3", 1500),
         ("123456789012", 123_456_789_012),
         ("1E6", 1_000_000),
+        ("124M", 124_000_000),
+        ("1.3B", 1_300_000_000),
+        ("7b", 7_000_000_000),
+        ("0.5k", 500),
+        ("1T", 10**12),
     ],
 )
 def test_sizes_are_exact(text: str, number: int) -> None:
@@ -43,11 +48,29 @@ def test_sizes_are_exact(text: str, number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["1.5", "0", "-3", "1e-3", "nan", "inf", "", "ten", "1e13", "1e999999999", "2,4"]
+    "text",
+    [
+        *("1.5", "0", "-3", "1e-3", "nan", "inf", "", "ten", "1e13", "1e999999999", "2,4", "M", "2T"),
+        *("1.3BB", "1.3G", "1.2345k", "-1M", "nanM", "1e999999999B"),
+    ],
 )
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="whole number"):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"such as 1000, 25e6, 124M or 1\.3B"):
         values.size(text)
+
+
+def options_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Of all sub-commands."""
+    for action in parser._actions:
+        yield action
+        for inner in action.choices.values() if isinstance(action, argparse._SubParsersAction) else ():
+            yield from options_of(inner)
+
+
+def test_every_command_takes_sizes_of_models_as_people_write_them() -> None:
+    found = [each for each in options_of(parser_for(None)) if "--params" in each.option_strings]
+    assert len(found) >= 5
+    assert all(each.type is not None and each.type("1.3B") == 1_300_000_000 for each in found)
 
 
 def test_lists_are_taken_apart() -> None:

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from gradsieve import kernels
+from gradsieve.kernels.blocks import lay
 from gradsieve.types import Sparse
 from gradsieve.wire import coded
 from gradsieve.wire.coded import Coded, Shape, Sum
-from gradsieve.wire.values import VALUE_CODECS
+from gradsieve.wire.values import VALUE_CODECS, ValueCodec
 from laws.checks import same_bits
 
 NAMES = ["bf16", "int8", "int4", "int2", "sign"]
@@ -18,6 +19,7 @@ CPU = torch.device("cpu")
 
 every_codec = pytest.mark.parametrize("name", NAMES)
 every_form = pytest.mark.parametrize("form", ["torch", "compiled"])
+every_cut = pytest.mark.parametrize("cut", [False, True], ids=["even", "cut"])
 every_count = pytest.mark.parametrize("count", [0, 1, 5, 255, 256, 771, 1024, 1537, 5000])
 
 
@@ -26,57 +28,97 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coded, "TOGETHER", 512)
 
 
-def shape_of(name: str, count: int, rows: int = 3) -> Shape:
-    return Shape(VALUE_CODECS[name], rows, count, torch.float32, CPU)
+SIZES = {0: (), 1: (1,), 5: (5,), 255: (200, 55), 771: (256, 1, 0, 514), 5000: (1300, 3, 700, 2997)}
+"""By count, of tensors that a vector is made of."""
 
 
-def filled_up(values: Tensor, shape: Shape) -> Tensor:
-    spare = shape.rows * shape.width - values.numel()
-    return torch.nn.functional.pad(values, (0, spare)).view(shape.rows, shape.width)
+def shape_of(name: str, count: int, rows: int = 3, cut: bool = False) -> Shape:
+    blocks = lay(SIZES.get(count, (count,))).between(0, count) if cut else None
+    return Shape(VALUE_CODECS[name], rows, count, torch.float32, CPU, blocks)
+
+
+def by_row(shape: Shape, values: Tensor) -> list[tuple[ValueCodec, Tensor]]:
+    parts = values.split([blocks.count for blocks in shape.rows_of_blocks])
+    return [
+        (shape.codec.over(blocks), part) for blocks, part in zip(shape.rows_of_blocks, parts, strict=True)
+    ]
+
+
+def filled_up(rows: list[Tensor], shape: Shape) -> Tensor:
+    assert max(row.numel() for row in rows) == shape.size, "no longer than it has to be"
+    return torch.stack([torch.nn.functional.pad(row, (0, shape.size - row.numel())) for row in rows])
 
 
 @every_form
 @every_codec
 @every_count
-def test_rows_written_and_read_in_pieces_are_those_of_the_codec(form: str, name: str, count: int) -> None:
-    shape, values = shape_of(name, count), torch.randn(count)
+@every_cut
+def test_rows_written_and_read_in_pieces_are_those_of_the_codec(
+    form: str, name: str, count: int, cut: bool
+) -> None:
+    shape, values = shape_of(name, count, cut=cut), torch.randn(count)
     with kernels.using(form):
         rows = shape.encode(lambda first, last: values[first:last])
-        whole = shape.codec.encode(filled_up(values, shape))
-        assert same_bits(rows, whole)
+        whole = [codec.encode(part) for codec, part in by_row(shape, values)]
+        assert same_bits(rows, filled_up(whole, shape))
         stream = Coded(shape, rows)
         back = Sparse.run(7, stream, count + 9)
         assert (back.count, stream.dtype, stream.device) == (count, torch.float32, CPU)
-        expected = shape.codec.decode(whole, shape.width, torch.float32).flatten()[:count]
-        assert same_bits(back.values, expected)
+        expected = [
+            codec.decode(row, part.numel(), torch.float32)
+            for row, (codec, part) in zip(whole, by_row(shape, values), strict=True)
+        ]
+        assert same_bits(back.values, torch.cat(expected))
         assert max((piece.numel() for piece in back.pieces()), default=0) <= 512
 
 
 @every_form
 @every_codec
 @every_count
-def test_who_rounds_a_sum_has_given_what_that_added(form: str, name: str, count: int) -> None:
-    shape = shape_of(name, count)
+@every_cut
+def test_who_rounds_a_sum_has_given_what_that_added(form: str, name: str, count: int, cut: bool) -> None:
+    shape = shape_of(name, count, cut=cut)
+    start, stop = shape.starts[1:3]
+    codec, width = shape.codec.over(shape.rows_of_blocks[1]), stop - start
     with kernels.using(form):
-        rows = shape.codec.encode(torch.randn(3, shape.width))
-        total = shape.add_up(rows)
-        exact = shape.codec.decode_sum(rows, shape.width, torch.float32)
-        assert same_bits(total, shape.codec.encode(exact))
-        told = shape.codec.decode(rows, shape.width, torch.float32)
-        told[1] += shape.codec.decode(total, shape.width, torch.float32) - exact
-        given = Coded(shape, rows, Sum(1, rows, total))
-        assert same_bits(Sparse.run(0, given, count).values, told.flatten()[:count])
+        rows = shape.encode(lambda first, last: torch.randn(last - first))
+        arrived = codec.encode(torch.randn(3, width))
+        sent = torch.nn.functional.pad(arrived, (0, shape.size - arrived.shape[1]))
+        total = shape.add_up(1, sent)
+        exact = codec.decode_sum(arrived, width, torch.float32)
+        assert same_bits(total[: arrived.shape[1]], codec.encode(exact))
+        assert not bool(total[arrived.shape[1] :].any())
+        told = Sparse.run(0, Coded(shape, rows), count).values
+        told[start:stop] += codec.decode(total[: arrived.shape[1]], width, torch.float32) - exact
+        given = Coded(shape, rows, Sum(1, sent, total))
+        assert same_bits(Sparse.run(0, given, count).values, told)
 
 
 @every_codec
+@every_cut
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf, 3.4e38, 2e38, 1.0])
-def test_where_bounds_are_finite_all_values_are(name: str, odd: float) -> None:
-    shape = shape_of(name, 3000)
-    for place in (0, 700, 2999):
-        values = torch.randn(3000)
+@pytest.mark.parametrize("zeros", [False, True])
+def test_where_bounds_are_finite_all_values_are(name: str, odd: float, cut: bool, zeros: bool) -> None:
+    shape = shape_of(name, 5000, cut=cut)
+    for place in (0, 701, 4999):
+        values = torch.randn(5000)
+        if zeros:
+            values[::3] = 0.0
         values[place] = odd
-        stream = Coded(shape, shape.codec.encode(filled_up(values, shape)))
+        stream = Coded(shape, shape.encode(lambda first, last, values=values: values[first:last]))
         bounds = kernels.is_finite(stream.bounds())
         assert bounds or abs(odd) != 1.0
         assert not bounds or all(kernels.is_finite(piece) for piece in stream.pieces())
         assert not bounds or abs(odd) < torch.inf
+
+
+@every_codec
+def test_rows_are_as_equal_as_whole_blocks_allow_and_no_block_has_two_tensors(name: str) -> None:
+    for sizes in SIZES.values():
+        shape = shape_of(name, sum(sizes), rows=4, cut=True)
+        lengths = [blocks.count for blocks in shape.rows_of_blocks]
+        assert sum(lengths) == sum(sizes)
+        assert max(lengths) <= sum(sizes) / 4 + 256
+        edges = {place for blocks in shape.rows_of_blocks for place in (blocks.start, blocks.stop)}
+        starts = torch.tensor([0, *sizes]).cumsum(0).tolist()
+        assert all(min(edge - start for start in starts if start <= edge) % 256 == 0 for edge in edges)

@@ -60,7 +60,7 @@ def exits(rank: int, code: int | None) -> Callable[[list[Ending]], None]:
     [
         (DEATH, lambda e: e[1].messages.pop("fired"), "the fault did not happen"),
         (DEATH, change(2, at=106.5), "took 6.5 s, and 6 are allowed"),
-        (STALL, change(0, at=103.5), "took 3.5 s, and 3 are allowed"),
+        (STALL, change(0, at=104.0), "took 4.0 s, and 3.5 are allowed"),
         (DEATH, exits(0, 0), "rank 0: exit code 0"),
         (DEATH, exits(2, None), "rank 2: hung"),
         (DEATH, exits(1, 0), "rank 1: exit code 0, not -9"),

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from gradsieve.comm import lockstep
-from gradsieve.errors import MismatchError
+from gradsieve.errors import DivergenceError, MismatchError
 from gradsieve.integrations import folder, shard_folder
+from gradsieve.integrations.fencing import Stamp
+
+STAMP = Stamp(1, 4)
 
 
 def sync(rank: int, step: int) -> Any:
@@ -19,15 +23,33 @@ def sync(rank: int, step: int) -> Any:
     )
 
 
-def votes(steps: list[int]) -> list[str]:
-    told = folder._told
-    return lockstep.run([told(sync(rank, step), bytes([rank] * 32), None) for rank, step in enumerate(steps)])
+def held_by(rank: int, models: Mapping[int, float]) -> dict[str, torch.Tensor]:
+    """1.0, unless it is said there."""
+    return {"layer.bias": torch.zeros(2), "layer.weight": torch.tensor([models.get(rank, 1.0)])}
+
+
+def votes(
+    steps: list[int], stamps: list[Stamp] | None = None, models: Mapping[int, float] = MappingProxyType({})
+) -> list[tuple[tuple[int, ...], str]]:
+    ranks = enumerate(zip(steps, stamps or [STAMP] * len(steps), strict=True))
+    return lockstep.run(
+        [
+            folder._vote(
+                sync(rank, step),
+                stamp,
+                folder.Written(10 + rank, bytes([200 + rank] * 32)),
+                None,
+                held_by(rank, models),
+            )
+            for rank, (step, stamp) in ranks
+        ]
+    )
 
 
 def votes_of_hosts(written: list[bool], steps: list[int]) -> None:
     hosts = enumerate(zip(written, steps, strict=True))
-    told = shard_folder._told
-    lockstep.run([told(sync(host, step), good, "host 0 could not") for host, (good, step) in hosts])
+    vote = shard_folder._vote
+    lockstep.run([vote(sync(host, step), STAMP, good, "host 0 could not") for host, (good, step) in hosts])
 
 
 def test_a_word_of_an_earlier_save_is_refused_and_its_rank_named() -> None:
@@ -37,8 +59,19 @@ def test_a_word_of_an_earlier_save_is_refused_and_its_rank_named() -> None:
         votes([60, 60, 58])
 
 
-def test_words_of_one_step_are_all_ranks_hashes() -> None:
-    assert votes([2**40] * 3) == [bytes([0] * 32 + [1] * 32 + [2] * 32).hex()] * 3
+def test_so_is_one_of_another_save_in_the_same_step() -> None:
+    with pytest.raises(MismatchError, match="rank 1 of step 60 answered"):
+        votes([60] * 3, [STAMP, Stamp(1, 3), STAMP])
+
+
+def test_words_of_one_step_are_all_ranks_sizes_and_hashes() -> None:
+    hashes = bytes([200] * 32 + [201] * 32 + [202] * 32).hex()
+    assert votes([2**40] * 3) == [((10, 11, 12), hashes)] * 3
+
+
+def test_ranks_that_hold_different_models_save_nothing_and_say_what_differs() -> None:
+    with pytest.raises(DivergenceError, match=r"ranks \[1\], in 1 of 2 tensors \(layer.weight\)"):
+        votes([60] * 3, models={1: 1.0 + 2**-20})
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
-from gradsieve.comm import inquest
+from gradsieve import torch_names
+from gradsieve.comm import inquest, sockets
 from gradsieve.comm.inquest import Progress, Verdict, Watch
+from gradsieve.comm.waits import Call, Keys
 
 WINDOW = 0.4
 
@@ -52,8 +62,8 @@ def waiting(ops: int = 3) -> Progress:
     return Progress(ops, True, "unit 0 of 1 in step 5")
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5.0
+def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -116,6 +126,25 @@ def test_who_gives_up_and_closes_at_once_is_not_taken_for_one_who_left() -> None
     until(lambda: 0 in ring.failed)
     assert ring.verdicts() == {Verdict("gave up", (1,), "MemoryError: no room")}
     ring.close()
+
+
+class Slow(Watch):
+    """Takes a moment to note its verdict, in which another thread can come to one."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "verdict" and value is not None:
+            time.sleep(0.1)
+        super().__setattr__(name, value)
+
+
+def test_two_threads_come_to_one_verdict() -> None:
+    failed: list[int] = []
+    watch = Slow(HashStore(), "here", 0, 2, waiting, lambda: failed.append(0))
+    both = [Verdict("silent", (1,)), Verdict("store", (0,))]
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda verdict: watch._judge_by(verdict, tell=False), both))
+    assert failed == [0], "the second verdict changes nothing, and connections are ended once"
+    watch.close()
 
 
 def test_a_coroner_who_dies_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,3 +285,162 @@ def test_a_watch_that_nobody_needs_asks_once_a_look() -> None:
     ring.close()
     assert 5 <= asked <= 10
     assert timedelta(seconds=0.5) / timedelta(seconds=inquest.POLL_SECONDS) == 10
+
+
+# -- calls that wait --------------------------------------------------------------------------------------
+
+
+def test_a_note_that_makes_no_sense_is_none() -> None:
+    for content in (b"", b"[]", b'[9, "flush()", 1, 2]', b'[0, "flush()", -1, 2]', b"[" * 400, b"\xff"):
+        assert Call.read(content, world=2) is None
+    mine = Call(1, "flush()", 6, 9)
+    assert Call.read(mine.text().encode(), world=2) == mine
+
+
+def test_news_are_heard_once_also_where_two_tell_at_once() -> None:
+    store = HashStore()
+    one, two, reader = (Keys(store, "here") for _ in range(3))
+    assert not reader.hear()
+    one.tell()
+    assert reader.hear()
+    assert not reader.hear()
+    two.tell()
+    assert reader.hear(), "although two has not heard what one told"
+
+
+def pair(progress: Progress) -> tuple[list[int], list[int], list[Watch]]:
+    """How many programs each of two ranks has begun, for the test to change; who failed; and their watches."""
+    store, begun, failed = HashStore(), [4, 4], []
+
+    def watch(rank: int) -> Watch:
+        def now() -> Progress:
+            return replace(progress, begun=begun[rank])
+
+        return Watch(store, "here", rank, 2, now, lambda: failed.append(rank))
+
+    return begun, failed, [watch(rank) for rank in range(2)]
+
+
+def test_who_passed_a_call_by_is_found_out_also_when_it_does_so_later() -> None:
+    begun, failed, watches = pair(Progress(3, True, "unit 0 of 1 in step 5"))
+    watches[0].waits.begin("verify()", 5, assembles=True)
+    time.sleep(0.6)
+    assert failed == []
+    begun[1] = 5
+    until(lambda: len(failed) == 2)
+    for watch in watches:
+        assert watch.verdict is not None
+        assert (watch.verdict.kind, watch.verdict.ranks) == ("alone", (0,))
+        assert "verify() after step 5 while rank 1 went on training" in watch.verdict.words(1)
+        watch.close()
+
+
+def test_those_that_assembled_may_go_on_at_unlike_times() -> None:
+    begun, failed, watches = pair(Progress(3, False, ""))
+    watches[0].waits.begin("verify()", 5, assembles=True)
+    time.sleep(0.5)
+    watches[1].waits.begin("verify()", 5, assembles=True)
+    until(watches[1].waits.has_met)
+    begun[1] = 5
+    watches[1].waits.end()
+    until(watches[0].waits.has_met)
+    time.sleep(0.3)
+    assert failed == []
+    for watch in watches:
+        watch.close()
+
+
+# -- a store behind a network -----------------------------------------------------------------------------
+
+
+def served(port: int = 0) -> TCPStore:
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+
+
+def secretly(ring: Ring, server: TCPStore) -> Ring:
+    for watch in ring.watches.values():
+        watch.move_to(partial(torch_names.connected_to, server), "a secret")
+    return ring
+
+
+def reset_connections(port: int) -> None:
+    """As a firewall does that has forgotten them."""
+    for fd in sockets.connected(0):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as one:
+            if one.getpeername()[1] == port:
+                one.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_watch_whose_connection_was_reset_connects_again(caplog: pytest.LogCaptureFixture) -> None:
+    server = served()
+    ring = secretly(Ring(3, {0: waiting(), 2: waiting()}, server), server)
+    reset_connections(server.port)
+    until(lambda: sum("is back after" in record.getMessage() for record in caplog.records) == 2)
+    assert ring.ask(0) == [Verdict("silent", (1,))]
+    until(lambda: len(ring.failed) == 2)
+    assert ring.verdicts() == {Verdict("silent", (1,))}
+    ring.close()
+
+
+def test_one_that_cannot_connect_again_blames_the_store() -> None:
+    """Twin."""
+    server = served()
+    ring = Ring(3, {0: waiting(), 2: waiting()}, torch_names.connected_to(server, 5.0))
+    reset_connections(server.port)
+    until(lambda: all(watch.without_store for watch in ring.watches.values()))
+    assert {verdict.kind for verdict in ring.ask(0, 2)} == {"store"}
+    ring.close()
+
+
+def test_a_store_that_was_started_again_serves_as_well(caplog: pytest.LogCaptureFixture) -> None:
+    """In a process of its own, so that it can be killed; the new one knows nothing of before."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    first = server_process(port)
+    address = torch_names.connected_to(mock.Mock(host="127.0.0.1", port=port), 20.0)
+    ring = secretly(Ring(3, {0: waiting(), 2: waiting()}, address), address)
+    first.kill()
+    first.communicate()
+    until(lambda: sum("does not answer" in record.getMessage() for record in caplog.records) == 2, 30.0)
+    second = server_process(port)
+    until(lambda: sum("is back after" in record.getMessage() for record in caplog.records) == 2, 60.0)
+    assert ring.failed == []
+    assert ring.ask(0) == [Verdict("silent", (1,))]
+    until(lambda: len(ring.failed) == 2)
+    assert ring.verdicts() == {Verdict("silent", (1,))}
+    ring.close()
+    second.kill()
+    second.communicate()
+
+
+def server_process(port: int) -> subprocess.Popen[bytes]:
+    code = f"""
+import torch.distributed as dist, time
+store = dist.TCPStore("127.0.0.1", {port}, is_master=True, wait_for_workers=False)
+print("ready", flush=True)
+time.sleep(120)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    return process
+
+
+def test_a_stranger_who_knows_all_but_the_secret_ends_nothing() -> None:
+    server = served()
+    ring = secretly(Ring(2, {0: waiting(), 1: waiting()}, server), server)
+    stranger = torch_names.connected_to(server, 5.0)
+    poke(stranger, "here")
+    time.sleep(4 * inquest.POLL_SECONDS)
+    assert ring.verdicts() == {None}
+    poke(stranger, "a secret")  # twin: one who knows it
+    until(lambda: ring.verdicts() == {Verdict("gave up", (1,), "forged")})
+    ring.close()
+
+
+def poke(store: TCPStore, prefix: str) -> None:
+    store.set(f"{prefix}/verdict", Verdict("gave up", (1,), "forged").text())
+    store.add(f"{prefix}/coroners", 1)
+    store.set(f"{prefix}/asked", "1")
+    for number in range(2):
+        store.set(f"{prefix}/news/{number}", "1")

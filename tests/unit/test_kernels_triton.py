@@ -21,7 +21,9 @@ before = os.environ.get(INTERPRET)
 os.environ[INTERPRET] = "1"  # read where a kernel is defined, Triton's own included
 pytest.importorskip("triton", reason="Triton is not installed: pip install --no-deps triton")
 from gradsieve.kernels import fast, low_bit, reference, triton_kernels, triton_low_bit  # noqa: E402
+from gradsieve.kernels.blocks import Blocks, lay  # noqa: E402
 from laws.checks import same_bits  # noqa: E402
+from unit.test_blocks import patterned  # noqa: E402
 
 if before is None:
     del os.environ[INTERPRET]
@@ -135,17 +137,31 @@ def test_low_bits_are_torchs(bits: int, values: Tensor) -> None:
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4])
+def test_low_bits_of_many_lengths_are_torchs_whatever_is_zero(bits: int) -> None:
+    sizes = (*range(1, 34), 63, 64, 65, 127, 128, 129, 254, 255, 256)
+    values, blocks = patterned(sum(sizes), bits), lay(sizes).between(0, sum(sizes))
+    data = low_bit.encode_low(bits, values, blocks)
+    assert same_bits(triton_low_bit.encode_low(bits, values, blocks), data)
+    noise = torch.randint(0, 256, data.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    for each in (data, noise):
+        check_decoding(bits, each, sum(sizes), blocks)
+    part = blocks.split(512)[2]  # whose first edge is not 0
+    some = values[:, part.start : part.stop].contiguous()
+    assert same_bits(triton_low_bit.encode_low(bits, some, part), low_bit.encode_low(bits, some, part))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
 @given(world=st.integers(1, 4), count=st.sampled_from([0, 1, 7, 9, 256, 300]), seed=st.integers(0, 1000))
 def test_low_bits_of_any_bytes_are_torchs(bits: int, world: int, count: int, seed: int) -> None:
     shape, source = (world, low_bit.size_of(bits, count)), torch.Generator().manual_seed(seed)
     check_decoding(bits, torch.randint(0, 256, shape, dtype=torch.uint8, generator=source), count)
 
 
-def check_decoding(bits: int, data: Tensor, count: int) -> None:
-    ours = triton_low_bit.decode_low(bits, data, count, torch.float32)
-    assert alike(ours, low_bit.decode_low(bits, data, count, torch.float32))
-    total = triton_low_bit.decode_low_sum(bits, data, count, torch.float32)
-    assert alike(total, low_bit.decode_low_sum(bits, data, count, torch.float32))
+def check_decoding(bits: int, data: Tensor, count: int, blocks: Blocks | None = None) -> None:
+    ours = triton_low_bit.decode_low(bits, data, count, torch.float32, blocks)
+    assert alike(ours, low_bit.decode_low(bits, data, count, torch.float32, blocks))
+    total = triton_low_bit.decode_low_sum(bits, data, count, torch.float32, blocks)
+    assert alike(total, low_bit.decode_low_sum(bits, data, count, torch.float32, blocks))
 
 
 @pytest.mark.parametrize("kernel", ["encode_low", "decode_low", "decode_low_sum"])
@@ -174,8 +190,8 @@ compiles(mark, "*fp32 *fp32 *fp32 *i32 *i32 *fp32 i32 fp32 fp32", add=False, siz
 compiles(triton_kernels._scan, "*i32 *i64 i32", size=1024)
 compiles(triton_kernels._compact, "*fp32 *i64 *i64 *i64 i32 fp32 i32", size=1024)
 for bits in (1, 2, 4):
-    compiles(triton_low_bit._encode, "*fp32 *u8 i32 i32 i32", bits=bits, width=256)
-    compiles(triton_low_bit._decode, "*u8 *fp32 i32 i32 i32 i32", bits=bits, width=256)
+    compiles(triton_low_bit._encode, "*fp32 *u8 *i64 *i64 i32 i32 i32", bits=bits, width=256)
+    compiles(triton_low_bit._decode, "*u8 *fp32 *i64 *i64 i32 i32 i32 i32", bits=bits, width=256)
 """
 
 

@@ -34,6 +34,10 @@ def some_values(draw: st.DrawFn, dtype: torch.dtype, elements: st.SearchStrategy
     return random.to(dtype) * repeated
 
 
+def without_zeros(values: Tensor) -> Tensor:
+    return torch.where(values == 0, 1.0, values)
+
+
 def believed(codec: ValueCodec, values: Tensor) -> Tensor:
     return codec.decode(codec.encode(values), values.shape[-1], values.dtype)
 
@@ -52,14 +56,30 @@ def golden(row: str, codec: ValueCodec, values: list[float], decoded: list[float
 
 
 def test_every_bit_of_sign_has_its_place() -> None:
-    """Mean 2: 0x4000. Positive, both zeros included: 0, 2, 3, 4, 8."""
-    values = [1.0, -1.0, 0.0, -0.0, 6.0, -4.0, -4.0, -1.0, 1.0]
+    """Mean 2: 0x4000. Positive: 0, 2, 3, 4, 8."""
+    values = [1.0, -1.0, 1.0, 1.0, 6.0, -4.0, -2.0, -1.0, 1.0]
     golden("00 40 1d 01", SIGN, values, [2.0, -2.0, 2.0, 2.0, 2.0, -2.0, -2.0, -2.0, 2.0])
+
+
+def test_every_bit_of_sign_with_zeros_has_its_place() -> None:
+    """Even ones are larger in sum, 4 against 3: mean 2 of two, with the sign bit 0xC000. Then odd ones, of
+    which one is told: 5 is 0x40A0, which the parity makes 5.03125."""
+    golden("00 c0 07", SIGN, [3.0, 0.0, -1.0, 2.0, -0.0, 1.0], [2.0, 0.0, -2.0, 0.0, 0.0, 0.0])
+    golden("a1 c0 0c", SIGN, [3.0, 0.0, -1.0, 5.0, 0.0], [0.0, 0.0, 0.0, 5.03125, 0.0])
+
+
+def test_every_bit_of_int2_with_zeros_has_its_place() -> None:
+    """Mean 5 of two even ones, so that the scale is 3.125: 0x4048. 8 is beyond twice the scale."""
+    golden("48 c0 17 00", INT2, [8.0, 0.0, -2.0, 1.0, 0.0], [9.375, 0.0, -3.125, 0.0, 0.0])
+
+
+def test_of_two_equal_parities_the_even_one_is_told() -> None:
+    golden("80 bf 03", SIGN, [1.0, 1.0, 0.0], [1.0, 0.0, 0.0])
 
 
 def test_every_bit_of_int2_has_its_place() -> None:
     """Mean 3.2, so that the scale is 2: 0x4000. 4 is not beyond twice the scale."""
-    values = [4.0, -4.0, 0.0, -8.0, 0.0]
+    values = [4.0, -1.0, 1.0, -8.0, 2.0]
     golden("00 40 91 01", INT2, values, [2.0, -2.0, 2.0, -6.0, 2.0])
 
 
@@ -101,7 +121,7 @@ def test_rows_are_encoded_each_for_itself(codec: ValueCodec, dtype: torch.dtype,
 @float_types
 @given(data=st.data())
 def test_sign_keeps_the_sign_and_the_mean_magnitude(dtype: torch.dtype, data: st.DataObject) -> None:
-    values = data.draw(some_values(dtype))
+    values = without_zeros(data.draw(some_values(dtype)))
     back, scale = believed(SIGN, values).double(), scales(SIGN, values)
     assert torch.equal(back, torch.where(values >= 0, scale, -scale))
     for part, sent in zip(values.split(BLOCK), scale.split(BLOCK), strict=True):
@@ -113,7 +133,7 @@ def test_sign_keeps_the_sign_and_the_mean_magnitude(dtype: torch.dtype, data: st
 @float_types
 @given(data=st.data())
 def test_int2_takes_the_nearest_of_its_levels(dtype: torch.dtype, data: st.DataObject) -> None:
-    values = data.draw(some_values(dtype))
+    values = without_zeros(data.draw(some_values(dtype)))
     back, scale = believed(INT2, values).double(), scales(INT2, values)
     levels = torch.stack([-3 * scale, -scale, scale, 3 * scale])
     assert bool((levels == back).any(0).all())
@@ -165,7 +185,7 @@ def test_sixteen_bits_of_scale_are_rounded_to_even() -> None:
 @pytest.mark.parametrize(("ones", "sent"), [((128, 64), 2.0**16), ((1, 129), 2.0**16 + 2.0**9)])
 def test_means_are_sums_of_halves(ones: tuple[int, int], sent: float) -> None:
     """The first sum lies midway between two scales; a one is lost beside it, but not two that met before."""
-    values = torch.zeros(BLOCK)
+    values = torch.full((BLOCK,), 1e-30)
     values[0] = 2.0**24 + 2.0**16
     values[list(ones)] = 1.0
     assert believed(SIGN, values).tolist() == [sent] * BLOCK
@@ -230,6 +250,44 @@ def test_any_bytes_decode_wherever_they_lie(
     usable = (sent[:, 1].int() << 8 | sent[:, 0]) & 0x7F80 < 0x7D00  # 8 times as much is finite too
     each = usable.view(world, -1).repeat_interleave(BLOCK, 1)[:, :count]
     assert bool((finite | ~each).all())
+
+
+@low_codecs
+@float_types
+@given(data=st.data())
+def test_zeros_stay_zeros_and_of_the_rest_half_is_told(
+    codec: ValueCodec, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    """Whatever their pattern; and a block with zeros is nearer than one that tells nothing."""
+    values = data.draw(some_values(dtype))
+    source = torch.Generator().manual_seed(data.draw(st.integers(0, 999)))
+    kept = torch.rand(values.shape, generator=source) < data.draw(st.sampled_from([0.01, 0.3, 0.9, 0.999]))
+    values = torch.where(kept, values, torch.tensor([0.0, -0.0], dtype=dtype).repeat(values.numel())[::2])
+    back = believed(codec, values)
+    assert not bool(back[values == 0].any())
+    for part, got, scale in zip(
+        *(x.split(BLOCK) for x in (values, back, scales(codec, values))), strict=True
+    ):
+        if codec is not INT4 and part.numel() and bool(scale[0].signbit()):
+            assert bool((part == 0).any() & (part != 0).any())
+            assert not (bool(got[::2].any()) and bool(got[1::2].any()))
+            left, was = ((x.double() / scale[0]).square().sum() for x in (part - got, part))
+            assert bool(left <= was * 1.02)
+
+
+@pytest.mark.parametrize("codec", [INT2, SIGN], ids=["int2", "sign"])
+@float_types
+def test_blocks_with_zeros_that_no_scale_fits_have_none(codec: ValueCodec, dtype: torch.dtype) -> None:
+    """Too small: nothing is told. Too large: nothing finite is. Not finite: the same, zeros or not."""
+    tiny = torch.tensor([1e-45, 0.0, 1e-45, 1e-45, 0.0], dtype=dtype) / (1 if dtype == torch.float32 else 64)
+    assert not bool(believed(codec, tiny).any())
+    for odd in (3.4e38, torch.inf, -torch.inf, torch.nan):
+        for place in range(4):
+            values = torch.zeros(5, dtype=dtype)
+            values[place] = odd
+            back = believed(codec, values)
+            fits = odd == 3.4e38 and codec is INT2  # whose scale is smaller
+            assert bool(back.isfinite().all()) if fits else not bool(back.isfinite().any())
 
 
 @low_codecs

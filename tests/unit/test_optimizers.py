@@ -103,7 +103,7 @@ def test_a_listener_that_is_gone_is_not_kept_alive(parameters: dict[str, nn.Para
     watch = Optimizers(parameters, notes)
     del notes
     gc.collect()
-    assert watch._listener() is None
+    assert watch.listener() is None
     with_gradient(parameters)
     torch.optim.SGD(parameters.values(), lr=0.1).step()
     watch.close()

@@ -188,6 +188,7 @@ def test_momentum_is_taken_group_by_group_and_given_back() -> None:
     optimizer = torch.optim.SGD(groups, lr=0.1)
     before = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     moved = MovedMomentum(optimizer)
+    moved.take()
     assert moved.of("first", first) == Momentum(0.9, 0.0, nesterov=True)
     assert moved.of("second", second) == Momentum(0.5, 0.1, nesterov=False)
     first.grad, second.grad = torch.ones(2), torch.ones(2)

@@ -121,22 +121,32 @@ def test_a_sync_is_recorded_until_it_is_closed(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_full_disk_ends_the_record_and_not_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_full_disk_is_told_once_and_ends_no_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def no_space(_: Any) -> str:
-        raise OSError("no space left")
-
     members = [virtual.Member(run("exdyna", "default"), rank) for rank in range(3)]
-    Recorder(members[0].pipeline, tmp_path / "run")
-    monkeypatch.setattr(module, "text_of", no_space)
+    path_of(tmp_path / "run", 0).symlink_to("/dev/full")
     with caplog.at_level(logging.WARNING, "gradsieve"):
+        recorder = Recorder(members[0].pipeline, tmp_path / "run")
         for _ in range(3):
             virtual.exchange(members)
-    assert [text for text in caplog.messages if "no space left" in text] == [
-        "rank 0: recording ends: no space left"
-    ]
+        recorder.close()
+    assert ["No space left on device" in text for text in caplog.messages] == [True]
     assert members[0].pipeline.step == 3
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_checkpoint_that_is_loaded_on_the_way_begins_another_life(tmp_path: Path) -> None:
+    members = [virtual.Member(run("exdyna", "default"), rank) for rank in range(3)]
+    recorder = Recorder(members[0].pipeline, tmp_path / "run")
+    for step in (1, 2, 3, 2, 3):
+        for member in members:
+            member.pipeline.step = step - 1
+        virtual.exchange(members)
+        recorder.note_loss(float(step))
+    recorder.close()
+    assert [line.step for line in read(recorder.path).lines] == [1, 2, 3]
+    assert recorder.path.read_text().count("gradsieve_record") == 2
 
 
 @pytest.mark.parametrize("text", ["exdyna", "exdyna:balance=false", "spardl:teams=2+residuals=local"])
@@ -192,7 +202,8 @@ def changed(entry: Header | Line, change: Callable[[dict[str, Any]], Any]) -> st
     ("texts", "said"),
     [
         ([], "empty"),
-        ([text_of(HEADER), text_of(LINES[0])[:-9]], "cut off"),
+        ([text_of(HEADER)[:-9]], "cut off"),
+        ([text_of(HEADER), text_of(LINES[0])[:-9] + "\n", text_of(LINES[1])], "line 2: not as a record"),
         (['{"rows": []}\n'], "no record of a training"),
         (["not JSON\n"], "no record of a training"),
         (["[1]\n"], "no record of a training"),

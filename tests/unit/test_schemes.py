@@ -40,7 +40,9 @@ def test_an_impossible_density_is_refused_at_construction(name: str, density: fl
 
 
 def test_a_name_that_does_not_exist_is_answered_with_those_that_do() -> None:
-    with pytest.raises(ConfigError, match=r"no scheme is called 'topq'; there are: .*topk.*exdyna"):
+    with pytest.raises(
+        ConfigError, match=r"no scheme is called 'topq'; did you mean 'topk'\? There are: .*topk.*exdyna"
+    ):
         make("topq")
 
 

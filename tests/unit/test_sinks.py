@@ -208,7 +208,8 @@ def pipeline() -> Any:
     return SimpleNamespace(
         observer=None, rank=0, world=2, units=[SimpleNamespace(n=100)], scheme=ExDyna(density=0.1),
         exchanges_gradients=False, parameters=100, treatment=Treatment(every=3), step=0,
-        stats=Stats(Meter(0, 2)), outcomes=[], bits=lambda: 1.5,
+        stats=Stats(Meter(0, 2)), outcomes=[],
+        budget=None, bits=lambda: 1.5,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gradsieve.comm import lockstep
 from gradsieve.comm.ops import AllReduce
 from gradsieve.errors import MismatchError
-from gradsieve.sync.tags import CALLS, IDLE, Tag, agree, explain, who_is_idle, words
+from gradsieve.sync.tags import CALLS, IDLE, Tag, agree, explain, is_notice_given, who_is_idle, words
 from gradsieve.types import Program
 
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ tags = st.builds(
 
 
 def meeting(tag: Tag, rank: int, world: int, idle: int = 0) -> Program[str]:
-    sums = (yield AllReduce(words(tag, rank, idle, torch.empty(0)))).tolist()
+    sums = (yield AllReduce(words(tag, rank, idle, False, torch.empty(0)))).tolist()
     yield from agree(tag, sums, rank, world, CPU)
     return who_is_idle(sums)
 
@@ -90,6 +90,19 @@ def test_the_idle_are_named() -> None:
     assert all_of([0, IDLE - 1, 0]) == ""
     assert all_of([0, 0, IDLE]) == "rank 2"
     assert all_of([IDLE, 0, 3 * IDLE]) == "2 ranks"
+
+
+def test_a_notice_to_one_is_heard_by_all() -> None:
+    def meet(notices: list[bool]) -> list[bool]:
+        def rank(number: int) -> Program[bool]:
+            said = words(Tag(), number, IDLE, notices[number], torch.empty(0))
+            return is_notice_given((yield AllReduce(said)).tolist())
+
+        return lockstep.run([rank(number) for number in range(len(notices))])
+
+    assert meet([False, False, True]) == [True] * 3
+    assert meet([True] * 3) == [True] * 3
+    assert meet([False] * 3) == [False] * 3
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -66,7 +68,7 @@ def test_what_is_not_there_is_seen() -> None:
 
 
 def test_all_entries_are_listed_and_none_is_lacking() -> None:
-    assert len(PRIVATE) == 15
+    assert len(PRIVATE) == 17
     assert torch_names.lacking() == [each for each in PRIVATE if each.since > INSTALLED]
 
 
@@ -230,6 +232,69 @@ def test_norms_are_euclidean_one_a_part(monkeypatch: pytest.MonkeyPatch, vanishe
     assert [each.item() for each in torch_names.norms_of(parts)] == [5.0, 2.0]
 
 
+def test_every_backward_goes_through_what_is_wrapped() -> None:
+    """Also one that was imported before, and a second one through the graph of the first."""
+    from torch.autograd import grad
+
+    passes: list[int] = []
+
+    def around(run: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            passes.append(len(args))
+            return run(*args, **kwargs)
+
+        return counted
+
+    x = torch.ones(2, requires_grad=True)
+    unwrap = torch_names.wrap_backward(around)
+    try:
+        x.square().sum().backward()
+        (slope,) = grad(x.pow(3).sum(), x, create_graph=True)
+        torch.autograd.backward(slope.sum())
+        assert len(passes) == 3
+    finally:
+        unwrap()
+    x.square().sum().backward()
+    assert len(passes) == 3
+
+
+def test_a_torch_without_that_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.autograd, "_engine_run_backward")
+    with pytest.raises(ConfigError, match="no sync that exchanges steps can be attached"):
+        torch_names.wrap_backward(lambda run: run)
+
+
+@pytest.mark.parametrize("vanished", [False, True])
+def test_all_parameters_of_a_group_in_one_call(monkeypatch: pytest.MonkeyPatch, vanished: bool) -> None:
+    if vanished:
+        for name in torch_names.FOREACH.names:
+            monkeypatch.delattr(torch, name)
+    targets, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.full((3,), 4.0)]
+    torch_names.copy_all(targets, sources)
+    torch_names.scale_all(targets, 0.5)
+    torch_names.lerp_all(targets, sources, -1.0)
+    assert [each.tolist() for each in targets] == [[0.0, 0.0], [0.0, 0.0, 0.0]]
+
+
+def test_steps_that_torch_calls_hooks_around_are_known_and_can_do_without() -> None:
+    class Forgetful(torch.optim.Optimizer):
+        def __init__(self) -> None:  # and never torch's own
+            self.param_groups: list[Any] = []
+
+        def step(self, closure: Any = None) -> None: ...
+
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer, heard = torch.optim.SGD([parameter], lr=0.5), []
+    optimizer.register_step_pre_hook(lambda *_: heard.append(1))
+    parameter.grad = torch.ones(2)
+    torch_names.step_without_hooks(optimizer)
+    assert parameter.tolist() == [0.5, 0.5]
+    assert not heard
+    assert torch_names.calls_hooks(optimizer)
+    assert not torch_names.calls_hooks(Forgetful())
+    assert not torch_names.calls_hooks(object())
+
+
 # --- fully_shard
 
 
@@ -275,3 +340,14 @@ def test_averaging_is_heard_but_in_passes_that_accumulate(sharded: Any) -> None:
     sharded(torch.ones(1, 3)).sum().backward()
     assert heard == [1]
     assert torch_names.averaging_hook_of(group) is None
+
+
+def test_a_store_that_is_gone_is_not_waited_for(store: dist.TCPStore) -> None:
+    """`Watch.close` waits one second for the thread that tries. Found by `lab chaos`: c10d took up to two."""
+    assert torch_names.connected_to(store, 0.8).check(["nothing"]) is False
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        gone = SimpleNamespace(host="127.0.0.1", port=free.getsockname()[1])
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="Connection refused"):
+        torch_names.connected_to(gone, 0.8)  # type: ignore[arg-type]
+    assert time.monotonic() - began < 0.8

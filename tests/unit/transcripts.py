@@ -6,13 +6,15 @@ Every function trains the tiny task and returns the model that rank 0 has at the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
 from gradsieve.bench.common.virtual import own_batches
 from gradsieve.bench.tasks import training as tasks
+from gradsieve.kernels.blocks import Blocks, lay
 from gradsieve.schemes.randomk import turn
 from gradsieve.wire.values import VALUE_CODECS
 from tiny_task import TASK
@@ -106,29 +108,31 @@ def sparta(world: int, steps: int, density: float) -> Tensor:
 
 
 def one_bit(world: int, steps: int) -> Tensor:
-    """Gradients; signs with a scale for 256, there and back; in the last step everything as it is."""
+    """Gradients; signs with a scale for at most 256 of a tensor, there and back; in the last step everything
+    as it is."""
     ranks = Ranks(world, steps)
     n = ranks.models.shape[1]
-    width = -(-n // world)
-    errors = torch.zeros(world, width * world)
+    sizes = [p.numel() for p in reversed(list(ranks.trainings[0].model.parameters()))]
+    rows = lay(tuple(sizes)).between(0, n).dealt(world, 1)
+    errors = torch.zeros(world, n)
     for step in range(steps):
         ranks.backward()
         grads = [torch.cat([p.grad.flatten() for p in one.model.parameters()]) for one in ranks.trainings]
-        acc = errors + nn.functional.pad(ranks.backwards(torch.stack(grads)), (0, width * world - n))
+        acc = errors + ranks.backwards(torch.stack(grads))
         if step == steps - 1:
             total = acc.sum(0)
         else:
-            sent = torch.cat([_signs(part) for part in acc.split(width, dim=1)], dim=1)
+            sent = torch.stack([_signs(own, rows) for own in acc])
             whole = sent.sum(0)
-            total = torch.cat([_signs(part) for part in whole.split(width)])
+            total = _signs(whole, rows)
             errors = acc - sent
+            starts = [0, *accumulate(row.count for row in rows)]
             for owner in range(world):
                 row = (owner + step) % world
-                here = slice(row * width, (row + 1) * width)
+                here = slice(starts[row], starts[row + 1])
                 errors[owner, here] -= (total - whole)[here]
-            errors[:, n:] = 0.0
         for training in ranks.trainings:
-            mean = ranks.forwards(total[:n] / world)
+            mean = ranks.forwards(total / world)
             sizes = [p.numel() for p in training.model.parameters()]
             for parameter, part in zip(training.model.parameters(), mean.split(sizes), strict=True):
                 parameter.grad = part.view_as(parameter).clone()
@@ -136,12 +140,13 @@ def one_bit(world: int, steps: int) -> Tensor:
     return ranks.models[0]
 
 
-def _signs(rows: Tensor) -> Tensor:
-    out = [
-        torch.where(part >= 0, 1.0, -1.0) * part.abs().mean(-1, keepdim=True).bfloat16().float()
-        for part in rows.split(256, dim=-1)
-    ]
-    return torch.cat(out, dim=-1)
+def _signs(vector: Tensor, rows: Sequence[Blocks]) -> Tensor:
+    """As the codec has them, whose own tests say what they mean."""
+    out = []
+    for part, blocks in zip(vector.split([row.count for row in rows]), rows, strict=True):
+        codec = VALUE_CODECS["sign"].over(blocks)
+        out.append(codec.decode(codec.encode(part.clone()), part.numel(), part.dtype))
+    return torch.cat(out)
 
 
 def sparseloco(world: int, steps: int, every: int, chunk: int, k: int) -> Tensor:

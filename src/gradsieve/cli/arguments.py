@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from collections.abc import Callable, Sequence
-from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
 from gradsieve.errors import ConfigError
-from gradsieve.quantities import SECONDS, Units, parse
+from gradsieve.quantities import SECONDS, Units, parse, whole_number
 
 MOST = 10**12
 MOST_RANKS = 65_536
@@ -97,14 +96,13 @@ def quantity(units: Units, example: str) -> Callable[[str], float]:
 
 
 def size(text: str) -> int:
-    """A whole number as people write it: 1000, 25e6, 1.5e3; exactly, never by way of a float."""
-    try:
-        number = Decimal(text)
-    except InvalidOperation:
-        number = Decimal("NaN")
-    if not (number.is_finite() and 1 <= number <= MOST and number == number.to_integral_value()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 up, such as 25e6")
-    return int(number)
+    """A whole number as people write it: 1000, 25e6, 124M, 1.3B; exactly, never by way of a float."""
+    number = whole_number(text)
+    if number is None or not 1 <= number <= MOST:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a whole number from 1 up to {MOST:.0e}, such as 1000, 25e6, 124M or 1.3B"
+        )
+    return number
 
 
 def sizes(text: str) -> list[int]:

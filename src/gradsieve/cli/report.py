@@ -12,8 +12,9 @@ _DESCRIPTION = """\
 Make one HTML page of recordings, that any browser opens without a network.
 
 Takes what `gradsieve.record` and --record of the benches wrote: a folder, or files. Files of the same name
-but for the rank are one training's. A file whose last line is not finished, of a job that runs or was killed,
-is shown up to there; one that is no record is refused.
+but for the rank are one training's; earlier files of a long one (.jsonl.1, ...) are found by themselves.
+Lives of a training that was started again are joined. Lines that were not finished, of a job that runs or was
+killed, are left out; a file that is no record is refused.
 
 charts, over steps:
   bits a step      moved by a rank, a parameter

@@ -33,6 +33,7 @@ _LAB = {
     "chaos": Command(
         "train through a seeded schedule of faults of every kind, and judge all ranks", "lab.chaos"
     ),
+    "spot": Command("train under torchrun on nodes that are killed, given notice and replaced", "lab.spot"),
     "soak": Command("train for thousands of steps and see whether memory, files or threads grow", "lab.soak"),
 }
 _BENCH = {

@@ -17,29 +17,33 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
+import hashlib
 import queue
+import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import Store
 
 from gradsieve import torch_names
 from gradsieve.comm import sockets
 from gradsieve.comm.inquest import HURRY_SECONDS, PATIENCE_SECONDS, Progress, Verdict, Watch
 from gradsieve.comm.ops import IN_FLIGHT, AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op, describe
-from gradsieve.errors import ConfigError, GradsieveError, Malformed, PeerError
+from gradsieve.errors import ConfigError, GradsieveError, Malformed, MismatchError, PeerError, RefusedError
 from gradsieve.types import Program, Result
 
 _OF_THIS_RANK_ALONE = (Malformed, MemoryError, torch.OutOfMemoryError)
 """Errors of a program that other ranks need not meet; others are raised on all ranks, and programs go on."""
+_LOOK = 0.01
+"""Seconds between two looks whether all ranks have assembled."""
 _engines: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 """How many were made over a group: all its ranks make them together, so that they agree on this number."""
 
@@ -53,7 +57,7 @@ class Engine:
         ranks = dist.get_process_group_ranks(users)
         self._timeout = _timeout(users)
         self.rank, self.world = dist.get_rank(users), len(ranks)
-        self._ops, self._waits, self._what = 0, False, "nothing"
+        self._ops, self._waits, self._what, self._begun = 0, False, "nothing", 0
         self._sockets: sockets.Sockets = {}
         self._group: dist.ProcessGroup | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -70,9 +74,7 @@ class Engine:
 
     def _begin_watch(self, users: dist.ProcessGroup) -> Watch:
         count = _engines[users] = _engines.get(users, 0) + 1
-        # torchrun's store outlives a restart: those after it must not hear what was said of the dead.
-        life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        prefix = f"gradsieve/{life}/{users.group_name}/{count}"
+        prefix = f"gradsieve/{users.group_name}/{count}"
         store = torch_names.connected_once_more(torch_names.default_store())
         self._store_port = _port(store)
         hosts_store = sockets.listens_on(self._store_port)
@@ -101,6 +103,14 @@ class Engine:
         self._watch.close()
         raise failure
 
+    def agree_on_secret(self, device: torch.device) -> None:
+        """Under which the watch's keys are from now on: whoever else reaches the store cannot guess them, and
+        nor does a group before or after this one, where a store outlives it."""
+        secret = self.run(_secret(device), "the secret of the watch", device)
+        server = torch_names.server_of(torch_names.default_store())
+        connect = None if server is None else partial(torch_names.connected_to, server)
+        self._watch.move_to(connect, f"gradsieve/{secret}")
+
     def submit(self, program: Program[Result], what: str, device: torch.device) -> Future[Result]:
         """Queue a program; `what` names it in errors."""
         return self.submit_call(lambda: self._drive(program, what), device)
@@ -126,6 +136,32 @@ class Engine:
         """Queue a program behind those already there and wait for it."""
         return self.submit(program, what, device).result()
 
+    @contextlib.contextmanager
+    def called(self, call: str, step: int, assembles: bool = False) -> Iterator[None]:
+        """Within it the user's call waits for all ranks: those that it waits for in vain are named."""
+        self._watch.waits.begin(call, step, assembles)
+        try:
+            yield
+        finally:
+            self._watch.waits.end()
+
+    def assemble(self, call: str, step: int) -> None:
+        """Come back when all ranks make this call; raise on all of them where one has gone on instead. By the
+        store: no collective is met by a rank that is in another one."""
+        if self.world == 1:
+            return
+        began, what = time.monotonic(), f"{call} after step {step}"
+        waits = self._watch.waits
+        with self.called(call, step, assembles=True):
+            self._watch.look_now()
+            while not waits.has_met() and self._watch.without_store is None:
+                time.sleep(_LOOK)
+                seconds = time.monotonic() - began
+                if (verdict := self._watch.verdict) is not None:
+                    raise self._peer_error(f"{what} failed after {seconds:.1f} s", verdict)
+                if seconds > self._timeout.total_seconds() or sockets.gone(self._sockets):
+                    raise self._failure(what, "", seconds)
+
     def close(self) -> None:
         """End the thread after what is queued, and the group; what hangs is left to its time-out."""
         atexit.unregister(self.close)
@@ -150,6 +186,7 @@ class Engine:
                 job()
 
     def _drive(self, program: Program[Result], what: str) -> Result:
+        self._begun += 1
         reply: Tensor | None = None
         while True:
             try:
@@ -157,6 +194,8 @@ class Engine:
             except StopIteration as end:
                 result: Result = end.value
                 return result
+            except RefusedError:  # all ranks have agreed to go on without
+                raise
             except _OF_THIS_RANK_ALONE as error:
                 self._watch.give_up(f"{type(error).__name__}: {error}")
                 raise
@@ -178,7 +217,7 @@ class Engine:
             return reply
         raise self._failure(f"{describe(op)} for {what}", cause, time.monotonic() - began)
 
-    def _failure(self, what: str, cause: str, seconds: float) -> PeerError:
+    def _failure(self, what: str, cause: str, seconds: float) -> PeerError | MismatchError:
         """`what` failed after so long. Where that is as long as the deadline, there is no time to lose, and
         survivors have closed connections to each other; before, only those to the dead are closed."""
         sudden = seconds < self._timeout.total_seconds() - 2.0
@@ -188,7 +227,12 @@ class Engine:
             verdict = self._watch.ask(HURRY_SECONDS)
         return self._peer_error(f"{what} failed after {seconds:.1f} s", verdict, cause)
 
-    def _peer_error(self, what: str, verdict: Verdict, cause: str = "") -> PeerError:
+    def _peer_error(self, what: str, verdict: Verdict, cause: str = "") -> PeerError | MismatchError:
+        if verdict.kind == "alone":
+            return MismatchError(
+                f"rank {self.rank}: {verdict.words(self.rank)}. Nothing of this step was kept, and the group "
+                "is of no more use: start again from a checkpoint"
+            )
         said = f" ({cause})" if cause else ""
         return PeerError(
             f"rank {self.rank}: {what}: {verdict.words(self.rank)}. Nothing of this step was kept, and the "
@@ -197,7 +241,7 @@ class Engine:
         )
 
     def _progress(self) -> Progress:
-        return Progress(self._ops, self._waits, self._what)
+        return Progress(self._ops, self._waits, self._what, self._begun)
 
     def _end_connections(self) -> None:
         """So that no wait of this rank or for it goes on. Without its connections, as soon as its own wait is
@@ -265,6 +309,13 @@ class Engine:
         return moves
 
 
+def _secret(device: torch.device) -> Program[str]:
+    """Of all ranks': it is known when all have come so far."""
+    mine = torch.tensor(list(secrets.token_bytes(16)), dtype=torch.uint8, device=device)
+    everyone = yield AllGather(mine)
+    return hashlib.sha256(bytes(everyone.flatten().tolist())).hexdigest()[:32]
+
+
 def _wait(moves: list[dist.P2POp]) -> None:
     for work in dist.batch_isend_irecv(moves) if moves else ():
         work.wait()
@@ -290,9 +341,8 @@ def _timeout(group: dist.ProcessGroup) -> timedelta:
 
 def _port(store: Store) -> int:
     """On which the store is served, 0 if it is not."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store.port if isinstance(store, TCPStore) else 0
+    server = torch_names.server_of(store)
+    return 0 if server is None else server.port
 
 
 @contextlib.contextmanager

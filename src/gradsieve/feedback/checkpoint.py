@@ -23,8 +23,11 @@ import torch
 from torch import Tensor
 
 from gradsieve.errors import Malformed
+from gradsieve.types import stored_fields
 
 FORMAT = 4
+LATER_FIGURES = {"gradients_seen": 0.0}
+"""Numbers of the pipeline that older files of this format do not have, and what they are there."""
 
 AnyState = TypeVar("AnyState")
 
@@ -43,11 +46,11 @@ def tensor_to_text(tensor: Tensor) -> str:
 
 
 def fields_to_tensors(state: Any, prefix: str) -> dict[str, Tensor]:
-    """Every field of a scheme's State: tensors as they are, numbers as float64 or int64."""
+    """Every field of a scheme's State but static ones: tensors as they are, numbers as float64 or int64."""
     out = {}
-    for field in fields(state):
-        value = getattr(state, field.name)
-        out[prefix + field.name] = value.clone() if isinstance(value, Tensor) else number_to_tensor(value)
+    for name in stored_fields(state):
+        value = getattr(state, name)
+        out[prefix + name] = value.clone() if isinstance(value, Tensor) else number_to_tensor(value)
     return out
 
 
@@ -56,6 +59,8 @@ def fields_from_tensors(template: AnyState, stored: Mapping[str, Tensor], prefix
     values: dict[str, Any] = {}
     for field in fields(template):  # type: ignore[arg-type]  # every State is a dataclass
         now = values[field.name] = getattr(template, field.name)
+        if field.metadata.get("static"):
+            continue
         if field.metadata.get("later") and prefix + field.name not in stored:
             continue
         shape = now.shape if isinstance(now, Tensor) else ()
@@ -79,3 +84,10 @@ def take(stored: Mapping[str, Tensor], key: str, shape: tuple[int, ...] | None, 
     if shape is not None and tuple(tensor.shape) != shape:
         raise Malformed(f"{key!r} in the checkpoint has shape {tuple(tensor.shape)}, expected {shape}")
     return tensor
+
+
+def take_figure(stored: Mapping[str, Tensor], prefix: str, name: str) -> float:
+    key = f"{prefix}figure/{name}"
+    if name in LATER_FIGURES and key not in stored:
+        return LATER_FIGURES[name]
+    return float(take(stored, key, (), torch.float64))

@@ -38,6 +38,13 @@ class Coherence:
     """P |mean v|^2, summed over probes and, with falling weight, over looks."""
     all: float = 0.0
     """Sum over ranks of |v|^2, likewise."""
+    seen: float = 0.0
+    """Elements that this is the sum of, likewise."""
+
+    @property
+    def size(self) -> float:
+        """Root mean square of an element of v; 0 before anything was seen."""
+        return math.sqrt(self.all / self.seen) if self.seen > 0.0 else 0.0
 
     def share(self, world: int) -> float:
         """a; 1 before anything was seen."""
@@ -50,14 +57,19 @@ class Coherence:
             return Coherence()
         alike = (self.share(old) * old - 1.0) / (old - 1)
         every = self.all * new / old
-        return Coherence((alike + (1.0 - alike) / new) * every, every)
+        return Coherence((alike + (1.0 - alike) / new) * every, every, self.seen * new / old)
 
-    def after(self, seen: NDArray[np.float64], world: int) -> Coherence:
-        """With what `squares` gave of this step, one row a unit. Squares that overflow tell nothing."""
+    def after(self, seen: NDArray[np.float64], world: int, count: int = 0) -> Coherence:
+        """With what `squares` gave of this step, one row a unit, of so many elements of each rank. Squares
+        that overflow tell nothing."""
         alike, every = seen.sum(0).tolist()
         if not math.isfinite(alike + every):
             return self
-        return Coherence(MEMORY * self.alike + alike / world, MEMORY * self.all + every)
+        return Coherence(
+            MEMORY * self.alike + alike / world,
+            MEMORY * self.all + every,
+            MEMORY * self.seen + count * world,
+        )
 
 
 def places(n: int, step: int) -> Host:

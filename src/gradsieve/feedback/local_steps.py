@@ -258,12 +258,32 @@ class LocalSteps:
 
     def write_shared(self, name: str, values: Tensor) -> None:
         """The user wrote to the shared model: what waits stays, and x follows when it is next folded."""
-        for slots, shared, _ in self._vectors():
-            for slot in slots:
-                if slot.name == name:
-                    shared[slot.start : slot.stop] = values
+        if name not in self._all:
+            return
         if name in self._narrow:
             self._narrow[name].copy_(values)
+            self._take_from_narrow(name)
+        else:
+            self.by_kind()["shared"][name].copy_(values)
+        self._let_fold(name)
+
+    def notice_writing(self) -> None:
+        """What the user wrote where parameters are shown from memory of their own: found by value, since not
+        every way of writing raises a version counter."""
+        for name in self._narrow:
+            if self._take_from_narrow(name):
+                self._let_fold(name)
+
+    def _take_from_narrow(self, name: str) -> bool:
+        """What is shown and is not the shared model rounded was written; the rest keeps its precision."""
+        narrow, shared = self._narrow[name], self.by_kind()["shared"][name]
+        written = narrow != shared.to(narrow.dtype)
+        if not bool(written.any()):
+            return False
+        torch.where(written, narrow.to(shared.dtype), shared, out=shared)
+        return True
+
+    def _let_fold(self, name: str) -> None:
         if name in self.unit.names_of_sparse:
             self._due_whole |= {name}
         else:

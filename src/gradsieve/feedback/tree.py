@@ -2,17 +2,28 @@
 
 The text is JSON in which a tensor is {"tensor": its number}, a tuple {"tuple": [...]}, and a dictionary,
 whose keys are strings and numbers, {"dict": [[key, value], ...]}. Floats come back to the last bit.
+
+A tensor of a class of its own, such as a quantised moment, is {"parts": [[name, tensor], ...]}, the plain
+tensors that it is made of. Its class is in no file: `made_like` takes that from an object of this process.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from gradsieve.errors import ConfigError, Malformed
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Of a tensor of a class that is not known here."""
+
+    inner: Mapping[str, Any]
 
 
 def taken_apart(tree: Any) -> tuple[str, list[Tensor]]:
@@ -27,8 +38,49 @@ def put_together(text: str, tensors: Sequence[Tensor]) -> Any:
         raise Malformed(f"nested state in the checkpoint cannot be read: {error}") from error
 
 
+def has_parts(tree: Any) -> bool:
+    if isinstance(tree, dict):
+        return any(map(has_parts, tree.values()))
+    return isinstance(tree, Parts) or (isinstance(tree, list | tuple) and any(map(has_parts, tree)))
+
+
+def made_like(stored: Any, like: Any) -> Any:
+    """Of parts the tensors that they were, as `like` has them in the same places: classes, types, shapes and
+    whatever else a class keeps are those of `like`, and only numbers are what was stored."""
+    if isinstance(stored, dict):
+        known = like if isinstance(like, Mapping) else {}
+        return {key: made_like(each, known.get(key)) for key, each in stored.items()}
+    if isinstance(stored, list | tuple):
+        items = like if isinstance(like, list | tuple) and len(like) == len(stored) else [None] * len(stored)
+        return type(stored)(made_like(*pair) for pair in zip(stored, items, strict=True))
+    if not isinstance(stored, Parts):
+        return stored
+    if not isinstance(like, Tensor) or not hasattr(like, "__tensor_flatten__"):
+        raise Malformed(
+            f"parts {', '.join(map(str, stored.inner))} in the checkpoint: no such tensor is here"
+        )
+    names, context = like.__tensor_flatten__()
+    if [*stored.inner] != [*names]:
+        raise Malformed(
+            f"a {type(like).__name__} is made of {', '.join(names)}, not {', '.join(map(str, stored.inner))}"
+        )
+    inner = {name: made_like(stored.inner[name], getattr(like, name)) for name in names}
+    for name, each in inner.items():
+        own = getattr(like, name)
+        if not isinstance(each, Tensor) or (each.shape, each.dtype) != (own.shape, own.dtype):
+            raise Malformed(
+                f"{name} of a {type(like).__name__} in the checkpoint is of another shape or type"
+            )
+    moved = {name: each.to(getattr(like, name).device) for name, each in inner.items()}
+    kind: Any = type(like)
+    return kind.__tensor_unflatten__(moved, context, like.size(), like.stride())
+
+
 def _plain(tree: Any, tensors: list[Tensor]) -> Any:
     if isinstance(tree, Tensor):
+        if hasattr(tree, "__tensor_flatten__"):
+            names, _ = tree.__tensor_flatten__()
+            return {"parts": [[name, _plain(getattr(tree, name), tensors)] for name in names]}
         tensors.append(tree)
         return {"tensor": len(tensors) - 1}
     if tree is None or type(tree) in (bool, int, float, str):
@@ -54,6 +106,8 @@ def _tree(plain: Any, tensors: Sequence[Tensor]) -> Any:
         return tuple(_tree(each, tensors) for each in inside)
     if kind == "dict" and isinstance(inside, list):
         return {_key(key): _tree(value, tensors) for key, value in inside}
+    if kind == "parts" and isinstance(inside, list):
+        return Parts({_key(name): _tree(value, tensors) for name, value in inside})  # type: ignore[misc]
     raise ValueError(f"there is no {kind!r}")
 
 

@@ -100,10 +100,11 @@ def shaped_like(flat: Tensor, parameter: Tensor) -> Tensor:
 def _is_dense(tensor: Tensor) -> bool:
     """No gaps and no overlaps: channels_last is, an expanded or sliced tensor is not."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return not tensor.numel() or (span == tensor.numel() and 0 not in _strides_of_long_dims(tensor))
+    return not tensor.numel() or (span == tensor.numel() and 0 not in strides_that_count(tensor))
 
 
-def _strides_of_long_dims(tensor: Tensor) -> list[int]:
+def strides_that_count(tensor: Tensor) -> list[int]:
+    """Those of dimensions longer than 1: the others' lead nowhere."""
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 

@@ -32,7 +32,7 @@ class Momentum:
 
 
 class MovedMomentum:
-    """The optimizer without its momentum and weight decay, until they are given back."""
+    """The optimizer without its momentum and weight decay, from `take` until they are given back."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         if not isinstance(optimizer, torch.optim.SGD):
@@ -49,7 +49,10 @@ class MovedMomentum:
             for group, taken in zip(optimizer.param_groups, self._taken, strict=True)
             for parameter in group["params"]
         }
-        for group in optimizer.param_groups:
+
+    def take(self) -> None:
+        """Out of the optimizer: last of all in a constructor, so that what fails there has not taken it."""
+        for group in self.optimizer.param_groups:
             group.update(momentum=0.0, weight_decay=0.0, nesterov=False)
 
     def of(self, name: str, parameter: Tensor) -> Momentum:

@@ -22,6 +22,7 @@ from gradsieve.fuzz.exchanges import WORLD
 from gradsieve.fuzz.pipelines import Rank, gradients, parameters, trained, with_budget
 from gradsieve.integrations import folder as files
 from gradsieve.integrations import saving
+from gradsieve.integrations.fencing import Stamp
 from gradsieve.sync.base import Pipeline
 from gradsieve.wire import tensor_file
 from gradsieve.wire.tensor_file import TensorFile
@@ -35,10 +36,14 @@ _LARGE = 1 << 20
 """Elements of a file in which one copy too many is more than all that may be taken beside the file."""
 _MANY = 600
 """Tensors of a file that is header for the most part."""
+_STAMP = Stamp(1, 1)
 
 
 class _Optimizer:
     """State in the shape of Adam's, without torch's optimizers, which take seconds to load."""
+
+    param_groups: tuple[Any, ...] = ()
+    """It makes no tensors of classes of its own: a file that has parts of some is refused."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._state = {
@@ -100,7 +105,12 @@ def of_folders() -> Iterator[Door]:
         ranks, shards = _shards(build)
         manifest = place.manifest(Loader(ranks[0]).as_sync(), shards)
         if name == next(iter(_KINDS)):
-            fewer = replace(manifest, world=2, hashes=manifest.hashes[: len(manifest.hashes) // 2])
+            fewer = replace(
+                manifest,
+                world=2,
+                hashes=manifest.hashes[: len(manifest.hashes) // 2],
+                sizes=manifest.sizes[: len(manifest.sizes) // 2],
+            )
             honest = (files.as_text(manifest), files.as_text(fewer))
             edges = (WORLD, saving.MOST_RANKS, files.VERSION)
             yield Door("manifest", tuple(map(str.encode, honest)), edges, place.enter_manifest)
@@ -153,11 +163,11 @@ class _Folder:
 
     def manifest(self, sync: GradientSync, shards: tuple[bytes, ...]) -> files.Manifest:
         hashes = "".join(hashlib.sha256(shard).hexdigest() for shard in shards)
-        step, scheme = sync.pipeline.step, type(sync.scheme).__name__
-        return files.Manifest(len(shards), step, scheme, files.layout_of(sync), True, hashes)
+        step, scheme, sizes = sync.pipeline.step, type(sync.scheme).__name__, tuple(map(len, shards))
+        return files.Manifest(len(shards), step, scheme, files.layout_of(sync), True, hashes, sizes, _STAMP)
 
     def _write_manifest(self, text: bytes | bytearray) -> None:
-        (self._path / "manifest.json").write_bytes(text)
+        (self._path / _STAMP.manifest).write_bytes(text)
 
     def enter_manifest(self, forged: bytearray) -> None:
         self._write_manifest(forged)
@@ -174,7 +184,11 @@ class _Folder:
 
         def enter(forged: bytearray) -> None:
             mine = hashlib.sha256(forged).hexdigest()
-            forger = replace(manifest, hashes=mine + manifest.hashes[len(mine) :])
+            forger = replace(
+                manifest,
+                hashes=mine + manifest.hashes[len(mine) :],
+                sizes=(len(forged), *manifest.sizes[1:]),
+            )
             self._write_manifest(files.as_text(forger).encode())
             for rank, shard in honest.items():
                 path = self._path / forger.file_of(rank)
@@ -183,7 +197,7 @@ class _Folder:
             path = self._path / forger.file_of(0)
             path.write_bytes(forged)
             try:
-                _check_offer(sync, files.offer_of(sync, self._path, optimizers=True))
+                _check_offer(sync, files.newest_offer(sync, self._path, optimizers=True))
             finally:
                 path.unlink()
 

@@ -24,7 +24,7 @@ from gradsieve.schemes.gathering import pack_entries, sum_entries
 from gradsieve.schemes.gtopk import unpacked
 from gradsieve.schemes.owners import Owners
 from gradsieve.schemes.quota import quota
-from gradsieve.sync.tags import Tag, agree, who_is_idle, words
+from gradsieve.sync.tags import Tag, agree, is_notice_given, who_is_idle, words
 from gradsieve.types import Ctx, Host, Sparse
 from gradsieve.wire import indices
 from gradsieve.wire.check import counts_within, dealt_once, lists_increasing, sums_within, tails_within
@@ -229,7 +229,7 @@ def _tags() -> Iterator[Door]:
     """What rides along, and what ranks say of themselves where that does not add up."""
     tag, cpu = Tag(0, 17, 2, 0, 3), torch.device("cpu")
     like = torch.zeros(1, dtype=torch.float32, device="cpu")
-    ride = sum((words(tag, rank, 0, like) for rank in range(WORLD)), torch.zeros_like(words(tag, 0, 0, like)))
+    ride = torch.stack([words(tag, rank, 0, False, like) for rank in range(WORLD)]).sum(0)
     said = np.array([astuple(tag)] * WORLD)
 
     def rides(forged: bytearray) -> None:
@@ -238,6 +238,7 @@ def _tags() -> Iterator[Door]:
             return
         sums_within(heard, "what rode along")
         who_is_idle(heard)
+        is_notice_given(heard)
 
     def says(forged: bytearray) -> None:
         rows = said.copy()

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from gradsieve.errors import ConfigError
+from gradsieve.feedback.digest import digest
 from gradsieve.integrations import ddp
+from gradsieve.integrations import folder as files
 from gradsieve.integrations.beside import FOLDER, load_from, save_into
 from gradsieve.integrations.optimizers import as_list
 
@@ -52,6 +54,7 @@ class _Checkpoints:
         self._sync = weakref.ref(sync)  # the model holds it; the accelerator, which has our hooks, need not
         self._folder: Path | None = None
         """Where to load from, while `load_state` runs."""
+        self._models: list[nn.Module] = []
         self._missing: set[int] = set()
         """Places of the optimizers that it has yet to load."""
         accelerator.register_save_state_pre_hook(self._before_saving)
@@ -69,12 +72,12 @@ class _Checkpoints:
                 "register_for_checkpointing(sync) one rank's state would be saved as well, for all of them: "
                 "leave that line out"
             )
-        save_into(sync, Path(folder) / FOLDER)
+        save_into(sync, Path(folder) / FOLDER, _pair(models))
 
     def _before_loading(self, models: list[nn.Module], folder: str) -> None:
         sync = self._sync()
         if sync is not None and not sync.is_closed:
-            self._folder = Path(folder) / FOLDER
+            self._folder, self._models = Path(folder) / FOLDER, models
             self._missing = set(range(len(self._optimizers)))
 
     def _after_loading(self, place: int) -> None:
@@ -82,4 +85,11 @@ class _Checkpoints:
         sync = self._sync()
         if self._folder is not None and not self._missing and sync is not None:
             folder, self._folder = self._folder, None  # loading ours loads the optimizers again
-            load_from(sync, folder, promised=False)
+            pair = _pair(self._models)
+            load_from(sync, folder, False, "" if files.is_without_pairs(folder) else pair)
+
+
+def _pair(models: list[nn.Module]) -> str:
+    """Accelerate's files have no place for a mark: what they belong to is known by the models in them."""
+    tensors = [each for model in models for each in model.state_dict().values() if isinstance(each, Tensor)]
+    return f"{int(digest(tensors)) % (1 << 64):016x}"

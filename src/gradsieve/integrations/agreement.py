@@ -42,20 +42,25 @@ def agree_on(things: Mapping[str, str], rank: int, device: torch.device) -> Prog
 
 def agree_on_values(tensors: Mapping[str, Tensor], rank: int, device: torch.device) -> Program[None]:
     """Raise DivergenceError on all ranks unless these tensors have the same bits on all of them."""
-    hashes = [digest([tensor]) for tensor in tensors.values()]
-    mine = torch.cat(hashes).to(device)
+    where = yield from unlike(tensors, device)
+    if where:
+        raise DivergenceError(
+            f"rank {rank}: ranks start with different weights; {where}. Seed all ranks alike, load the same "
+            "checkpoint on all of them, or let DistributedDataParallel broadcast rank 0's"
+        )
+
+
+def unlike(tensors: Mapping[str, Tensor], device: torch.device) -> Program[str]:
+    """Which of these tensors have other bits on which ranks, in words; nothing where none has."""
+    mine = torch.cat([digest([tensor]) for tensor in tensors.values()]).to(device)
     rows = yield AllGather(mine)
     same = (rows == rows[0]).all(0).tolist()
-    if all(same):
-        return
     names = [name for name, equal in zip(tensors, same, strict=True) if not equal]
+    if not names:
+        return ""
     odd = against_the_majority(rows[:, same.index(False)].tolist())
     some = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-    raise DivergenceError(
-        f"rank {rank}: ranks start with different weights; {odd}, in {len(names)} of {len(same)} parameters "
-        f"({some}). Seed all ranks alike, load the same checkpoint on all of them, or let "
-        "DistributedDataParallel broadcast rank 0's"
-    )
+    return f"{odd}, in {len(names)} of {len(same)} tensors ({some})"
 
 
 def against_the_majority(hashes: Sequence[int]) -> str:

@@ -3,19 +3,25 @@
 What a framework saves is the shared model and rank 0's optimizer. A folder of ours next to it, or within it,
 has the rest (`folder.py`): what waits on each rank and each rank's optimizer. It is written and read on all
 ranks, when the framework saves and loads.
+
+Two things that are written one after the other are a pair, and a kill may come in between. So both carry the
+same identity. Ours is written first and keeps the one before; when the framework's file is written, that is
+removed (`finish`). Whatever the file then says, the folder has what belongs to it.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 from pathlib import Path
 
 import torch
 
 from gradsieve.comm.ops import AllGather
 from gradsieve.errors import ConfigError, MismatchError, list_ranks
+from gradsieve.integrations import fencing, saving
+from gradsieve.integrations import folder as files
 from gradsieve.integrations.gradient_sync import GradientSync
-from gradsieve.integrations.saving import come_to_rest
 from gradsieve.types import Program
 
 _log = logging.getLogger("gradsieve")
@@ -23,8 +29,9 @@ _log = logging.getLogger("gradsieve")
 FOLDER = "gradsieve"
 
 
-def save_into(sync: GradientSync | None, folder: str | Path) -> bool:
-    """On all ranks. False where nothing of a sync is left to be saved: it was flushed and closed."""
+def save_into(sync: GradientSync | None, folder: str | Path, pair: str) -> bool:
+    """On all ranks; rank 0's `pair`, in hexadecimal digits, is what its file has to say as well. False where
+    nothing of a sync is left to be saved: it was flushed and closed."""
     if sync is None or sync.is_closed:
         return False
     if "://" in str(folder):
@@ -32,16 +39,28 @@ def save_into(sync: GradientSync | None, folder: str | Path) -> bool:
             f"{_where(sync)}: {folder} is not on a file system that is mounted here, and every rank writes "
             "its own file: save to a folder that all ranks see, and copy it from there"
         )
-    sync.save(folder)
+    files.save(sync, Path(folder), True, pair)
     return True
 
 
-def load_from(sync: GradientSync, folder: str | Path, promised: bool) -> None:
-    """On all ranks, after model and optimizers were loaded by the framework. Without a folder: where one was
-    promised, its loss is an error; else the checkpoint is of plain DDP, or of a training that had ended."""
-    is_there = (Path(folder) / "manifest.json").exists()
+def finish(sync: GradientSync, folder: str | Path) -> None:
+    """The framework's file is written; on rank 0."""
+    if sync.engine.rank == 0:
+        fencing.remove_older(Path(folder), fencing.manifests(Path(folder))[0])
+
+
+def new_pair() -> str:
+    return secrets.token_hex(16)
+
+
+def load_from(sync: GradientSync, folder: str | Path, promised: bool, pair: str = "") -> None:
+    """On all ranks, after model and optimizers were loaded by the framework: what was saved with its file, by
+    what that says. Without a folder: where one was promised, its loss is an error; else the checkpoint is of
+    plain DDP, or of a training that had ended."""
+    folder = Path(folder)
+    is_there = (folder / fencing.MANIFEST).exists() or fencing.manifests(folder)[0] != fencing.BEFORE
     if is_seen_by_all(sync, folder, is_there) or promised:
-        sync.load(folder)
+        saving.load(sync, "load()", lambda: _offer(sync, folder, pair))
     elif sync.engine.rank == 0:
         _log.warning(
             "%s is not there: the checkpoint is of a training without gradsieve, or of one that had ended. "
@@ -50,9 +69,14 @@ def load_from(sync: GradientSync, folder: str | Path, promised: bool) -> None:
         )
 
 
+def _offer(sync: GradientSync, folder: Path, pair: str) -> saving.Offer:
+    manifest = files.manifest_of_pair(folder, pair) if pair else files.read_manifest(folder)
+    return files.offer_of(sync, folder, manifest, True)
+
+
 def is_seen_by_all(sync: GradientSync, folder: str | Path, is_there: bool) -> bool:
     """False where no rank sees it. Ranks that differ raise: they would go different ways."""
-    come_to_rest(sync, "load()")
+    saving.come_to_rest(sync, "load()")
     seen = sync.engine.run(_told(sync, is_there), "who sees a checkpoint", sync.device)
     blind = [rank for rank, sees in enumerate(seen) if not sees]
     if 0 < len(blind) < len(seen):

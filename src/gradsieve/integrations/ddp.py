@@ -21,7 +21,7 @@ from typing_extensions import Unpack
 
 from gradsieve import torch_names
 from gradsieve.errors import ConfigError
-from gradsieve.integrations.door import door_of, open_door
+from gradsieve.integrations.door import Door, door_of, open_door
 from gradsieve.integrations.model_sync import ModelSync, Settings
 from gradsieve.integrations.wrappers import model_in
 from gradsieve.presets import Preset
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 class DdpSync(ModelSync):
     """A GradientSync whose gradients come from DDP's buckets while backward runs."""
+
+    _door: Door | None = None
 
     def __init__(
         self,
@@ -81,12 +83,24 @@ class DdpSync(ModelSync):
         ddp = self._ddp()
         assert ddp is not None
         self._door = open_door(ddp, self)
+        if not self.exchanges_steps:  # all ranks will take the same step
+            self._door.catch_up()
+        self._door.before_averaging = None
         super().enter()
 
     def leave(self) -> None:
         """DDP averages gradients by itself again."""
-        self._door.sync = None
+        if self._door is not None:
+            self._door.sync = None
         super().leave()
+
+    def close(self) -> None:
+        """As ever. Who goes on with plain DDP goes on with the same moments on all ranks: they are averaged
+        when DDP next averages gradients, and not at all if it does not."""
+        was_open = not self.is_closed
+        super().close()
+        if was_open and self._door is not None and self.exchanges_steps and self.engine.world > 1:
+            self._door.before_averaging = self.optimizer_states_to_share()
 
     # -- what DDP's hook leads to -----------------------------------------------------------------------
 
@@ -174,8 +188,9 @@ def attach(
     """Replace DDP's dense all-reduce by an exchange of few bits that forward and backward hide.
 
     Call it on all ranks, after wrapping the model and before the first backward. Evaluate and save as ever:
-    but for the time from a training forward to the optimizer's step, the parameters hold the model that all
-    ranks share, the same bits on each of them. At the end of a training call `flush()` on all ranks.
+    the parameters hold the model that all ranks share, the same bits on each of them, except while a training
+    forward of the model, a backward pass or a step of its optimizer is running. At the end of a training call
+    `flush()` on all ranks.
 
     Args:
         model: In `DistributedDataParallel`. With `replicate`, a model that was given to
@@ -225,8 +240,9 @@ def refuse_unfit(ddp: DistributedDataParallel) -> None:
         )
     if not isinstance(ddp, DistributedDataParallel):
         raise ConfigError(
-            f"attach() wants a DistributedDataParallel model, not {type(ddp).__name__}. Accelerate and "
-            "Trainer wrap none in a single process: start several, with torchrun. Nor does a Trainer whose "
+            f"attach() wants a DistributedDataParallel model, not {type(ddp).__name__}: wrap it first, "
+            "ddp = DistributedDataParallel(model), and then attach(ddp, optimizer). Accelerate and Trainer "
+            "wrap none in a single process: start several, with torchrun. Nor does a Trainer whose "
             "evaluate() came before its train(): call it after"
         )
     if torch_names.hands_over_no_buckets(ddp):

@@ -35,10 +35,6 @@ class Behind(Protocol):
 
     def after_forward(self, module: torch.nn.Module) -> None: ...
 
-    def before_saving(self, module: torch.nn.Module) -> None: ...
-
-    def after_saving(self, module: torch.nn.Module) -> None: ...
-
     def before_loading(self, module: torch.nn.Module) -> None: ...
 
     def after_loading(self, module: torch.nn.Module) -> None: ...
@@ -50,6 +46,13 @@ class Door:
         self.is_hung = False
         """Whether DDP's reducer has it: that of a copied model has no hook."""
         self.group: dist.ProcessGroup | None = None
+        self.before_averaging: Callable[[], None] | None = None
+        """What a sync that was closed left to be done before DDP averages again; on all ranks, once."""
+
+    def catch_up(self) -> None:
+        todo, self.before_averaging = self.before_averaging, None
+        if todo is not None:
+            todo()
 
     def __reduce__(self) -> tuple[type["Door"], tuple[()]]:
         return Door, ()
@@ -104,8 +107,6 @@ def watch(root: Any, sync: Behind, first: bool) -> list[RemovableHandle]:
     return [
         root.register_forward_pre_hook(ModuleHook(sync.before_forward), prepend=first),
         root.register_forward_hook(ModuleHook(sync.after_forward), always_call=True),
-        root.register_state_dict_pre_hook(ModuleHook(sync.before_saving)),
-        root.register_state_dict_post_hook(ModuleHook(sync.after_saving)),
         root.register_load_state_dict_pre_hook(ModuleHook(sync.before_loading)),
         root.register_load_state_dict_post_hook(ModuleHook(sync.after_loading)),
     ]
@@ -113,5 +114,6 @@ def watch(root: Any, sync: Behind, first: bool) -> list[RemovableHandle]:
 
 def through(door: Door, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     if door.sync is None:
+        door.catch_up()
         return allreduce_hook(door.group, bucket)  # type: ignore[arg-type]  # None is the default group
     return door.sync.hook(bucket)

@@ -14,6 +14,9 @@ exchange, and count it as missing until it is back. A member that was away keeps
 the others' shared model. One that is new takes the mean of what waits on the others:
 
     e' = mean of e over those who have trained         so that w - mean e stays where it was
+
+Replicas that all start again together may go on from a checkpoint that a group of theirs saved, of as many as
+there were then. One that is started again while others train takes their state instead, which is newer.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -104,6 +108,9 @@ class Agreed:
 class PreparedSync(GradientSync):
     """One whose exchanges wait for a word from outside before they are applied."""
 
+    is_elastic: ClassVar[bool] = True
+    """Who joins later has yet to be told the others' learning rate; and a group may have one member."""
+
     def prepare(self, call: str) -> list[float]:
         """Exchange; what will wait on each rank, once this is applied."""
         pipeline = self.pipeline
@@ -160,6 +167,8 @@ class Replica:
         self.failed = 0
         """Exchanges that were not committed here at once."""
         self.sync: PreparedSync | None = None
+        self.checkpoint: Path | None = None
+        """From which this replica is to go on, if the others are to as well."""
         self._members: list[tuple[int, str]] = []
         self._group = -1
         self._last: tuple[int, int] | None = None
@@ -169,6 +178,8 @@ class Replica:
         """What the pipeline kept, while there is none."""
         self._prepared: dict[int, Seen] = {}
         self._held: UnderWay | None = None
+        self._all_begin = False
+        """Whether nobody in this group had trained when it met."""
 
     @property
     def pipeline(self) -> StepPipeline:
@@ -287,6 +298,35 @@ class Replica:
             waits = _finite(self._kept[f"mark/{name}"] - own).to(model.device)
             self._kept |= _models(name, model, waits, preview, own.dtype)
 
+    # -- checkpoints ------------------------------------------------------------------------------------
+
+    def load_if_all_begin(self) -> bool:
+        """Once in the life of a replica, with the first group it has joined. Whether its state is now that of
+        the checkpoint; it is not where others have trained and this one was brought up by them."""
+        folder, sync = self.checkpoint, self.sync
+        assert sync is not None
+        if folder is None or self._last is not None:
+            return False
+        if not self._all_begin:
+            self.checkpoint = None
+            return False
+        sync.load(folder)
+        pipeline, group = self.pipeline, self._group
+        kept = pipeline.kept()
+        waits = [_finite(kept[f"mark/{name}"] - kept[f"own/{name}"]).double().norm() for name in pipeline.own]
+        what = f"what waits on each after exchange {pipeline.step}"
+        rows: Tensor = sync.engine.run(_gathered(torch.stack(waits).norm().reshape(1)), what, sync.device)
+        # As if the last exchange of the checkpoint had been made by these.
+        self.accounts = Accounts(
+            {
+                identity: Seen(name, group, pipeline.step - 1, norm)
+                for (identity, name), norm in zip(self._members, rows.flatten().tolist(), strict=True)
+            }
+        )
+        self._agreed = Agreed(pipeline.step, pipeline.world, pipeline.figures(), list(pipeline.states))
+        self._last, self.checkpoint = (group, pipeline.step - 1), None
+        return True
+
     # -- groups -----------------------------------------------------------------------------------------
 
     def leave_group(self) -> None:
@@ -320,11 +360,18 @@ class Replica:
     def _meeting(self, sync: PreparedSync) -> Program[list[tuple[int, str]]]:
         pipeline = sync.pipeline
         assert isinstance(pipeline, StepPipeline)
-        mine = [self.identity, int(self._last is not None)]
+        mine = [self.identity, int(self._last is not None), int(self.checkpoint is not None)]
         rows = (yield AllGather(torch.tensor(mine, dtype=torch.int64, device=sync.device))).tolist()
         texts = yield AllGather(as_bytes(self.name, sync.device))
         part = self._part_for(pipeline)
         trained = sum(row[1] for row in rows)
+        self._all_begin = trained == 0
+        if self._all_begin and len({row[2] for row in rows}) > 1:
+            without = [as_text(text) for row, text in zip(rows, texts, strict=True) if not row[2]]
+            raise MismatchError(
+                f"replica {self.name}: some replicas are to go on from a checkpoint, and {without[0]} is to "
+                "begin anew. Call load(folder) on all of them, or on none"
+            )
         if 0 < trained < len(rows):
             yield from self._share_what_waits(part, pipeline, trained)
         restore(pipeline, part)
@@ -340,9 +387,11 @@ class Replica:
         if agreed is None:
             return Part(part.step, part.figures, memories, part.states)
         figures = dict(agreed.figures)
-        for alike, every in (("alike", "all"), ("gradients_alike", "gradients_all")):
-            counted = Coherence(figures[alike], figures[every]).among(agreed.world, pipeline.world)
-            figures |= {alike: counted.alike, every: counted.all}
+        kinds = (("alike", "all", ""), ("gradients_alike", "gradients_all", "gradients_seen"))
+        for alike, every, seen in kinds:
+            counted = Coherence(figures[alike], figures[every], figures.get(seen, 0.0))
+            counted = counted.among(agreed.world, pipeline.world)
+            figures |= {alike: counted.alike, every: counted.all} | ({seen: counted.seen} if seen else {})
         fixed = pipeline.treatment.preview
         share = Coherence(figures["alike"], figures["all"]).share(pipeline.world)
         figures["preview"] = share if fixed is None else fixed

@@ -13,8 +13,11 @@ interrupts the wait for it, never the change.
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import wait
 from contextlib import contextmanager
 from os import PathLike
@@ -27,33 +30,45 @@ from torch import Tensor
 
 from gradsieve import kernels
 from gradsieve.comm.c10d import Engine
-from gradsieve.errors import ConfigError, GradsieveError
+from gradsieve.errors import ConfigError, GradsieveError, MismatchError
 from gradsieve.feedback.units import flat_view
 from gradsieve.integrations import folder as files
 from gradsieve.integrations import replicas, saving, sayings
 from gradsieve.integrations.advice import Advisor, signs
 from gradsieve.integrations.budgets import know_the_links
+from gradsieve.integrations.fencing import Stamp, Writer
 from gradsieve.integrations.metrics import metrics
+from gradsieve.integrations.moments import make_equal
 from gradsieve.integrations.optimizers import Optimizers, as_list, refuse_sharded, refuse_unfrozen
+from gradsieve.integrations.preemption import Notice
 from gradsieve.integrations.stopwatch import Stopwatch
 from gradsieve.integrations.two_models import TwoModels
 from gradsieve.integrations.under_way import UnderWay
+from gradsieve.integrations.undoing import undo
 from gradsieve.presets import Preset, choose, choose_scheme
 from gradsieve.schemes.base import Scheme
 from gradsieve.sync import UNIT_CAP_MB, GradientPipeline, StepPipeline
 from gradsieve.sync.budget import Fixed
 from gradsieve.sync.fitted import Fitted
-from gradsieve.sync.tags import CALLS
+from gradsieve.sync.tags import CALLS, UnmatchedError
 from gradsieve.telemetry import Span
 
 VERIFY_EVERY = 100
 """Steps between two comparisons of the replicas' fingerprints: a few bytes and one pass over the model."""
+_TRIES = 4
+"""Of a call that meets tentative exchanges: one is enough with honest ranks."""
+_attached: weakref.WeakSet[GradientSync] = weakref.WeakSet()
+_attaching = threading.Lock()
+"""Several ranks may be threads of one process."""
 
 
 class GradientSync:
     """Sparse exchange between the ranks of a group: residuals, the shared model, the scheme's state."""
 
     part = ""  # for names of files: of which part of the model, where ranks hold parts
+    models: TwoModels | None = None
+    _optimizers: Optimizers | None = None
+    _notice: Notice | None = None
 
     def __init__(
         self,
@@ -84,42 +99,61 @@ class GradientSync:
         self.treatment = choose(preset, self.scheme, every)
         self._given = as_list(optimizer)
         refuse_sharded(self._given, self.treatment.exchange)
+        self._refuse_taken()
         self._scaler = scaler
+        self._users = weakref.ref(group or dist.group.WORLD)
         self._under_way: UnderWay | None = None
         self.compared = 0  # the step after which replicas were last compared
         self._moved = True  # whether a step was taken since the last exchange began
-        self.is_closed = False
+        self.is_closed = self.is_listening = False
+        self._writer = Writer()
+        self._is_preempted = False
         self.watch = Stopwatch()
         kernels.active()  # numba is loaded here and not in the first step
         self.engine = Engine(group)
         try:
             self._set_up(bucket_cap_mb, dense_if_faster and preset != "paper")
             self.enter()
+            sayings.what_is_set(self)
         except BaseException:
-            self.engine.close()
+            undo(self)
             raise
-        sayings.what_is_set(self.pipeline, self.held, self._given)
+        with _attaching:
+            _attached.add(self)
+
+    def _refuse_taken(self) -> None:
+        """A parameter has one owner: who else would know which model it holds?"""
+        mine = {id(parameter): name for name, parameter in self.held.items()}
+        with _attaching:
+            others = list(_attached)
+        for other in others:
+            if not other.is_listening or "steps" not in (self.treatment.exchange, other.treatment.exchange):
+                continue
+            taken = [mine[id(parameter)] for parameter in other.held.values() if id(parameter) in mine]
+            if taken:
+                raise ConfigError(
+                    f"{', '.join(taken[:4])} belongs to another model to which a sync is attached: put both "
+                    "models into one module and wrap that in DistributedDataParallel, or use "
+                    "preset=gradsieve.Treatment(exchange='gradients') for both"
+                )
 
     def parts_of(self, held: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """What is exchanged: all of it, where all ranks of the group hold the same."""
         return held
 
-    def _set_up(self, bucket_cap_mb: float, dense_if_faster: bool) -> None:
+    def _set_up(self, cap_mb: float, dense_if_faster: bool) -> None:
         rank, world = self.engine.rank, self.engine.world
         self.fitted = Fitted(
-            self.parameters, self._given, self.scheme, self.treatment, rank, world, bucket_cap_mb
+            self.parameters, self._given, self.scheme, self.treatment, rank, world, cap_mb, self.held
         )
         self.pipeline = self.fitted.pipeline
         self.device = self.pipeline.units[0].device
         steps = self.pipeline if isinstance(self.pipeline, StepPipeline) else None
         self.models = None if steps is None else self.two_models(steps)
-        try:
-            if world > 1 and not self.scheme.silent:
-                replicas.start_alike(self, dense_if_faster)
-                know_the_links(self, self._spends and self.exchanges_steps, dense_if_faster)
-        except BaseException:
-            self.fitted.give_back()
-            raise
+        if world > 1 and not self.scheme.silent:
+            self.engine.agree_on_secret(self.device)
+            replicas.start_alike(self, dense_if_faster)
+            know_the_links(self, self._spends and self.exchanges_steps, dense_if_faster)
         adaptive = not all(isinstance(one, torch.optim.SGD) for one in self._given)
         self._advisor = Advisor(self.scheme, adaptive, rank)
 
@@ -129,11 +163,14 @@ class GradientSync:
     def enter(self) -> None:
         """Listen to the optimizers that step the model."""
         self.watch.forget()
+        self.is_listening = True
         self._optimizers = Optimizers(self.held, self)
 
     def leave(self) -> None:
         """Listen no more. The parameters hold this rank's own model."""
-        self._optimizers.close()
+        self.is_listening = False
+        if self._optimizers is not None:
+            self._optimizers.close()
         if self.models is not None:
             self.models.show_own()
 
@@ -162,9 +199,11 @@ class GradientSync:
         if self.pipeline.begins_exchange():
             self.start_exchange()
 
-    def start_exchange(self, call: str = CALLS[0]) -> None:
+    def start_exchange(self, call: str = CALLS[0], tentative: bool = False) -> None:
         """Of all units; what it is given is read. For `flush()`, all that waits."""
         self.take_over()
+        self.pipeline.tentative = tentative
+        self.pipeline.has_notice = self._has_notice
         refuse_unfrozen(self._frozen, self._where)
         if self.exchanges_steps:
             self.pipeline.idle = 0 if self._moved else self.pipeline.idle + 1
@@ -178,12 +217,14 @@ class GradientSync:
             own = {slot.name: tensors[slot.name] for slot in unit.slots}
             program = self.pipeline.program(index, own, call == "flush()", CALLS.index(call))
             futures.append(self.engine.submit(program, self.describe(index), unit.device))
-        self._under_way = UnderWay(tensors, futures)
+        self._under_way = UnderWay(tensors, futures, tentative)
 
     def take_over_if_ripe(self, names: Set[str] = frozenset()) -> None:
         """In the step in which all ranks do; before it, nothing waits for the exchange under way."""
         if self._under_way is None or self.pipeline.is_ripe:
             self.take_over(names)
+        if self.pipeline.is_ripe:
+            self._is_preempted = self.pipeline.heard_notice
 
     def take_over(self, names: Set[str] = frozenset()) -> bool:
         """Wait for the exchange under way, if there is one, and take over what it gave; then write this
@@ -202,13 +243,30 @@ class GradientSync:
         finally:
             if done.done():
                 self._under_way = None
-        done.result()
+        try:
+            done.result()
+        except UnmatchedError:
+            assert under_way is not None
+            if under_way.is_tentative:
+                self.forget_exchange()
+            else:
+                self.start_exchange()
+            return self.take_over(names)
         if under_way is None:
             return True
         self.pipeline.stats.timeline.spans.append(Span("waiting", -1, start, time.perf_counter()))
         if self.exchanges_steps:
             self._compare()  # now, and not after an optimizer's step: a rank may skip its own
         return under_way.was_good
+
+    @property
+    def has_begun_tentatively(self) -> bool:
+        """Whether an exchange is under way of which nobody knows yet whether all ranks take part."""
+        return self._under_way is not None and self._under_way.is_tentative
+
+    def forget_exchange(self) -> None:
+        """A tentative one, of which nothing was or will be kept."""
+        self._under_way = None
 
     def _settle(self, under_way: UnderWay | None, names: Set[str]) -> None:
         """On the engine's thread, after the programs of the exchange."""
@@ -225,6 +283,7 @@ class GradientSync:
 
     def begin_step(self) -> None:
         self.fitted.note_rate()
+        self.pipeline.has_notice = self._has_notice
         if self._scaler is not None and isinstance(self.pipeline, GradientPipeline):
             self.pipeline.loss_scale = self._scaler.get_scale()
 
@@ -271,6 +330,28 @@ class GradientSync:
     def _may_compare(self) -> bool:
         return True
 
+    # -- preemption -----------------------------------------------------------------------------------
+
+    def heed_preemption(self, signals: Iterable[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
+        """Take these signals, until `close()`, as a notice that this rank will be stopped. They then end
+        nothing by themselves: look at `is_preempted` in every step. Call it on the main thread."""
+        if self.scheme.silent:
+            raise ConfigError("noop exchanges nothing, so that no rank would hear of another's notice")
+        self._notice = Notice(signals)
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether any rank was given notice: the same answer on all ranks after the same step. Then save, and
+        leave with an exit code other than 0, for the launcher to start all ranks again.
+
+        Ranks learn of a notice with the next exchange that begins; with `every` above 1, in the next period.
+        """
+        return self._is_preempted
+
+    @property
+    def _has_notice(self) -> bool:
+        return self._notice is not None and self._notice.is_given
+
     # -- replicas and state ---------------------------------------------------------------------------
 
     def verify(self) -> None:
@@ -278,18 +359,26 @@ class GradientSync:
         Call it on all of them. It also happens by itself, every 100 steps."""
         if not self.scheme.silent:
             self.take_over()
-            replicas.compare(self)  # at once: an exchange would need the state that may differ
+            self.engine.assemble("verify()", self.pipeline.step)  # no exchange: states may differ
+            replicas.compare(self)
 
     def meet(self, call: str) -> None:
         """Raise on all ranks unless all make this call."""
         what = f"{call.removesuffix('()')} after step {self.pipeline.step}"
-        self.engine.run(self.pipeline.meet(CALLS.index(call)), what, self.device)
+        with self.engine.called(call, self.pipeline.step):
+            for _ in range(_TRIES):
+                try:
+                    self.engine.run(self.pipeline.meet(CALLS.index(call)), what, self.device)
+                    return
+                except UnmatchedError as error:  # with a rank that had only called its model
+                    found = str(error)
+        raise MismatchError(found)
 
     @contextmanager
     def shared_model(self) -> Iterator[None]:
         """Within it the parameters hold the model that all ranks share: to evaluate or save it. Needs no
         communication. Behind DistributedDataParallel nobody needs it: parameters hold that model anyway,
-        but for the time from a training forward to the optimizer's step."""
+        except while a training forward, a backward or a step is running."""
         before = self.models.look() if self.models is not None else frozenset()
         try:
             yield
@@ -304,6 +393,25 @@ class GradientSync:
 
     def set_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
         optimizer.load_state_dict(state)
+
+    def share_optimizer_state(self) -> None:
+        """Make the optimizers' states the same on all ranks: moments are averaged, the rest is rank 0's. For
+        who goes on without a sync; behind DistributedDataParallel it happens by itself. Call it on all ranks.
+        """
+        self.optimizer_states_to_share()()
+
+    def optimizer_states_to_share(self) -> Callable[[], None]:
+        """What does so, later: it needs no sync. Weak: DDP's hook, which may hold it, is held by parameters,
+        in a way that the collector cannot see."""
+        names = {id(parameter): name for name, parameter in self.held.items()}
+        every = self._given if self._optimizers is None else self._optimizers.known(self._given)
+        references, group, device = [weakref.ref(one) for one in every], self._users, self.device
+
+        def share() -> None:
+            alive = [one for reference in references if (one := reference()) is not None]
+            make_equal(alive, names, group(), device)
+
+        return share
 
     def state_dict(self) -> dict[str, Tensor]:
         """Residual, models and scheme state of this rank, without optimizers: tensors only, for `torch.save`
@@ -320,10 +428,14 @@ class GradientSync:
         the one there, which is whole until the new one is. Call it on all ranks."""
         files.save(self, Path(folder), optimizers)
 
+    def claim(self, folder: Path) -> Stamp:
+        """The stamp of the next checkpoint there; for rank 0."""
+        return self._writer.next(folder)
+
     def load(self, folder: str | PathLike[str], optimizers: bool = True) -> None:
         """Take over what `save` wrote, also with another number of ranks; on all ranks or on none. Call it on
         all of them, after the model's own load_state_dict()."""
-        saving.load(self, "load()", lambda: files.offer_of(self, Path(folder), optimizers))
+        saving.load(self, "load()", lambda: files.newest_offer(self, Path(folder), optimizers))
 
     def flush(self) -> None:
         """Send all residuals, in one dense exchange, at the end of a training. Call it on all ranks.
@@ -374,7 +486,9 @@ class GradientSync:
             return
         self.leave()
         under_way = self._under_way
-        if under_way is not None and not wait(under_way.futures, timeout=1.0).not_done:
+        if self.has_begun_tentatively:
+            self.forget_exchange()
+        elif under_way is not None and not wait(under_way.futures, timeout=1.0).not_done:
             self.take_over()
         if isinstance(self.pipeline, StepPipeline) and self.models is not None:
             sayings.what_is_left(self.pipeline)
@@ -385,6 +499,8 @@ class GradientSync:
         """Close where nobody wants the model any more, nor what waits for it."""
         self.leave()
         self.is_closed = True
+        if self._notice is not None:
+            self._notice.close()
         self.fitted.give_back()
         self.engine.close()
         if self.pipeline.observer is not None:

@@ -28,6 +28,7 @@ from gradsieve import torch_names
 from gradsieve.errors import ConfigError, Malformed
 from gradsieve.integrations import folder as files
 from gradsieve.integrations import resharding, saving, shard_folder
+from gradsieve.integrations.fencing import Stamp
 from gradsieve.integrations.model_sync import ModelSync, Settings
 from gradsieve.integrations.shards import ShardedModels, Shards
 from gradsieve.integrations.two_models import TwoModels
@@ -40,6 +41,7 @@ class HsdpSync(ModelSync):
     """A GradientSync of this rank's shards, between the hosts."""
 
     hears_first: ClassVar[bool] = True  # FSDP's own hook gathers the parameters
+    _host_has_notice = False
 
     def __init__(
         self, model: nn.Module, optimizer: Any, replicate: DeviceMesh, **settings: Unpack[Settings]
@@ -83,6 +85,8 @@ class HsdpSync(ModelSync):
         if torch.is_grad_enabled() and not torch_names.is_in_backward():
             self._averaged = False
         super().before_forward(module)
+        if isinstance(self.models, ShardedModels):
+            self.models.before_gathering()
 
     def _after_averaging(self) -> None:
         """FSDP says so of each of its groups of parameters; the exchange belongs to all of them."""
@@ -107,10 +111,19 @@ class HsdpSync(ModelSync):
             part.local.grad = None
 
     def are_finite(self, gradients: Sequence[Tensor]) -> bool:
-        """On all shards of this host, or it would take a part of a step."""
-        good = torch.tensor([super().are_finite(gradients)], dtype=torch.int32, device=self.device)
-        dist.all_reduce(good, dist.ReduceOp.MIN, group=self.shards.group)
-        return bool(good)
+        """On all shards of this host, or it would take a part of a step. A notice to one of them is one to
+        the host: each shard tells it to its own likes on other hosts, all in the same exchange."""
+        odd = torch.tensor(
+            [not super().are_finite(gradients), super()._has_notice], dtype=torch.int32, device=self.device
+        )
+        dist.all_reduce(odd, dist.ReduceOp.MAX, group=self.shards.group)
+        some_are_not, noticed = odd.tolist()
+        self._host_has_notice |= bool(noticed)
+        return not some_are_not
+
+    @property
+    def _has_notice(self) -> bool:
+        return self._host_has_notice
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """As `torch.nn.utils.clip_grad_norm_` would clip the mean of all hosts' gradients, over all shards:
@@ -151,6 +164,9 @@ class HsdpSync(ModelSync):
         ranks see. Call it on all ranks. Until it is whole the one before is."""
         shard_folder.save(self, Path(folder), optimizers)
 
+    def claim(self, folder: Path) -> Stamp:
+        return shard_folder.claimed(self, lambda: super(HsdpSync, self).claim(folder))
+
     def load(self, folder: str | PathLike[str], optimizers: bool = True) -> None:
         """Take over what `save` wrote, also with other numbers of hosts and shards; on all ranks or on none.
         Call it on all of them."""
@@ -160,8 +176,8 @@ class HsdpSync(ModelSync):
         whole = shard_folder.read_whole(folder, self.shards)
         if whole.shards != self.shards.count:
             return resharding.offer_of(self, folder, whole, optimizers)
-        whole.manifest_of(folder, self.shards.rank)
-        return files.offer_of(self, whole.inner(folder, self.shards.rank), optimizers)
+        manifest = whole.manifest_of(folder, self.shards.rank)
+        return files.offer_of(self, whole.inner(folder, self.shards.rank), manifest, optimizers)
 
     def _on_all_shards(self, read: Callable[[], saving.Offer]) -> saving.Offer:
         """Or on none of them: the hosts that hold the others' shards are told by these."""

@@ -17,11 +17,12 @@ from lightning import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from gradsieve.integrations.beside import load_from, save_into
+from gradsieve.integrations.beside import finish, load_from, new_pair, save_into
 from gradsieve.integrations.ddp import DdpSync, attach
 
 _MARK = "gradsieve"
-"""In a checkpoint with a folder beside it: one without it is of plain DDP, or of the end of a training."""
+"""In a checkpoint with a folder beside it, which pair the two are, and the step; True in older ones. One
+without it is of plain DDP, or of the end of a training."""
 
 
 class GradsieveStrategy(DDPStrategy):
@@ -33,24 +34,36 @@ class GradsieveStrategy(DDPStrategy):
         self._settings = {name: value for name, value in settings.items() if name in ours}
         self.sync: DdpSync | None = None
         self._loading: str = ""
+        self._broke_off = False
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
+        self._broke_off = False
         if trainer.state.fn == TrainerFn.FITTING:
             self.sync = attach(self.model, self.optimizers, **self._settings)
 
     def on_train_end(self) -> None:
         """What still waits goes into the model, which is then a plain one: to be tested, saved, taken on."""
         super().on_train_end()
-        if self.sync is not None and not self.sync.is_closed:
-            self.sync.flush()
-            self.sync.close()
+        self._finish()
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self._broke_off = True
 
     def teardown(self) -> None:
-        """Also of a training that broke off."""
+        """Also of a training that broke off, on this rank perhaps alone: nobody is asked then. And of one
+        that was at its end when it was gone on from: Lightning calls no `on_train_end` for it."""
+        if not self._broke_off:
+            self._finish()
         if self.sync is not None and not self.sync.is_closed:
             self.sync.close()
         super().teardown()
+
+    def _finish(self) -> None:
+        if self.sync is not None and not self.sync.is_closed:
+            self.sync.flush()
+            self.sync.close()
 
     # -- checkpoints ------------------------------------------------------------------------------------
 
@@ -58,9 +71,13 @@ class GradsieveStrategy(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
         """The folder first: a file that has the mark has its folder. Weights alone need none."""
-        if "optimizer_states" in checkpoint and save_into(self.sync, _beside(filepath)):
-            checkpoint[_MARK] = True
+        folder, pair = _beside(filepath), new_pair()
+        is_paired = "optimizer_states" in checkpoint and save_into(self.sync, folder, pair)
+        if is_paired:
+            checkpoint[_MARK] = {"pair": pair, "step": checkpoint["global_step"]}
         super().save_checkpoint(checkpoint, filepath, storage_options)
+        if is_paired and self.sync is not None:
+            finish(self.sync, folder)
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """The file first, for the same reason."""
@@ -79,7 +96,9 @@ class GradsieveStrategy(DDPStrategy):
         """One rank's on all of them, and then each its own."""
         super().load_optimizer_state_dict(checkpoint)
         if self.sync is not None:
-            load_from(self.sync, self._loading, promised=_MARK in checkpoint)
+            mark = checkpoint.get(_MARK)
+            pair = str(mark["pair"]) if isinstance(mark, dict) else ""
+            load_from(self.sync, self._loading, mark is not None, pair)
 
 
 def _beside(file: str | os.PathLike[str]) -> str:

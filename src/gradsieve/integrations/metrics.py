@@ -1,6 +1,6 @@
 """What `metrics()` tells of the last step, among other things:
 
-bits        moved by this rank, a parameter and step
+bits        moved by this rank, a parameter and step: in the mean over some (`sync/turns.py`)
 link        seconds of the exchange over those for which nobody needed it: 1 fills them
 staleness   exchanges for which what is sent now has waited
 rho         square of the mean gradient's length over that of a rank's own
@@ -27,7 +27,8 @@ def metrics(sync: GradientSync) -> dict[str, Any]:
     return {
         "step": pipeline.step,
         "skipped": pipeline.skipped,
-        "bits": pipeline.bits(),
+        "bits": pipeline.turns.bits,
+        "bits_of_step": pipeline.bits(),
         "link": pipeline.seconds() / sync.watch.room if sync.watch.room else 0.0,
         "density": stats.sent / elements if elements else 0.0,
         "bytes_sent": int(stats.meter.sent),

@@ -1,22 +1,26 @@
 """A sync that a model's own hooks lead to: which of the two models is in place when, and when to exchange.
 
 One exchange belongs to each backward that averages gradients, or to every `every`-th of them: these are as
-many on every rank, also where a rank skips steps of its optimizer. It begins with the forward before, or
-with that backward at the latest. Nothing is written to parameters between a forward and its backward. With
-`late=False` the exchange ends before that forward begins, and not at the end of the step before: a rank that
-skips its step would be waited for there, perhaps for ever.
+many on every rank, also where a rank skips steps of its optimizer. It begins with the forward before,
+tentatively, since a forward may be one rank's alone, and is taken over when that backward ends: from then on
+all ranks show the same shared model again, whoever steps and whoever does not. With `late=False` the exchange
+ends before that forward begins.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from gradsieve.feedback.digest import digest
+from gradsieve.integrations import backward
 from gradsieve.integrations.door import watch
 from gradsieve.integrations.gradient_sync import GradientSync
 from gradsieve.presets import Preset
@@ -41,6 +45,7 @@ class ModelSync(GradientSync):
 
     hears_first: ClassVar[bool] = False
     """Whether it has to know of a forward before the hooks that the model has already."""
+    _hooks: Sequence[RemovableHandle] = ()
 
     def __init__(
         self, root: nn.Module, parameters: Iterable[tuple[str, Tensor]], optimizer: Any, **settings: Any
@@ -48,24 +53,36 @@ class ModelSync(GradientSync):
         # Weak: the model's hooks hold this sync, and the collector cannot see through all of them.
         self._root = weakref.ref(root)
         self._begun = False
-        """Whether the exchange that belongs to the coming backward is under way."""
-        self._trains_in_evaluation_mode = False
-        self._looks: list[Set[str]] = []
-        """Parameters to be put back after each forward in evaluation mode that is going on."""
-        self._saving: Set[str] = frozenset()
+        """Whether the exchange that belongs to the coming backward has begun."""
+        self._belongs = False
+        """Whether the backward that is running averages gradients."""
+        self._forwards: list[tuple[bool, Set[str]]] = []
+        """Of each forward that is running: whether it trains, and which parameters to put back after it."""
+        self.graph_of: int | None = None
+        """Thread of the last forward that was recorded for a backward."""
+        self._graph_is_own = self._graph_is_due = False
+        """Whether that, or one before it that still waits for its backward, was on this rank's own model; and
+        whether one waits."""
+        self._in_backward: Set[str] = frozenset()
+        self._stepping: Set[str] = frozenset()
+        """Parameters that an optimizer is writing, or was when it raised."""
+        self._trained_in_evaluation_mode = self._trains_in_evaluation_mode = False
+        """Whether the last backward was of such a forward; and whether an optimizer then stepped by it."""
         self._before_load = 0
         super().__init__(parameters, optimizer, **settings)
 
     def enter(self) -> None:
-        """Also to the model."""
+        """Also to the model, and to backward passes."""
         root = self._root()
         assert root is not None
         self._hooks = watch(root, self, self.hears_first)
         super().enter()
         if self.models is not None:
+            backward.listen(self)
             self.models.show_shared()
 
     def leave(self) -> None:
+        backward.leave(self)
         for hook in self._hooks:
             hook.remove()
         super().leave()
@@ -73,40 +90,50 @@ class ModelSync(GradientSync):
     # -- what the model's hooks lead to -----------------------------------------------------------------
 
     def before_forward(self, module: torch.nn.Module) -> None:
-        """Training: what the optimizer moved is known, so exchange it while forward and backward compute, on
-        this rank's own model. Evaluation: the shared model, for as long as the forward takes."""
+        """Training: this rank's own model; what the optimizer moved is known, so exchange it while forward
+        and backward compute. Evaluation: the shared model, also inside of a backward."""
         if self.models is None:
             return
-        trains = torch.is_grad_enabled() and (module.training or self._trains_in_evaluation_mode)
-        if not module.training and not trains:
-            self.take_over_if_ripe()  # a rank that skipped its step has not done so yet
-            self._looks.append(self.models.look())
-        elif trains:
-            self.models.show_own()
-            if not self._begun:
-                self.before_exchange()
-                self.start_if_due()
-                self._begun = True
-                if not self.treatment.late:
-                    self.take_over(self.parameters.keys())
-                    self.models.raise_versions()
+        if self._stepping:  # that step raised
+            self.models.show_shared(self._stepping)
+            self._stepping = frozenset()
+        if module.training:
+            self._trains_in_evaluation_mode = False
+        records = torch.is_grad_enabled()
+        trains = records and (module.training or self._trains_in_evaluation_mode)
+        if records:
+            self.graph_of = threading.get_ident()
+            self._graph_is_own = trains or (self._graph_is_own and self._graph_is_due)
+        if trains:
+            self._graph_is_due = True
+            self._forwards.append((True, self.models.show_own()))
+            self._begin()
+        else:
+            self._forwards.append((False, frozenset() if module.training else self.models.look()))
 
     def after_forward(self, module: torch.nn.Module) -> None:
-        if self._looks and self.models is not None:
-            self.models.show_own(self._looks.pop())
+        if self._forwards and self.models is not None:
+            trained, changed = self._forwards.pop()
+            if trained:
+                self.models.show_shared(changed, raise_version=False)
+            else:
+                self.models.show_own(changed)
 
-    def before_saving(self, module: torch.nn.Module) -> None:
-        if self.models is not None:
-            self.take_over_if_ripe()
-            self._saving = self.models.look()
-
-    def after_saving(self, module: torch.nn.Module) -> None:
-        if self.models is not None:
-            self.models.show_own(self._saving)
-            self._saving = frozenset()
+    def _begin(self) -> None:
+        if self._begun or not self.pipeline.is_last_of_period:
+            return
+        assert self.models is not None
+        self.before_exchange()
+        self._begun = True
+        self.start_exchange(tentative=True)
+        if not self.treatment.late:
+            self.take_over(self.parameters.keys())
+            self.models.raise_versions()
 
     def before_loading(self, module: torch.nn.Module) -> None:
         if self.models is not None:
+            if self.has_begun_tentatively:
+                self.forget_exchange()
             self.take_over()
             self.models.show_shared()
             self._before_load = self._fingerprint()
@@ -127,23 +154,53 @@ class ModelSync(GradientSync):
     def _fingerprint(self) -> int:
         return int(digest([parameter.detach() for parameter in self.parameters.values()]))
 
-    def after_update(self, names: Set[str]) -> None:
-        super().after_update(names)
-        if self.models is not None:
-            self._looks.clear()
-            self.models.show_shared(names)
+    # -- what a backward pass leads to ------------------------------------------------------------------
 
-    # -- what averaging gradients leads to --------------------------------------------------------------
+    def begin_backward(self) -> None:
+        assert self.models is not None
+        self._in_backward = self.models.show_own() if self._graph_is_own else frozenset()
+
+    def end_backward(self, completed: bool) -> None:
+        assert self.models is not None
+        belongs, self._belongs = self._belongs, False
+        try:
+            if belongs:
+                self._graph_is_due = False
+                with contextlib.nullcontext() if completed else contextlib.suppress(Exception):
+                    self.take_over_if_ripe()
+        finally:
+            changed, self._in_backward = self._in_backward, frozenset()
+            self.models.show_shared(changed, raise_version=False)
 
     def belongs_to_a_backward(self) -> None:
         """The exchange that was begun, or one begun now: a model in evaluation mode is trained, or only parts
-        of one were called."""
-        if not self._begun:
+        of one were called. All ranks average gradients, so that all take part."""
+        begun, self._begun = self._begun, False
+        if self._under_way is not None:
+            self._under_way.is_tentative = False
+        if self.pipeline.begins_exchange() and not begun:
             self.before_exchange()
-            self.start_if_due()
-            root = self._root()
-            self._trains_in_evaluation_mode = root is not None and not root.training
-        self._begun = False
+            self.start_exchange()
+        self._belongs = True
+        root = self._root()
+        self._trained_in_evaluation_mode = root is not None and not root.training
 
     def before_exchange(self) -> None:
         """Raise where there can be none."""
+
+    def forget_exchange(self) -> None:
+        super().forget_exchange()
+        self._begun = False
+
+    # -- what an optimizer's step leads to --------------------------------------------------------------
+
+    def before_update(self, names: Set[str], optimizer: Any) -> None:
+        self._trains_in_evaluation_mode = self._trained_in_evaluation_mode
+        self._stepping |= names
+        super().before_update(names, optimizer)
+
+    def after_update(self, names: Set[str]) -> None:
+        super().after_update(names)
+        self._stepping -= names
+        if self.models is not None:
+            self.models.show_shared(names)

@@ -8,7 +8,7 @@
 What a step tells by itself (counts, thresholds, spans) is written in every line. Norms need a pass over all
 that waits: they are taken every `every` steps, piece by piece, and are exact then. A step's line is written
 when the next one is committed: only then are all of its seconds known. It goes to the sinks as well, if some
-were given (`gradsieve/sinks/`).
+were given (`gradsieve/sinks/`). How the file outlives restarts and full disks: `record_file.py`.
 
 All of it happens on the thread that exchanges; without a recorder a step looks at one attribute.
 """
@@ -20,6 +20,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,13 @@ from torch import Tensor
 
 from gradsieve.errors import ConfigError
 from gradsieve.integrations.gradient_sync import GradientSync
-from gradsieve.records import Header, Line, path_of, text_of
+from gradsieve.integrations.record_file import RecordFile
+from gradsieve.records import Header, Line, path_of
 from gradsieve.schemes import SCHEMES
 from gradsieve.schemes.base import Scheme
 from gradsieve.sinks import Sink
 from gradsieve.sync import GradientPipeline, StepPipeline
+from gradsieve.sync.budget import Fixed
 from gradsieve.types import Outcome, Sparse, Vector, to_host
 
 _log = logging.getLogger("gradsieve")
@@ -41,6 +44,12 @@ EVERY = 50
 """Steps between two looks at all that waits."""
 _PIECE = 1 << 17
 """Elements that are looked at at once: they stay in the processor's cache from one sum to the next."""
+
+
+def _budget(pipeline: GradientPipeline | StepPipeline) -> str:
+    if pipeline.budget is None:
+        return ""
+    return f"{pipeline.budget.bits:g}" if isinstance(pipeline.budget, Fixed) else "auto"
 
 
 class Recorder:
@@ -60,15 +69,11 @@ class Recorder:
         self.pipeline, self.every, self.path = pipeline, every, path_of(stem, pipeline.rank)
         self._elements = sum(unit.n for unit in pipeline.units)
         self._line: Line | None = None
+        self._name, self._last_step, self._is_closed = stem.name, -1, False
         self._start = time.perf_counter()
         self._sinks: list[Sink] = []
-        header = self._header(stem.name)
-        try:
-            stem.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("w", buffering=1)  # by lines: what was written is whole
-            self._file.write(text_of(header))
-        except OSError as error:
-            raise ConfigError(f"the record cannot be written: {error}") from error
+        header = self._header()
+        self._file = RecordFile(self.path, header)
         try:
             for sink in sinks:
                 sink.begin(header)
@@ -78,10 +83,10 @@ class Recorder:
             raise
         pipeline.observer = self
 
-    def _header(self, name: str) -> Header:
+    def _header(self) -> Header:
         pipeline = self.pipeline
         return Header(
-            name=name,
+            name=self._name,
             scheme=spec_of(pipeline.scheme),
             exchange="gradients" if pipeline.exchanges_gradients else "steps",
             density=1.0 if pipeline.scheme.lossless else pipeline.scheme.density,
@@ -90,11 +95,17 @@ class Recorder:
             parameters=pipeline.parameters,
             every=self.every,
             period=pipeline.treatment.every,
+            budget=_budget(pipeline),
+            began=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
         )
 
     def after_step(self) -> None:
         self._write()
         pipeline = self.pipeline
+        if pipeline.step <= self._last_step:  # a checkpoint was loaded: as if it were started again
+            self._start = time.perf_counter()
+            self._file.begin(self._header())
+        self._last_step = pipeline.step
         self._stats = stats = pipeline.stats
         line = self._line = Line(
             step=pipeline.step,
@@ -132,11 +143,7 @@ class Recorder:
         if self._line is None:
             return
         self._line.seconds = self._stats.seconds
-        try:
-            self._file.write(text_of(self._line))
-        except OSError as error:  # a full disk is no reason to lose a training
-            _log.warning("rank %d: recording ends: %s", self.pipeline.rank, error)
-            self.pipeline.observer = None
+        self._file.write(self._line)
         for sink in list(self._sinks):
             try:
                 sink.take(self._line)
@@ -148,13 +155,14 @@ class Recorder:
 
     def close(self) -> None:
         """Write the last line. Closing the sync does so too."""
-        if self._file.closed:
+        if self._is_closed:
             return
         self._write()
         self.pipeline.observer = None
         self._end()
 
     def _end(self) -> None:
+        self._is_closed = True
         self._file.close()
         for sink in self._sinks:
             try:

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+import gradsieve
 from gradsieve import wire
 from gradsieve.comm.ops import AllGather
 from gradsieve.errors import DivergenceError
 from gradsieve.feedback import checkpoint
 from gradsieve.feedback.digest import digest
-from gradsieve.integrations.agreement import against_the_majority, agree_on, agree_on_values
+from gradsieve.integrations import strangers
+from gradsieve.integrations.agreement import agree_on, agree_on_values, unlike
 from gradsieve.sync import StepPipeline
 from gradsieve.types import Program, replicated_fields
 
@@ -26,6 +28,7 @@ def start_alike(sync: GradientSync, dense_if_faster: bool) -> None:
     layout = repr([[(slot.name, slot.numel, slot.sparse) for slot in unit.slots] for unit in pipeline.units])
     elements = sum(slot.numel for unit in pipeline.units for slot in unit.slots)
     things = {
+        "the version of gradsieve": gradsieve.__version__,
         "the version of gradsieve's messages": str(wire.VERSION),
         "scheme": type(sync.scheme).__name__,
         "density": f"{sync.scheme.density:g}",
@@ -35,10 +38,14 @@ def start_alike(sync: GradientSync, dense_if_faster: bool) -> None:
         "dense_if_faster": str(dense_if_faster),
         "the model": f"{len(sync.parameters)} parameters of {elements} elements, laid out as {layout}",
         "types": ", ".join(sorted({str(p.dtype) for p in sync.parameters.values()})),
+        **strangers.compared(sync.held, sync.fitted.optimizers),
     }
+    if getattr(sync, "is_elastic", False):
+        del things["learning rates"]
     sync.engine.run(agree_on(things, rank, sync.device), "the comparison of settings", sync.device)
     weights = {name: p.detach() for name, p in sync.parameters.items()}
     sync.engine.run(agree_on_values(weights, rank, sync.device), "the comparison of weights", sync.device)
+    strangers.refuse(sync.held, sync.fitted.optimizers, rank)
 
 
 def compare(sync: GradientSync) -> None:
@@ -48,26 +55,31 @@ def compare(sync: GradientSync) -> None:
 
 
 def _compared(sync: GradientSync) -> Program[None]:
-    everyone = yield AllGather(digest(_replicated(sync)).to(sync.device))
-    hashes = everyone.flatten().tolist()
-    if len(set(hashes)) > 1:
+    mine = replicated(sync)
+    everyone = yield AllGather(digest(list(mine.values())).to(sync.device))
+    if len(set(everyone.flatten().tolist())) > 1:
+        where = yield from unlike(mine, sync.device)
         raise DivergenceError(
-            f"rank {sync.engine.rank}: replicas differ after step {sync.pipeline.step}; "
-            f"{against_the_majority(hashes)}. Something outside the exchange changed parameters or state on "
-            "some ranks only (rank-dependent code, a partly loaded checkpoint). Restart all ranks from one "
-            "checkpoint."
+            f"rank {sync.engine.rank}: replicas differ after step {sync.pipeline.step}; {where}. Something "
+            "outside the exchange changed parameters or state on some ranks only (rank-dependent code, a "
+            "partly loaded checkpoint). Restart all ranks from one checkpoint."
         )
 
 
-def _replicated(sync: GradientSync) -> list[Tensor]:
+def replicated(sync: GradientSync) -> dict[str, Tensor]:
+    """What has the same bits on all ranks, by names for people."""
     pipeline = sync.pipeline
-    tensors = [torch.tensor([pipeline.step], dtype=torch.int64, device="cpu")]
+    figures = [float(pipeline.step)]
     if isinstance(pipeline, StepPipeline):
-        tensors += [part for local in pipeline.local for part in (local.shared, local.shared_dense)]
-        tensors.append(torch.tensor(list(pipeline.figures().values()), dtype=torch.float64, device="cpu"))
+        kept = pipeline.kept().items()
+        tensors = {key.partition("/")[2]: part for key, part in kept if key.startswith("shared/")}
+        figures += pipeline.figures().values()
     else:
-        tensors += sync.parameters.values()
-    for state in pipeline.states:
+        tensors = dict(sync.parameters)
+        tensors |= {key: part for key, part in pipeline.kept().items() if key.startswith("total/")}
+    tensors["step and figures"] = torch.tensor(figures, dtype=torch.float64, device="cpu")
+    for index, state in enumerate(pipeline.states):
         fields = checkpoint.fields_to_tensors(state, "")
-        tensors.extend(fields[name] for name in replicated_fields(state))
+        of_unit = f"of unit {index}" if len(pipeline.states) > 1 else "of the scheme"
+        tensors |= {f"{name} {of_unit}": fields[name] for name in replicated_fields(state)}
     return tensors

@@ -12,16 +12,25 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from gradsieve.comm.ops import AllGather
-from gradsieve.errors import ConfigError, Malformed, MismatchError, list_ranks
+from gradsieve.errors import (
+    ConfigError,
+    GradsieveError,
+    Malformed,
+    MismatchError,
+    RefusedError,
+    list_ranks,
+)
 from gradsieve.feedback import checkpoint
 from gradsieve.feedback.digest import digest
-from gradsieve.feedback.tree import put_together, taken_apart
+from gradsieve.feedback.step_length import state_made_by
+from gradsieve.feedback.tree import has_parts, made_like, put_together, taken_apart
 from gradsieve.feedback.units import flat_view, shaped_like
 from gradsieve.integrations.agreement import against_the_majority, as_bytes, as_text
 from gradsieve.sync.parts import (
@@ -69,7 +78,7 @@ class Offer:
 def state_of(sync: GradientSync) -> dict[str, Tensor]:
     """Always under the same keys: distributed checkpointing asks a fresh sync which to read."""
     come_to_rest(sync)
-    if sys._getframe(2).f_globals.get("__name__") == "accelerate.checkpointing":
+    if _is_called_by("accelerate.checkpointing"):
         # It keeps what rank 0 returns and gives it to all ranks: they would find out when they load it.
         raise ConfigError(
             f"rank {sync.engine.rank}, step {sync.pipeline.step}: register_for_checkpointing(sync) saves one "
@@ -77,6 +86,16 @@ def state_of(sync: GradientSync) -> dict[str, Tensor]:
             "attach(accelerator, model, optimizer): save_state() then saves every rank's"
         )
     return {key: part.clone() for key, part in _tensors(sync, frozenset()).items()}
+
+
+def _is_called_by(module: str) -> bool:
+    """However many functions lie in between: each kind of sync has its own `state_dict`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == module:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def shard_of(sync: GradientSync, optimizers: bool) -> dict[str, Tensor]:
@@ -194,10 +213,7 @@ def head_of(
     if saved_by != scheme:
         raise Malformed(f"the checkpoint is of scheme {saved_by}, this run's is {scheme}")
     step = int(checkpoint.take(stored, prefix + "step", (), torch.int64))
-    figures = {
-        name: float(checkpoint.take(stored, f"{prefix}figure/{name}", (), torch.float64))
-        for name in sync.pipeline.figures()
-    }
+    figures = {name: checkpoint.take_figure(stored, prefix, name) for name in sync.pipeline.figures()}
     if step < 0 or not all(map(math.isfinite, figures.values())):
         raise Malformed(f"step {step} and figures {figures} in the checkpoint cannot be")
     return step, figures
@@ -236,18 +252,34 @@ def optimizers_of(sync: GradientSync, stored: Mapping[str, Tensor], rank: int, s
             raise Malformed(f"{here + 'text'!r} in the checkpoint, of shape {tuple(text.shape)}, is too long")
         count = sum(key.startswith(here) for key in stored) - 1
         tensors = [stored[f"{here}{place}"].clone() for place in range(count) if f"{here}{place}" in stored]
-        out.append(put_together(checkpoint.tensor_to_text(text), tensors))
+        out.append(_whole(put_together(checkpoint.tensor_to_text(text), tensors), optimizers[number]))
     return out
 
 
+def _whole(tree: Any, optimizer: Any) -> Any:
+    """With moments of the classes that this optimizer makes itself."""
+    states = tree.get("state") if isinstance(tree, dict) else None
+    if not isinstance(states, dict) or not has_parts(states):
+        return made_like(tree, None)
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    made = {}
+    for place, state in states.items():
+        if has_parts(state) and not (type(place) is int and 0 <= place < count):
+            raise Malformed(f"the checkpoint has the state of parameter {place!r}, and there are {count}")
+        made[place] = made_like(state, state_made_by(optimizer, place)) if has_parts(state) else state
+    return made_like({**tree, "state": made}, None)
+
+
 def come_to_rest(sync: GradientSync, call: str | None = None) -> None:
-    """No exchange is under way; and where all ranks are needed, all of them make this call."""
+    """No exchange is under way that will be taken over whatever comes; and where all ranks are needed, all of
+    them make this call."""
     if sync.is_closed:
         raise ConfigError(
             f"rank {sync.engine.rank}, step {sync.pipeline.step}: the sync is closed, and has nothing to "
             "save or to load into"
         )
-    sync.take_over()
+    if call is not None or not sync.has_begun_tentatively:
+        sync.take_over()
     if call is not None and not sync.scheme.silent:
         sync.meet(call)
 
@@ -316,12 +348,12 @@ def refuse(sync: GradientSync, outcome: str, refused: list[int], problem: Except
     begin = f"rank {sync.engine.rank}, step {sync.pipeline.step}: {outcome}"
     if problem is not None:
         others = "" if len(refused) == 1 else f" ({list_ranks(refused)} refused)"
-        raise Malformed(f"{begin}{others}: {_reason(problem)}") from problem
-    raise MismatchError(f"{begin}: {'; '.join(some)}{more}")
+        raise RefusedError(f"{begin}{others}: {_reason(problem)}") from problem
+    raise RefusedError(f"{begin}: {'; '.join(some)}{more}")
 
 
 def _reason(problem: Exception) -> str:
-    return str(problem) if isinstance(problem, Malformed) else f"{type(problem).__name__}: {problem}"
+    return str(problem) if isinstance(problem, GradsieveError) else f"{type(problem).__name__}: {problem}"
 
 
 def _fingerprint(part: Part) -> int:

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from torch import Tensor
+import os
+import sys
+import weakref
+from typing import TYPE_CHECKING
 
 from gradsieve import kernels
 from gradsieve.integrations.optimizers import uncovered
 from gradsieve.sync import Pipeline, StepPipeline
-from gradsieve.sync.budget import Fixed
+from gradsieve.sync.budget import Fixed, cost
+
+if TYPE_CHECKING:
+    from gradsieve.integrations.gradient_sync import GradientSync
 
 _log = logging.getLogger("gradsieve")
 
 
-def what_is_set(pipeline: Pipeline, parameters: Mapping[str, Tensor], optimizers: Sequence[Any]) -> None:
+def what_is_set(sync: GradientSync) -> None:
+    """Also what is set and can hardly be meant."""
+    pipeline, parameters, optimizers = sync.pipeline, sync.held, sync.fitted.optimizers
+    _what_is_odd(sync)
+    if sync.exchanges_steps:
+        say_what_is_lost_at_the_end(sync)
     missing = uncovered(parameters, optimizers)
     if missing:
         some = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
@@ -40,12 +50,85 @@ def what_is_set(pipeline: Pipeline, parameters: Mapping[str, Tensor], optimizers
         )
 
 
+def _what_is_odd(sync: GradientSync) -> None:
+    pipeline, world, every = sync.pipeline, sync.engine.world, sync.treatment.every
+    if pipeline.rank != 0 or sync.scheme.silent or getattr(sync, "is_elastic", False):
+        return
+    if world == 1:
+        _log.warning(
+            "rank 0: there is one rank, and nothing to exchange: the optimizer steps as without gradsieve. "
+            "Start several, with torchrun"
+        )
+        return
+    exact = cost("exact", world) / every
+    if isinstance(pipeline.budget, Fixed) and pipeline.budget.bits > exact:
+        _log.warning(
+            "rank 0: bits=%g is more than the %.3g bits a parameter and step with which %d ranks send "
+            "everything as it is: it is what plain DistributedDataParallel sends. Give less, such as "
+            "bits=0.75",
+            pipeline.budget.bits,
+            exact,
+            world,
+        )
+    density = sync.scheme.density
+    if pipeline.budget is None and density * pipeline.parameters < 1:
+        _log.warning(
+            "rank 0: density=%g of %d parameters is less than one element a step, and one is the least that "
+            "is sent: give density=%.1g or more, or bits=0.75",
+            density,
+            pipeline.parameters,
+            1 / pipeline.parameters,
+        )
+    here = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not sync.part and here.isdecimal() and 1 < int(here) < world:
+        _log.warning(
+            "rank 0: each of the %s ranks of a host sends over the network by itself. Average inside the "
+            "host first, and exchange once a host: docs/how-to/eight-gpus-a-host.md",
+            here,
+        )
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and _may_restart():
+        _log.warning(
+            "rank 0: torchrun has one store for all its restarts, and ranks that it starts again would look "
+            "there for the dead until the time-out: start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in "
+            "its environment, docs/checkpoints.md"
+        )
+
+
+def _may_restart() -> bool:
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
 def _amount(pipeline: Pipeline) -> str:
     if pipeline.budget is None:
         return f"at density {pipeline.scheme.density:g}"
     if isinstance(pipeline.budget, Fixed):
         return f"with {pipeline.budget.bits:g} bits a parameter and step"
     return "with as many bits as forward and backward hide"
+
+
+def say_what_is_lost_at_the_end(sync: GradientSync) -> None:
+    """When Python ends by itself and `flush()` was forgotten. No rank is asked."""
+    ref = weakref.ref(sync)
+
+    def say() -> None:
+        alive = ref()
+        failed = getattr(sys, "last_value", None) is not None
+        if alive is None or alive.is_closed or failed or alive.engine.world == 1:
+            return
+        with contextlib.suppress(Exception):  # whatever is gone already: it is only a line
+            assert isinstance(alive.pipeline, StepPipeline)
+            left = alive.pipeline.waiting_norm()
+            if left:
+                _log.warning(
+                    "rank %d, step %d: the training ended with steps of norm %.3g that no exchange has "
+                    "carried; the model lacks them: call sync.flush() on all ranks at the end",
+                    alive.pipeline.rank,
+                    alive.pipeline.step,
+                    left,
+                )
+
+    atexit.register(say)
+    weakref.finalize(sync, atexit.unregister, say).atexit = False
 
 
 def what_is_left(pipeline: StepPipeline) -> None:

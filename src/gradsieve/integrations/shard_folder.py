@@ -1,20 +1,18 @@
 """A checkpoint of all shards of all hosts, in a folder that all ranks see.
 
-    manifest.json                              version, shards, step, model, every inner manifest's SHA-256
-    step000000120-shard00001-of-00002/         what the ranks that hold shard 1 had (`folder.py`)
+    manifest-1.4.json                             version, shards, step, model, inner manifests' SHA-256
+    step000000120-save1.4-shard00001-of-00002/    what the ranks that hold shard 1 had (`folder.py`)
 
 The ranks that exchange with each other write a checkpoint of their own; when all shards have, one rank writes
-the manifest over them. Until then the checkpoint before is whole, as each step has folders of its own. Read
-by one expression, as the inner ones are, and naming no paths.
+the manifest over them. Until then the checkpoint before is whole, as each save has folders of its own, by its
+stamp (`fencing.py`). Read by one expression, as the inner ones are, and naming no paths.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
 import re
-import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,10 +20,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradsieve.comm.ops import AllGather
-from gradsieve.errors import Malformed, MismatchError
+from gradsieve.errors import GradsieveError, Malformed, MismatchError, RefusedError
+from gradsieve.integrations import fencing, saving
 from gradsieve.integrations import folder as files
 from gradsieve.integrations.agreement import as_bytes, as_text
-from gradsieve.integrations.folder import MANIFEST, Manifest
+from gradsieve.integrations.fencing import BEFORE, Stamp
+from gradsieve.integrations.folder import Manifest
 from gradsieve.integrations.saving import MOST_RANKS
 from gradsieve.types import Program
 
@@ -35,20 +35,25 @@ if TYPE_CHECKING:
 
 _TEXT = """{{
  "format": "gradsieve checkpoint of shards",
- "version": 1,
+ "version": {version},
+ "term": {term},
+ "number": {number},
  "shards": {shards},
  "step": {step},
  "parameters": "{parameters}",
  "sha256": "{hashes}"
 }}
 """
-_READ = re.compile(
-    re.escape(_TEXT.format(shards="V", step="V", parameters="H", hashes="H"))
-    .replace(r":\ V", r":\ (\d{1,15})")
-    .replace('"H"', '"([0-9a-f]*)"')
-    .encode()
-)
-_OURS = re.compile(r"step\d{9,15}-shard\d{5,7}-of-\d{5,7}")
+
+
+def _reading(text: str, version: int) -> re.Pattern[bytes]:
+    values = dict.fromkeys(("term", "number", "shards", "step"), "V")
+    pattern = re.escape(text.format(**values, version=version, parameters="H", hashes="H"))
+    return re.compile(pattern.replace(r":\ V", r":\ (\d{1,15})").replace('"H"', '"([0-9a-f]*)"').encode())
+
+
+_READ = _reading(_TEXT, 2)
+_READ_1 = _reading(re.sub(r' "(?:term|number)": .*\n', "", _TEXT), 1)
 _MOST = 1 << 27
 _HEX = 64
 
@@ -63,16 +68,17 @@ class Whole:
     """A hash of names, whole shapes and types."""
     hashes: str
     """SHA-256 of every shard's manifest, end to end."""
+    stamp: Stamp
 
     def inner(self, folder: Path, shard: int) -> Path:
-        return folder / _name(self.step, shard, self.shards)
+        return folder / _name(self.step, self.stamp, shard, self.shards)
 
     def manifest_of(self, folder: Path, shard: int) -> Manifest:
         """Of one shard, if it is the one that was saved with the others."""
         inner = self.inner(folder, shard)
-        if _hash(inner) != self.hashes[_HEX * shard : _HEX * (shard + 1)]:
-            raise Malformed(f"{inner / MANIFEST} is not what was saved with the other shards")
-        manifest = files.read_manifest(inner)
+        if _hash(inner, self.stamp) != self.hashes[_HEX * shard : _HEX * (shard + 1)]:
+            raise Malformed(f"{inner / self.stamp.manifest} is not what was saved with the other shards")
+        manifest = files.read_manifest(inner, self.stamp)
         if manifest.step != self.step:
             raise Malformed(f"{inner} is of step {manifest.step}, not {self.step}")
         return manifest
@@ -80,28 +86,43 @@ class Whole:
 
 def save(sync: HsdpSync, folder: Path, optimizers: bool) -> None:
     """On all shards of all hosts or, as far as whoever loads can see, on none."""
+    saving.come_to_rest(sync, "save()")
+    stamp = files.agreed_stamp(sync, folder)
     step, shards = sync.pipeline.step, sync.shards
-    inner = folder / _name(step, shards.rank, shards.count)
+    inner = folder / _name(step, stamp, shards.rank, shards.count)
     problem: Exception | None = None
     mine = "0" * _HEX
     try:
-        files.save(sync, inner, optimizers)
-        mine = _hash(inner)
+        files.write_checkpoint(sync, inner, stamp, optimizers)
+        mine = _hash(inner, stamp)
     except Exception as error:  # whatever it is, the other shards wait to be told
         problem = error
-    outcome = f"rank {sync.engine.rank}, step {step}: nothing was saved; the checkpoint before is as it was"
+    outcome = f"rank {sync.engine.rank}, step {step}: {files.KEPT}"
     hashes = agreed(sync, outcome, problem, mine)
     try:
         if shards.rank == 0 and sync.engine.rank == 0:
-            _commit(folder, Whole(shards.count, step, hash_of(shards), hashes))
+            _commit(folder, Whole(shards.count, step, hash_of(shards), hashes, stamp))
     except Exception as error:
         problem = error
-    lacking = f"{outcome}: host 0 could not write {folder / MANIFEST}"
+    lacking = f"{outcome}: host 0 could not write {folder / stamp.manifest}"
     try:
-        sync.engine.run(_told(sync, problem is None, lacking), "the manifest over all shards", sync.device)
+        vote = _vote(sync, stamp, problem is None, lacking)
+        sync.engine.run(vote, "the manifest over all shards", sync.device)
     except MismatchError as error:  # the host's other shards wait to be told
         problem = problem or error
     agreed(sync, outcome, problem, mine)
+
+
+def claimed(sync: HsdpSync, claim: Callable[[], Stamp]) -> Stamp:
+    """By shard 0 of host 0, for all of that host's."""
+    stamp, problem = BEFORE, None
+    if sync.shards.rank == 0:
+        try:
+            stamp = claim()
+        except Exception as error:  # whatever it is, the other shards wait to be told
+            problem = error
+    first, *_ = agreed(sync, files.KEPT, problem, f"{stamp} ").split()
+    return Stamp(*map(int, first.split(".")))
 
 
 def agreed(sync: HsdpSync, outcome: str, problem: Exception | None, mine: str = "") -> str:
@@ -109,25 +130,31 @@ def agreed(sync: HsdpSync, outcome: str, problem: Exception | None, mine: str = 
     said = mine if problem is None else f"{type(problem).__name__}: {problem}"
     row = as_bytes(("+" if problem is None else "-") + said, sync.device)
     texts = [as_text(each) for each in sync.shards.gather(row)]
-    if problem is not None:
+    if isinstance(problem, GradsieveError):
         raise problem
+    if problem is not None:
+        raise RefusedError(f"{outcome}: {said}") from problem
     refused = [shard for shard, text in enumerate(texts) if not text.startswith("+")]
     if refused:
-        raise MismatchError(f"{outcome}: shard {refused[0]} refused: {texts[refused[0]][1:]}")
+        raise RefusedError(f"{outcome}: shard {refused[0]} refused: {texts[refused[0]][1:]}")
     return "".join(text[1:] for text in texts)
 
 
 def read_whole(folder: Path, shards: Shards) -> Whole:
-    content = files.read_bytes(folder / MANIFEST, _MOST)
-    found = _READ.fullmatch(content)
+    stamp = fencing.manifests(folder)[0]
+    path = folder / stamp.manifest
+    content = files.read_bytes(path, _MOST)
+    found = (_READ_1 if stamp == BEFORE else _READ).fullmatch(content)
     if found is None:
-        raise Malformed(f"{folder / MANIFEST} is not the manifest of a checkpoint of shards")
-    count, step, parameters, hashes = found.groups()
+        raise Malformed(f"{path} is not the manifest of a checkpoint of shards")
+    *told, count, step, parameters, hashes = found.groups()
+    if told and Stamp(*map(int, told)) != stamp:
+        raise Malformed(f"{path} is another manifest under its name")
     if not 1 <= int(count) <= MOST_RANKS or len(hashes) != _HEX * int(count):
-        raise Malformed(f"{folder / MANIFEST} does not name a folder for each of {int(count)} shards")
+        raise Malformed(f"{path} does not name a folder for each of {int(count)} shards")
     if parameters.decode() != hash_of(shards):
         raise Malformed(f"{folder} holds a checkpoint of another model")
-    return Whole(int(count), int(step), parameters.decode(), hashes.decode())
+    return Whole(int(count), int(step), parameters.decode(), hashes.decode(), stamp)
 
 
 def hash_of(shards: Shards) -> str:
@@ -138,31 +165,33 @@ def hash_of(shards: Shards) -> str:
 
 def _commit(folder: Path, whole: Whole) -> None:
     text = _TEXT.format(
-        shards=whole.shards, step=whole.step, parameters=whole.parameters, hashes=whole.hashes
+        version=2,
+        term=whole.stamp.term,
+        number=whole.stamp.number,
+        shards=whole.shards,
+        step=whole.step,
+        parameters=whole.parameters,
+        hashes=whole.hashes,
     )
-    kept = {_name(whole.step, shard, whole.shards) for shard in range(whole.shards)}
-    there = {entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)}
-    if missing := sorted(kept - there):
-        raise Malformed(f"rank 0 does not see {missing[0]} in {folder}: all ranks have to share that folder")
-    files.write(folder, "manifest.part", [memoryview(text.encode())])
-    for name in there - kept:
-        if _OURS.fullmatch(name):
-            with contextlib.suppress(OSError):
-                shutil.rmtree(folder / name)
+    missing = [name for shard in range(whole.shards) if not (name := whole.inner(folder, shard)).is_dir()]
+    if missing:
+        raise Malformed(f"rank 0 does not see {missing[0]}: all ranks have to share that folder")
+    files.write_manifest(folder, whole.stamp, text, keeps_last=False)
 
 
-def _told(sync: HsdpSync, is_written: bool, lacking: str) -> Program[None]:
+def _vote(sync: HsdpSync, stamp: Stamp, is_written: bool, lacking: str) -> Program[None]:
     """Raises on every host where one could not write."""
-    row = torch.tensor([int(is_written), sync.pipeline.step], dtype=torch.int64, device=sync.device)
-    rows = yield AllGather(row)
-    files.check_steps(sync, rows[:, 1].tolist())
+    row = [int(is_written), sync.pipeline.step, *stamp]
+    rows = yield AllGather(torch.tensor(row, dtype=torch.int64, device=sync.device))
+    files.check_saves(sync, stamp, rows[:, 1:].tolist())
     if not rows[:, 0].all():
-        raise MismatchError(lacking)
+        raise RefusedError(lacking)
 
 
-def _name(step: int, shard: int, shards: int) -> str:
-    return f"step{step:09}-shard{shard:05}-of-{shards:05}"
+def _name(step: int, stamp: Stamp, shard: int, shards: int) -> str:
+    save = "" if stamp == BEFORE else f"-save{stamp}"
+    return f"step{step:09}{save}-shard{shard:05}-of-{shards:05}"
 
 
-def _hash(inner: Path) -> str:
-    return hashlib.sha256(files.read_bytes(inner / MANIFEST, _MOST)).hexdigest()
+def _hash(inner: Path, stamp: Stamp) -> str:
+    return hashlib.sha256(files.read_bytes(inner / stamp.manifest, _MOST)).hexdigest()

@@ -137,7 +137,8 @@ class ShardedModels(TwoModels):
 
     def __init__(self, shards: Shards, pipeline: StepPipeline) -> None:
         self._shards = shards
-        self._changed = False
+        self._gathered_own = False
+        """Which model FSDP's gathered parameters, if there are any, are of."""
         self._flats: dict[int, Tensor] = {}
         """FSDP's flat tensor by where a shard begins, for those that are padded."""
         parts = shards.parts
@@ -162,27 +163,28 @@ class ShardedModels(TwoModels):
                 f"parameter {name!r} was replaced after attach() (load_state_dict(assign=True), to(...)): do "
                 "it before, or close() and attach again"
             )
-        self._changed = True
         super().point(name, memory)
         part.flat.data = self._flats[memory.data_ptr()] if part.is_padded else flat_view(memory)
 
-    def show_own(self, names: Iterable[str] | None = None) -> None:
-        super().show_own(names)
-        self._follow()
+    def before_gathering(self) -> None:
+        """A forward begins: what was gathered of the other model is given up. What is of the same one may
+        stay, for those who accumulate."""
+        if self._gathered_own != self.shows_own:
+            self._shards.give_up_gathered()
+            self._gathered_own = self.shows_own
 
     def show_shared(self, names: Iterable[str] | None = None, *, raise_version: bool = True) -> None:
         super().show_shared(names, raise_version=raise_version)
-        self._follow()
+        if raise_version:
+            self._shards.give_up_gathered()
+
+    def raise_versions(self) -> None:
+        super().raise_versions()
+        self._shards.give_up_gathered()
 
     def renew(self) -> None:
         super().renew()
-        self._follow()
-
-    def _follow(self) -> None:
-        """Only where something was changed: who accumulates may keep parameters gathered."""
-        if self._changed:
-            self._shards.give_up_gathered()
-        self._changed = False
+        self._shards.give_up_gathered()
 
 
 def _fit(name: str, held: Tensor) -> DTensor:

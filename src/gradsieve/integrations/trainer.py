@@ -4,11 +4,15 @@
     gradsieve.integrations.trainer.attach(trainer)                                      # the one new line
     trainer.train()
 
-Every rank's state goes to the folder `gradsieve` within each `checkpoint-N`, and is removed with it.
+Every rank's state goes to the folder `gradsieve` within each `checkpoint-N`, and is removed with it. It is
+written before the Trainer's files, beside them, and moved when these are there: with `save_total_limit` the
+Trainer removes the checkpoint before as soon as it has written its own.
 """
 
 from __future__ import annotations
 
+import hashlib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +21,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from gradsieve.errors import ConfigError
 from gradsieve.integrations import ddp
-from gradsieve.integrations.beside import FOLDER, load_from, save_into
+from gradsieve.integrations import folder as files
+from gradsieve.integrations.beside import FOLDER, load_from, new_pair, save_into
 
 _MARK = "gradsieve"
-"""In the state of a Trainer whose checkpoints have our folder."""
+"""In the state of a Trainer whose checkpoints have our folder: which run it is, which makes a pair with the
+step. Older ones say nothing more."""
+_STAGED = ".gradsieve-"
 
 
 def attach(trainer: Trainer, **settings: Any) -> GradsieveCallback:
@@ -46,6 +53,8 @@ class GradsieveCallback(TrainerCallback):
         self._trainer, self._settings = trainer, settings
         self.sync: ddp.DdpSync | None = None
         self.resumed_from: str | bool | None = None
+        self._staged = -1
+        """The step of which our folder is written and not yet moved."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -63,16 +72,40 @@ class GradsieveCallback(TrainerCallback):
         if source is True:
             source = get_last_checkpoint(args.output_dir)
         if source:
-            load_from(self.sync, Path(source) / FOLDER, promised=_MARK in state.stateful_callbacks)
-        state.stateful_callbacks[_MARK] = {}
+            promised, pair = _MARK in state.stateful_callbacks, _pair(state)
+            folder, staged = Path(source) / FOLDER, _staged(Path(source).parent, state)
+            if pair and not files.holds(folder, pair) and files.holds(staged, pair):
+                folder = staged
+            load_from(self.sync, folder, promised, pair)
+        state.stateful_callbacks[_MARK] = {"run": new_pair()}
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """The Trainer's own callback, which comes before, has said whether it will save."""
+        if control.should_save:
+            self._stage(args, state)
+
+    on_epoch_end = on_step_end
+
+    def _stage(self, args: TrainingArguments, state: TrainerState) -> None:
+        if args.save_only_model or self._staged == state.global_step:
+            return
+        if save_into(self.sync, _staged(Path(args.output_dir), state), _pair(state)):
+            self._staged = state.global_step
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """On all ranks, after the Trainer's own files."""
-        if not args.save_only_model:
-            folder = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            save_into(self.sync, Path(args.output_dir) / folder / FOLDER)
+        self._stage(args, state)  # where it was decided late, as by `save_strategy="best"`
+        if self._staged == state.global_step and args.process_index == 0:
+            out = Path(args.output_dir)
+            target = out / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / FOLDER
+            shutil.rmtree(target, ignore_errors=True)  # of a run before this one
+            _staged(out, state).rename(target)
+            for left in out.glob(f"{_STAGED}*"):
+                shutil.rmtree(left, ignore_errors=True)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -86,3 +119,12 @@ class GradsieveCallback(TrainerCallback):
         else:
             self.sync.flush()
         self.sync.close()
+
+
+def _staged(out: Path, state: TrainerState) -> Path:
+    return out / f"{_STAGED}{state.global_step}"
+
+
+def _pair(state: TrainerState) -> str:
+    run = state.stateful_callbacks.get(_MARK, {}).get("run")
+    return hashlib.sha256(f"{run} {state.global_step}".encode()).hexdigest()[:32] if run else ""

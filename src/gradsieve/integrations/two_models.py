@@ -1,13 +1,14 @@
 """Which of the two models the user's parameters hold: the one all ranks share, or this rank's own.
 
-A rank's own model is in place from a training forward to the step of the optimizer that follows it, and at
-no other time: whoever looks at the parameters in between (an evaluation, `state_dict()`, `torch.save`,
-`copy.deepcopy`, an averaged model) sees the shared model, the same bits on every rank, without asking anyone.
+A rank's own model is in place while the model's training forward, a backward pass or the step of an optimizer
+is running, and at no other time: whoever looks at the parameters between these (an evaluation, a moving
+average, `state_dict()`, `copy.deepcopy`, a hook after the step) sees the shared model, the same bits on every
+rank, without asking anyone.
 
-Changing over moves no element: a parameter's `.data` is pointed to the other model's memory. Autograd would
-not notice, and run a backward on the wrong values; so the version counters of parameters are raised where a
-step ends, as the optimizer's own writing raises them. A look in the middle of a step puts everything back
-and raises none.
+Changing over moves no element: a parameter's `.data` is pointed to the other model's memory. What a forward
+saved for its backward is found there again when that runs. The version counters of parameters are raised
+where a step ends, as the optimizer's own writing raises them, so that autograd refuses a graph from before.
+Casts that autocast keeps are of the model that was in place: they are dropped with it.
 
 What the user writes to a parameter between steps is written to the shared model. It has to be the same on
 all ranks, as in plain DDP; the rank's own model follows when it is next folded.
@@ -22,9 +23,9 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from gradsieve.errors import ConfigError
-from gradsieve.feedback.units import flat_view, shaped_like
+from gradsieve.feedback.units import flat_view, shaped_like, strides_that_count
 from gradsieve.sync import StepPipeline
-from gradsieve.torch_names import version_of
+from gradsieve.torch_names import version_of, versions_of
 
 
 class TwoModels:
@@ -43,6 +44,9 @@ class TwoModels:
         self._shared = {
             name: _apart(shaped_like(shown[name], parameter)) for name, parameter in parameters.items()
         }
+        self._own_at = {name: own.data_ptr() for name, own in self._own.items()}
+        self._shared_at = {name: shared.data_ptr() for name, shared in self._shared.items()}
+        """Where these lie: a parameter that lies elsewhere was replaced."""
         self._showing_shared: dict[str, int] = {}
         """Parameters that hold the shared model, and their version when they began to."""
 
@@ -51,24 +55,36 @@ class TwoModels:
         """Whether any parameter holds this rank's own model."""
         return len(self._showing_shared) < len(self._parameters)
 
-    def show_own(self, names: Iterable[str] | None = None) -> None:
-        for name in list(self._showing_shared) if names is None else names:
-            version = self._showing_shared.pop(name, None)
-            if version is not None:
-                self._note_writing(name, version)
-                self.point(name, self._own[name])
+    def show_own(self, names: Iterable[str] | None = None) -> Set[str]:
+        """Of these parameters or of all; returns those that showed the shared model."""
+        shown = self._showing_shared
+        changed = list(shown) if names is None else [name for name in names if name in shown]
+        if not changed:
+            return frozenset()
+        versions = versions_of([self._held[name] for name in changed])
+        for name, version in zip(changed, versions, strict=True):
+            is_replaced = self._parameters[name].data_ptr() != self._shared_at[name]
+            if shown.pop(name) != version or is_replaced:
+                self._note_writing(name)
+            self.point(name, self._own[name])
+        torch.clear_autocast_cache()
+        return frozenset(changed)
 
     def show_shared(self, names: Iterable[str] | None = None, *, raise_version: bool = True) -> None:
-        changed = []
-        for name in self._parameters if names is None else names:
-            if name not in self._showing_shared:
-                parameter = self._parameters[name]
-                self._keep_replaced(name, parameter)
-                self.point(name, self._shared[name])
-                changed.append(self._held[name])
-                self._showing_shared[name] = version_of(self._held[name]) + raise_version
+        """`raise_version`: what they held was written, so that no graph from before may be run backward."""
+        shown = self._showing_shared
+        changed = [name for name in (self._parameters if names is None else names) if name not in shown]
+        if not changed:
+            return
+        held = [self._held[name] for name in changed]
+        for name, version in zip(changed, versions_of(held), strict=True):
+            if self._parameters[name].data_ptr() != self._own_at[name]:
+                self._keep_replaced(name)
+            self.point(name, self._shared[name])
+            shown[name] = version + raise_version
+        torch.clear_autocast_cache()
         if raise_version:
-            torch.autograd.graph.increment_version(changed)
+            torch.autograd.graph.increment_version(held)
 
     def look(self) -> Set[str]:
         """Show the shared model for a moment; give what this returns to `show_own` after it."""
@@ -104,19 +120,16 @@ class TwoModels:
         """The parameter is there from now on."""
         self._parameters[name].data = memory
 
-    def _note_writing(self, name: str, version: int) -> None:
-        parameter, shared = self._parameters[name], self._shared[name]
-        replaced = parameter.data_ptr() != shared.data_ptr()
-        if replaced or version_of(self._held[name]) != version:
-            _check_place(name, parameter, shared)
-            self._pipeline.write_shared(name, flat_view(parameter.detach()))
+    def _note_writing(self, name: str) -> None:
+        parameter = self._parameters[name]
+        _check_place(name, parameter, self._shared[name])
+        self._pipeline.write_shared(name, flat_view(parameter.detach()))
 
-    def _keep_replaced(self, name: str, parameter: Tensor) -> None:
+    def _keep_replaced(self, name: str) -> None:
         """`parameter.data = ...` in user's code: a rank's own step, like writing in place."""
-        own = self._own[name]
-        if parameter.data_ptr() != own.data_ptr():
-            _check_place(name, parameter, own)
-            own.copy_(parameter.detach())
+        parameter, own = self._parameters[name], self._own[name]
+        _check_place(name, parameter, own)
+        own.copy_(parameter.detach())
 
 
 def _apart(part: Tensor) -> Tensor:
@@ -126,8 +139,8 @@ def _apart(part: Tensor) -> Tensor:
 
 
 def _check_place(name: str, parameter: Tensor, expected: Tensor) -> None:
-    here = parameter.device, parameter.dtype, parameter.shape, parameter.stride()
-    there = expected.device, expected.dtype, expected.shape, expected.stride()
+    here = parameter.device, parameter.dtype, parameter.shape, strides_that_count(parameter)
+    there = expected.device, expected.dtype, expected.shape, strides_that_count(expected)
     if here != there:
         raise ConfigError(
             f"parameter {name!r} was moved, cast or shaped anew after attach() (now {parameter.dtype} "

@@ -14,5 +14,7 @@ class UnderWay:
 
     tensors: dict[str, Tensor]
     futures: list[Future[None]]
+    is_tentative: bool = False
+    """It began with a forward, and no backward has shown yet that all ranks take part (`sync/tags.py`)."""
     is_taken_over: bool = False
     was_good: bool = True

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gradsieve.kernels import fast, low_bit
+from gradsieve.kernels.blocks import Blocks
 from gradsieve.kernels.choice import TORCH_LOW_BIT, active, form_for, low_bit_form_for, using
 from gradsieve.kernels.fast import candidates, largest, largest_of_each, sum_by_index
 
@@ -94,9 +95,9 @@ def select(x: Tensor, threshold: float, capacity: int, phase: float) -> tuple[Te
     return form_for(x).select(x, threshold, capacity, phase)
 
 
-def low_bit_size(bits: int, count: int) -> int:
+def low_bit_size(bits: int, count: int, blocks: Blocks | None = None) -> int:
     """Bytes that `encode_low` makes of `count` values."""
-    return low_bit.size_of(bits, count)
+    return low_bit.size_of(bits, count) if blocks is None else blocks.size(bits)
 
 
 def low_bit_blocks(count: int) -> int:
@@ -104,35 +105,48 @@ def low_bit_blocks(count: int) -> int:
     return low_bit.blocks_of(count)
 
 
-def encode_low(bits: int, values: Tensor) -> Tensor:
-    """Of float32 or float64 of shape (..., count) the bytes of shape (..., size): codes of 1, 2 or 4 bits."""
-    return low_bit_form_for(values, values.dtype).encode_low(bits, values)
+def encode_low(bits: int, values: Tensor, blocks: Blocks | None = None) -> Tensor:
+    """Of float32 or float64 of shape (..., count) the bytes of shape (..., size): codes of 1, 2 or 4 bits, in
+    these blocks or in such as are full up to the last one."""
+    _check_blocks(values.shape[-1], blocks)
+    return low_bit_form_for(values, values.dtype).encode_low(bits, values, blocks)
 
 
-def decode_low(bits: int, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+def decode_low(
+    bits: int, data: Tensor, count: int, dtype: torch.dtype, blocks: Blocks | None = None
+) -> Tensor:
     """Of bytes of shape (..., size) the values of shape (..., count); any bytes decode to some floats."""
-    data = _whole(bits, data, count)
-    return low_bit_form_for(data, dtype).decode_low(bits, data, count, dtype)
+    data = _whole(bits, data, count, blocks)
+    return low_bit_form_for(data, dtype).decode_low(bits, data, count, dtype, blocks)
 
 
-def decode_low_into(bits: int, data: Tensor, out: Tensor) -> None:
+def decode_low_into(bits: int, data: Tensor, out: Tensor, blocks: Blocks | None = None) -> None:
     """As `decode_low`, into memory that is there already: new memory costs more than the decoding."""
-    data = _whole(bits, data, out.shape[-1])
+    data = _whole(bits, data, out.shape[-1], blocks)
     form = low_bit_form_for(data, out.dtype) if out.is_contiguous() else TORCH_LOW_BIT
-    form.decode_low_into(bits, data, out)
+    form.decode_low_into(bits, data, out, blocks)
 
 
-def decode_low_sum(bits: int, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+def decode_low_sum(
+    bits: int, data: Tensor, count: int, dtype: torch.dtype, blocks: Blocks | None = None
+) -> Tensor:
     """Of bytes of shape (rows, size) the sum of the rows' values, added up in the order of the rows."""
     if data.dim() != 2 or not len(data):
         raise ValueError(f"rows to add up, not a tensor of shape {tuple(data.shape)}")
-    data = _whole(bits, data, count)
-    return low_bit_form_for(data, dtype).decode_low_sum(bits, data, count, dtype)
+    data = _whole(bits, data, count, blocks)
+    return low_bit_form_for(data, dtype).decode_low_sum(bits, data, count, dtype, blocks)
 
 
-def _whole(bits: int, data: Tensor, count: int) -> Tensor:
+def _whole(bits: int, data: Tensor, count: int, blocks: Blocks | None) -> Tensor:
     """Rows end to end, as compiled forms need them, and as long as these take them to be."""
-    if data.dtype != torch.uint8 or data.shape[-1] != low_bit.size_of(bits, count):
-        wanted = low_bit.size_of(bits, count)
+    _check_blocks(count, blocks)
+    wanted = low_bit_size(bits, count, blocks)
+    if data.dtype != torch.uint8 or data.shape[-1] != wanted:
         raise ValueError(f"{wanted} bytes are {count} values, not {data.shape[-1]} of {data.dtype}")
     return data.contiguous()
+
+
+def _check_blocks(count: int, blocks: Blocks | None) -> None:
+    """Compiled forms read and write as much as the blocks say."""
+    if blocks is not None and blocks.count != count:
+        raise ValueError(f"these blocks are of {blocks.count} values, not of {count}")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gradsieve.errors import ConfigError
 from gradsieve.kernels import fast, low_bit
+from gradsieve.kernels.blocks import Blocks
 
 
 class Kernels(Protocol):
@@ -53,13 +54,17 @@ class Kernels(Protocol):
 class LowBitKernels(Protocol):
     """Values in few bits; `low_bit.py` says what they mean. Apart, as few runs need their machine code."""
 
-    def encode_low(self, bits: int, values: Tensor) -> Tensor: ...
+    def encode_low(self, bits: int, values: Tensor, blocks: Blocks | None = None) -> Tensor: ...
 
-    def decode_low(self, bits: int, data: Tensor, count: int, dtype: torch.dtype) -> Tensor: ...
+    def decode_low(
+        self, bits: int, data: Tensor, count: int, dtype: torch.dtype, blocks: Blocks | None = None
+    ) -> Tensor: ...
 
-    def decode_low_into(self, bits: int, data: Tensor, out: Tensor) -> None: ...
+    def decode_low_into(self, bits: int, data: Tensor, out: Tensor, blocks: Blocks | None = None) -> None: ...
 
-    def decode_low_sum(self, bits: int, data: Tensor, count: int, dtype: torch.dtype) -> Tensor: ...
+    def decode_low_sum(
+        self, bits: int, data: Tensor, count: int, dtype: torch.dtype, blocks: Blocks | None = None
+    ) -> Tensor: ...
 
 
 TORCH = cast(Kernels, fast)

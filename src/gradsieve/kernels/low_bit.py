@@ -1,22 +1,43 @@
 """Values in four bits, two or one, with a scale for each block: what the codes mean, in plain torch.
 
-A row of `count` values becomes the scales of its blocks of 256 (the last may be shorter), then its codes:
+A row of values in blocks of at most 256 (`blocks.py`) becomes the scales of its blocks, then their codes:
 
     scale   bfloat16, two bytes, the low one first; rounded from float32 to nearest, ties to even
-    codes   code j of the row in the bits j * bits up to (j + 1) * bits, lowest bits first; spare bits are 0
+    codes   from a byte of their own on, code j of the block in its bits j * bits up to (j + 1) * bits, lowest
+            bits first; spare bits are 0
 
     bits    scale            code                                       decodes to
     1       mean|x|          1 where x >= 0                             -scale, scale
     2       0.625 mean|x|    low bit: x >= 0; high bit: |x| > 2 scale   -+scale, -+3 scale
     4       max|x| / 7       8 + x / scale, rounded half to even        (code - 8) scale, from -7 scale to 7
 
+Codes of one bit and of two have no zero. A block of them in which some values are 0 and some are not is
+written with zeros, in as many bytes: only its elements of one parity are told, each in twice the bits, and
+all others decode to 0, so that what they are is told another time.
+
+    scale   the sign bit is set, which no other scale has. The lowest bit is the parity: 0 for the elements
+            0, 2, 4..., 1 for 1, 3, 5..., whichever has the larger sum of |x|, and 0 where both are equal. The
+            mean is that of the told elements that are not 0. Rounded, then the two bits are set; a receiver
+            takes the lowest one as a part of the scale
+    codes   code j, of element 2 j + parity, in the bits 2 j * bits up to 2 (j + 1) * bits
+
+    bits    code                                                          decodes to
+    1       0 for 0; otherwise 1, and 2 where x > 0                       0, -scale, scale
+    2       the same, and 4 where |x| > 2 scale                           0, -+scale, -+3 scale
+
+Receivers look at the higher bits only where the lowest one is set. Where the scale with zeros is rounded to 0
+or to infinity, that is the scale, and codes are those without zeros: all of the block decodes to zeros, or to
+nothing finite. A scale of four bits may have either sign.
+
 0.625 mean|x| is near the best that four even levels can do for a Gaussian. All arithmetic is in the type of
 the values, and what depends on the scale takes it as the receiver will: after rounding. The mean is that of
 the block filled up with zeros to 256, of which the upper half is added to the lower one eight times, divided
-by the number of true values: an order that every form can follow to the bit. No product is fused with a sum.
+by the number of values it is the mean of: an order that every form can follow to the bit, and in which the
+last two to be added are the sums over both parities. No product is fused with a sum.
 
-A block with a value that is not finite has a scale that is none either, and decodes to nothing finite; the
-same goes for sums and scales that overflow. A scale of 0 decodes to zeros.
+A block with a value that is not finite, or whose sum is not, is written without zeros, has a scale that is
+not finite either, and decodes to nothing finite; the same goes for scales that overflow. A scale of 0 decodes
+to zeros.
 """
 
 from __future__ import annotations
@@ -26,13 +47,18 @@ import math
 import torch
 from torch import Tensor
 
-BLOCK = 256
+from gradsieve.kernels.blocks import BLOCK, Blocks, closed, even, lengths, spread
+
 SHARE = 0.625
 """Of mean|x|, the lower of two levels."""
 STEPS = 7
 """The largest code of four bits, as a number."""
 NOT_A_NUMBER = 0x7FC0
 """The one NaN that is sent, as bfloat16: which one arithmetic gives depends on the machine."""
+INFINITE = 0x7F80
+"""Infinity as bfloat16; what is not finite is no less."""
+WITH_ZEROS = 0x8000
+"""In a scale as bfloat16."""
 _TOGETHER = 512
 """Blocks that are encoded at once on a CPU."""
 
@@ -42,51 +68,63 @@ def blocks_of(count: int) -> int:
 
 
 def size_of(bits: int, count: int) -> int:
-    """Bytes of a row of `count` values."""
+    """Bytes of a row of `count` values of which nobody knows tensors."""
     return 2 * blocks_of(count) + -(-count * bits // 8)
 
 
-def encode_low(bits: int, values: Tensor) -> Tensor:
+def encode_low(bits: int, values: Tensor, blocks: Blocks | None = None) -> Tensor:
     """Of values of shape (..., count) the bytes of shape (..., size)."""
     values = values.detach()
     lead, count = values.shape[:-1], values.shape[-1]
-    spare = -count % BLOCK
-    filled = torch.nn.functional.pad(values, (0, spare)) if spare else values.contiguous()
-    blocks = blocks_of(count)
-    left = torch.arange(count, 0, -BLOCK, dtype=torch.int64, device=values.device).clamp_(max=BLOCK)
-    true = left.to(values.dtype).expand(*lead, blocks).reshape(-1)
+    blocks = blocks or even(count)
+    true = lengths(blocks, values.device)
+    filled = spread(values, blocks, true, BLOCK, count)
+    inputs = filled.view(-1, BLOCK), true.expand(*lead, blocks.number).reshape(-1)
     parts = [
         _encode_blocks(bits, some, counts)
-        for some, counts in zip(*(_pieces(each) for each in (filled.view(-1, BLOCK), true)), strict=True)
+        for some, counts in zip(*(_pieces(each) for each in inputs), strict=True)
     ]
-    halves, codes = (torch.cat(each).view(*lead, -1) for each in zip(*parts, strict=True))
-    row = torch.cat([halves, codes[..., : -(-count * bits // 8)]], -1)
-    if beyond := count * bits % 8:
-        row[..., -1] &= (1 << beyond) - 1
-    return row
+    halves, codes = (torch.cat(each) for each in zip(*parts, strict=True))
+    room, total = BLOCK * bits // 8, blocks.size(bits) - 2 * blocks.number
+    codes = codes.view(*lead, blocks.number, room)
+    codes = closed(codes, blocks, (true * bits + 7) // 8, room, total)
+    return torch.cat([halves.view(*lead, 2 * blocks.number), codes], -1)
 
 
-def decode_low(bits: int, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+def decode_low(
+    bits: int, data: Tensor, count: int, dtype: torch.dtype, blocks: Blocks | None = None
+) -> Tensor:
     """Of bytes of shape (..., size) the values of shape (..., count)."""
-    blocks, per_byte = blocks_of(count), 8 // bits
-    cut = 2 * blocks
-    halves = data[..., :cut].clone(memory_format=torch.contiguous_format).flatten()
-    scale = halves.view(torch.bfloat16).view(*data.shape[:-1], blocks).to(dtype)
-    codes = torch.nn.functional.pad(data[..., cut:], (0, blocks * BLOCK // per_byte - (data.shape[-1] - cut)))
-    levels = torch.nn.functional.embedding(codes.to(torch.int32), _levels(bits, dtype, data.device))
-    decoded = levels.view(*data.shape[:-1], blocks, BLOCK).mul_(scale[..., None])
-    return decoded.flatten(-2)[..., :count].contiguous()
+    blocks = blocks or even(count)
+    lead, cut = data.shape[:-1], 2 * blocks.number
+    halves = data[..., :cut].clone(memory_format=torch.contiguous_format).flatten().view(torch.int16)
+    halves = halves.view(*lead, blocks.number)
+    true = lengths(blocks, data.device)
+    total = data.shape[-1] - cut
+    codes = spread(data[..., cut:], blocks, (true * bits + 7) // 8, BLOCK * bits // 8, total).to(torch.int32)
+    levels = _levels(bits, codes, dtype).view(*lead, blocks.number, BLOCK)
+    scale = halves.view(torch.bfloat16)
+    if bits < 4 and _may_hold(with_zeros := halves < 0):
+        told = _levels_with_zeros(bits, codes, dtype)
+        odd = (halves & 1 != 0)[..., None]
+        pairs = torch.stack([told.masked_fill(odd, 0), told.masked_fill(~odd, 0)], -1)
+        levels = torch.where(with_zeros[..., None], pairs.view(levels.shape), levels)
+        scale = (halves & 0x7FFF).view(torch.bfloat16)
+    decoded = levels.mul_(scale.to(dtype)[..., None])
+    return closed(decoded, blocks, true, BLOCK, count).contiguous()
 
 
-def decode_low_into(bits: int, data: Tensor, out: Tensor) -> None:
-    out.copy_(decode_low(bits, data, out.shape[-1], out.dtype))
+def decode_low_into(bits: int, data: Tensor, out: Tensor, blocks: Blocks | None = None) -> None:
+    out.copy_(decode_low(bits, data, out.shape[-1], out.dtype, blocks))
 
 
-def decode_low_sum(bits: int, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+def decode_low_sum(
+    bits: int, data: Tensor, count: int, dtype: torch.dtype, blocks: Blocks | None = None
+) -> Tensor:
     """Of bytes of shape (rows, size) the sum of the rows' values, added up in the order of the rows."""
-    total = decode_low(bits, data[0], count, dtype)
+    total = decode_low(bits, data[0], count, dtype, blocks)
     for row in data[1:]:
-        total += decode_low(bits, row, count, dtype)
+        total += decode_low(bits, row, count, dtype, blocks)
     return total
 
 
@@ -95,22 +133,49 @@ def _pieces(blocks: Tensor) -> tuple[Tensor, ...]:
     return torch.split(blocks, _TOGETHER if blocks.is_cpu else max(len(blocks), 1))
 
 
+def _may_hold(marks: Tensor) -> bool:
+    """Whether any is set; of an accelerator nobody asks, as the host would wait for it."""
+    return not marks.is_cpu or bool(marks.any())
+
+
 def _encode_blocks(bits: int, blocks: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
     """The bytes of their scales, and of their codes."""
-    halves = _bfloat16(_scales(bits, blocks, true))
-    codes = _codes(bits, blocks, halves.view(torch.bfloat16).to(blocks.dtype)[:, None])
+    inside = torch.arange(BLOCK, dtype=torch.int64, device=blocks.device) < true[:, None]
+    if bits == 4:
+        # Divisors are tensors: for a number, CUDA multiplies with its inverse.
+        most = blocks.abs().amax(-1) / torch.full((), STEPS, dtype=blocks.dtype, device=blocks.device)
+        halves = _bfloat16(most)
+        codes = _four_bits(blocks, halves.view(torch.bfloat16).to(blocks.dtype)[:, None])
+        return halves.view(torch.uint8), _pack(bits, codes * inside).flatten()
+    sums = _sums_of_parities(blocks.abs())
+    whole = sums[:, 0] + sums[:, 1]
+    halves = _bfloat16(_level(bits, whole, true))
+    told = (blocks != 0).view(-1, BLOCK // 2, 2)
+    mixed = (told.sum((1, 2)) < true) & (whole > 0) & (whole < math.inf)
+    parity = (sums[:, 1] > sums[:, 0]).to(torch.int16)
+    if _may_hold(mixed):
+        members = told.sum(1).gather(1, parity.to(torch.int64)[:, None])[:, 0]
+        found = _bfloat16(_level(bits, sums.amax(-1), members))
+        usable = (found > 0) & (found < INFINITE)
+        marked = found & 0x7FFE | parity | (WITH_ZEROS - 0x10000)
+        halves = torch.where(mixed, torch.where(usable, marked, found), halves)
+    scale = (halves & 0x7FFF).view(torch.bfloat16).to(blocks.dtype)[:, None]
+    codes = _codes(bits, blocks, scale) * inside
+    if _may_hold(with_zeros := halves < 0):
+        codes = torch.where(with_zeros[:, None], _codes_with_zeros(bits, blocks, scale, parity), codes)
     return halves.view(torch.uint8), _pack(bits, codes).flatten()
 
 
-def _scales(bits: int, blocks: Tensor, true: Tensor) -> Tensor:
-    """Before rounding. Divisors are tensors: for a number, CUDA multiplies with its inverse."""
-    magnitude = blocks.abs()
-    if bits == 4:
-        return magnitude.amax(-1) / torch.full((), STEPS, dtype=blocks.dtype, device=blocks.device)
-    while magnitude.shape[-1] > 1:
+def _sums_of_parities(magnitude: Tensor) -> Tensor:
+    while magnitude.shape[-1] > 2:
         low, high = magnitude.chunk(2, -1)
         magnitude = low + high
-    mean = magnitude[..., 0] / true
+    return magnitude
+
+
+def _level(bits: int, total: Tensor, number: Tensor) -> Tensor:
+    """The scale before rounding."""
+    mean = total / number.to(total.dtype)
     return mean if bits == 1 else mean * SHARE
 
 
@@ -121,14 +186,26 @@ def _bfloat16(scale: Tensor) -> Tensor:
     return torch.where(scale.isnan(), NOT_A_NUMBER, nearest).to(torch.int16)
 
 
+def _four_bits(blocks: Tensor, scale: Tensor) -> Tensor:
+    """One byte a code, here and below."""
+    usable = (scale > 0) & (scale < math.inf)
+    steps = torch.where(usable, blocks / scale, 0.0).clamp_(-STEPS, STEPS).round_()
+    return steps.add_(8).to(torch.uint8)
+
+
 def _codes(bits: int, blocks: Tensor, scale: Tensor) -> Tensor:
-    """One byte a code."""
-    if bits == 4:
-        usable = (scale > 0) & (scale < math.inf)
-        steps = torch.where(usable, blocks / scale, 0.0).clamp_(-STEPS, STEPS).round_()
-        return steps.add_(8).to(torch.uint8)
     sign = (blocks >= 0).view(torch.uint8)
     return sign if bits == 1 else sign | (blocks.abs() > 2 * scale).view(torch.uint8) << 1
+
+
+def _codes_with_zeros(bits: int, blocks: Tensor, scale: Tensor, parity: Tensor) -> Tensor:
+    """A code of twice the bits lies where the two of its pair would: as these two."""
+    pairs = blocks.view(-1, BLOCK // 2, 2)
+    x = torch.where(parity[:, None] == 0, pairs[..., 0], pairs[..., 1])
+    told, above = (x != 0).view(torch.uint8), (x > 0).view(torch.uint8)
+    if bits == 1:
+        return torch.stack([told, above], -1).flatten(1)
+    return torch.stack([told | above << 1, (x.abs() > 2 * scale).view(torch.uint8)], -1).flatten(1)
 
 
 def _pack(bits: int, codes: Tensor) -> Tensor:
@@ -141,10 +218,24 @@ def _pack(bits: int, codes: Tensor) -> Tensor:
     return (word & 0xFF).to(torch.uint8)
 
 
-def _levels(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What the codes in each of 256 bytes stand for, in units of the scale."""
+def _levels(bits: int, data: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the codes in these bytes stand for, in units of the scale; here and below."""
+    code = _codes_in_bytes(bits, data.device)
+    level = code - 8 if bits == 4 else (2 * (code & 1) - 1) * (1 + 2 * (code >> 1))
+    return torch.nn.functional.embedding(data, level.to(dtype)).flatten(-2)
+
+
+def _levels_with_zeros(bits: int, data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of told elements."""
+    code = _codes_in_bytes(2 * bits, data.device)
+    level = (code & 1) * ((code & 2) - 1)
+    if bits == 2:
+        level *= 1 + (code >> 1 & 2)
+    return torch.nn.functional.embedding(data, level.to(dtype)).flatten(-2)
+
+
+def _codes_in_bytes(bits: int, device: torch.device) -> Tensor:
+    """Of each of 256 bytes."""
     byte = torch.arange(256, dtype=torch.int32, device=device)
     place = torch.arange(0, 8, bits, dtype=torch.int32, device=device)
-    code = byte[:, None] >> place & (1 << bits) - 1
-    level = code - 8 if bits == 4 else (2 * (code & 1) - 1) * (1 + 2 * (code >> 1))
-    return level.to(dtype)
+    return byte[:, None] >> place & (1 << bits) - 1

@@ -6,6 +6,7 @@ interpreter only; `try_out` decides on a real device.
 
 from __future__ import annotations
 
+import itertools
 from contextlib import AbstractContextManager
 
 import torch
@@ -14,14 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from gradsieve.kernels import low_bit
-from gradsieve.kernels.low_bit import BLOCK, blocks_of, size_of
+from gradsieve.kernels.blocks import BLOCK, Blocks, even, lay
 
 __all__ = ["decode_low", "decode_low_sum", "encode_low", "try_out"]
 
 
 @triton.jit
-def _mean(magnitude, real):  # type: ignore[no-untyped-def]
-    """Upper half to lower half, eight times: sums of two, whose order does not matter."""
+def _sums_of_parities(magnitude):  # type: ignore[no-untyped-def]
+    """Upper half to lower half, seven times: sums of two, whose order does not matter. Even places, then odd
+    ones."""
     magnitude = tl.sum(tl.reshape(magnitude, [2, 128]), 0)
     magnitude = tl.sum(tl.reshape(magnitude, [2, 64]), 0)
     magnitude = tl.sum(tl.reshape(magnitude, [2, 32]), 0)
@@ -29,103 +31,157 @@ def _mean(magnitude, real):  # type: ignore[no-untyped-def]
     magnitude = tl.sum(tl.reshape(magnitude, [2, 8]), 0)
     magnitude = tl.sum(tl.reshape(magnitude, [2, 4]), 0)
     magnitude = tl.sum(tl.reshape(magnitude, [2, 2]), 0)
-    return tl.div_rn(tl.sum(magnitude, 0), real)
+    is_odd = tl.arange(0, 2) == 1
+    return tl.sum(tl.where(is_odd, 0.0, magnitude), 0), tl.sum(tl.where(is_odd, magnitude, 0.0), 0)
+
+
+@triton.jit
+def _half(scale):  # type: ignore[no-untyped-def]
+    """As the bits of bfloat16."""
+    word = scale.to(tl.int32, bitcast=True)
+    return tl.where((word & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, (word + 0x7FFF + ((word >> 16) & 1)) >> 16)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _encode(values, data, count, size, blocks, bits: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
+def _encode(values, data, edges, places, count, size, blocks, bits: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
     block, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    place = block * width + tl.arange(0, width)
-    inside = place < count
-    x = tl.load(values + row * count + place, mask=inside, other=0.0)
-    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    begin = tl.load(edges + block)
+    real = tl.load(edges + block + 1) - begin
+    i = tl.arange(0, width)
+    inside = i < real
+    x = tl.load(values + row * count + (begin - tl.load(edges)) + i, mask=inside, other=0.0)
     if bits == 4:
-        most = tl.max(magnitude, 0)  # by bits: every NaN is above all numbers
-        scale = tl.div_rn(most.to(tl.float32, bitcast=True), 7.0)
-    else:
-        scale = _mean(tl.abs(x), tl.minimum(count - block * width, width).to(tl.float32))
-        if bits == 2:
-            scale = scale * 0.625
-    word = scale.to(tl.int32, bitcast=True)
-    half = tl.where((word & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, (word + 0x7FFF + ((word >> 16) & 1)) >> 16)
-    scale = (half << 16).to(tl.float32, bitcast=True)
-    if bits == 4:
+        most = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)  # by bits: every NaN is above all numbers
+        half = _half(tl.div_rn(most.to(tl.float32, bitcast=True), 7.0))
+        scale = (half << 16).to(tl.float32, bitcast=True)
         usable = (scale > 0.0) & (scale < float("inf"))
         steps = tl.div_rn(x, tl.where(usable, scale, 1.0))
         steps = tl.where(steps > 7.0, 7.0, tl.where(steps < -7.0, -7.0, steps))
         steps = (tl.where(usable, steps, 0.0) + 12582912.0) - 12582912.0  # the nearest integer, ties to even
-        code = steps.to(tl.int32) + 8
+        code = tl.where(inside, steps.to(tl.int32) + 8, 0)
+        shift = (i * bits) % 8
     else:
-        code = (x >= 0.0).to(tl.int32)
+        even, odd = _sums_of_parities(tl.abs(x))
+        total = even + odd
+        zeros = tl.sum((inside & (x == 0.0)).to(tl.int32), 0)
+        mixed = (zeros > 0) & (total > 0.0) & (total < float("inf"))
+        parity = (odd > even).to(tl.int32)
+        told = (x != 0.0) & (i % 2 == parity)
+        members = tl.maximum(tl.sum(told.to(tl.int32), 0), 1)
+        scale = tl.where(
+            mixed,
+            tl.div_rn(tl.where(odd > even, odd, even), members.to(tl.float32)),
+            tl.div_rn(total, real.to(tl.float32)),
+        )
         if bits == 2:
-            code = code | ((tl.abs(x) > 2.0 * scale).to(tl.int32) << 1)
-    code = tl.reshape(tl.where(inside, code, 0), [width * bits // 8, 8 // bits])
-    byte = tl.sum(code << (tl.arange(0, 8 // bits) * bits)[None, :], 1)
+            scale = scale * 0.625
+        half = _half(scale)
+        with_zeros = mixed & (half > 0) & (half < 0x7F80)
+        half = tl.where(with_zeros, (half & 0x7FFE) | parity | 0x8000, half)
+        scale = ((half & 0x7FFF) << 16).to(tl.float32, bitcast=True)
+        code = (x >= 0.0).to(tl.int32)
+        wide = 1 | ((x > 0.0).to(tl.int32) << 1)
+        if bits == 2:
+            beyond = (tl.abs(x) > 2.0 * scale).to(tl.int32)
+            code = code | (beyond << 1)
+            wide = wide | (beyond << 2)
+        code = tl.where(with_zeros, tl.where(told, wide, 0), tl.where(inside, code, 0))
+        shift = tl.where(with_zeros, i // 2 * 2 * bits, i * bits) % 8
+    byte = tl.sum(tl.reshape(code << shift, [width * bits // 8, 8 // bits]), 1)
     start = data + row * size
     tl.store(start + 2 * block, (half & 0xFF).to(tl.uint8))
     tl.store(start + 2 * block + 1, (half >> 8).to(tl.uint8))
-    to = 2 * blocks + block * (width * bits // 8) + tl.arange(0, width * bits // 8)
-    tl.store(start + to, byte.to(tl.uint8), mask=to < size)
+    to = tl.arange(0, width * bits // 8)
+    codes = start + 2 * blocks + (tl.load(places + block) - tl.load(places))
+    tl.store(codes + to, byte.to(tl.uint8), mask=to < (real * bits + 7) // 8)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _decoded(start, block, blocks, place, inside, bits: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What one row's codes at these places stand for."""
+def _decoded(start, codes, block, i, inside, bits: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What one row's codes at these places of a block stand for; `codes`: where they begin in a row."""
     low = tl.load(start + 2 * block).to(tl.int32)
     high = tl.load(start + 2 * block + 1).to(tl.int32)
-    scale = ((low | (high << 8)) << 16).to(tl.float32, bitcast=True)
-    byte = tl.load(start + 2 * blocks + place * bits // 8, mask=inside, other=0).to(tl.int32)
-    code = (byte >> (place * bits % 8).to(tl.int32)) & ((1 << bits) - 1)
-    level = code - 8 if bits == 4 else (2 * (code & 1) - 1) * (1 + (code & 2))
-    return level.to(tl.float32) * scale
+    half = low | (high << 8)
+    if bits == 4:
+        byte = tl.load(start + codes + i * bits // 8, mask=inside, other=0).to(tl.int32)
+        level = ((byte >> (i * bits % 8)) & 15) - 8
+    else:
+        with_zeros = half >= 0x8000
+        place = tl.where(with_zeros, i // 2 * 2 * bits, i * bits)
+        byte = tl.load(start + codes + place // 8, mask=inside, other=0).to(tl.int32)
+        code = byte >> (place % 8)
+        told = (code & 1) * (i % 2 == (half & 1)).to(tl.int32) * ((code & 2) - 1)
+        level = 2 * (code & 1) - 1
+        if bits == 2:
+            told = told * (1 + ((code >> 1) & 2))
+            level = level * (1 + (code & 2))
+        level = tl.where(with_zeros, told, level)
+        half = half & 0x7FFF
+    return level.to(tl.float32) * (half << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _decode(data, out, rows, count, size, blocks, bits: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
+def _decode(data, out, edges, places, rows, count, size, blocks, bits: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
     """The sum of so many rows from that of the program on."""
     block, first = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    place = block * width + tl.arange(0, width)
-    inside = place < count
+    begin = tl.load(edges + block)
+    i = tl.arange(0, width)
+    inside = i < tl.load(edges + block + 1) - begin
+    codes = 2 * blocks + (tl.load(places + block) - tl.load(places))
     start = data + first * size
-    total = _decoded(start, block, blocks, place, inside, bits)
+    total = _decoded(start, codes, block, i, inside, bits)
     for _ in range(1, rows):
         start += size
-        total += _decoded(start, block, blocks, place, inside, bits)
-    tl.store(out + first * count + place, total, mask=inside)
+        total += _decoded(start, codes, block, i, inside, bits)
+    tl.store(out + first * count + (begin - tl.load(edges)) + i, total, mask=inside)
 
 
-def encode_low(bits: int, values: Tensor) -> Tensor:
+def encode_low(bits: int, values: Tensor, blocks: Blocks | None = None) -> Tensor:
     lead, count = values.shape[:-1], values.shape[-1]
-    size, blocks = size_of(bits, count), blocks_of(count)
+    blocks = blocks or even(count)
+    size = blocks.size(bits)
     data = torch.empty((*lead, size), dtype=torch.uint8, device=values.device)
     if data.numel():
         with _on(values):
-            _encode[(blocks, lead.numel())](
-                values, data, count, size, blocks, bits=bits, width=BLOCK, enable_fp_fusion=False
+            _encode[(blocks.number, lead.numel())](
+                *(values, data, *blocks.on(values.device, bits), count, size, blocks.number),
+                bits=bits,
+                width=BLOCK,
+                enable_fp_fusion=False,
             )
     return data
 
 
-def decode_low(bits: int, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+def decode_low(
+    bits: int, data: Tensor, count: int, dtype: torch.dtype, blocks: Blocks | None = None
+) -> Tensor:
     out = torch.empty((*data.shape[:-1], count), dtype=dtype, device=data.device)
-    return _launched(bits, data, out, data.shape[:-1].numel(), 1)
+    return _launched(bits, data, out, blocks, data.shape[:-1].numel(), 1)
 
 
-def decode_low_into(bits: int, data: Tensor, out: Tensor) -> None:
-    _launched(bits, data, out, data.shape[:-1].numel(), 1)
+def decode_low_into(bits: int, data: Tensor, out: Tensor, blocks: Blocks | None = None) -> None:
+    _launched(bits, data, out, blocks, data.shape[:-1].numel(), 1)
 
 
-def decode_low_sum(bits: int, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    return _launched(bits, data, torch.empty(count, dtype=dtype, device=data.device), 1, len(data))
+def decode_low_sum(
+    bits: int, data: Tensor, count: int, dtype: torch.dtype, blocks: Blocks | None = None
+) -> Tensor:
+    out = torch.empty(count, dtype=dtype, device=data.device)
+    return _launched(bits, data, out, blocks, 1, len(data))
 
 
-def _launched(bits: int, data: Tensor, out: Tensor, programs: int, rows: int) -> Tensor:
+def _launched(
+    bits: int, data: Tensor, out: Tensor, blocks: Blocks | None, programs: int, rows: int
+) -> Tensor:
     count, size = out.shape[-1], data.shape[-1]
-    blocks = blocks_of(count)
+    blocks = blocks or even(count)
     if out.numel():
         with _on(data):
-            _decode[(blocks, programs)](
-                data, out, rows, count, size, blocks, bits=bits, width=BLOCK, enable_fp_fusion=False
+            _decode[(blocks.number, programs)](
+                *(data, out, *blocks.on(data.device, bits), rows, count, size, blocks.number),
+                bits=bits,
+                width=BLOCK,
+                enable_fp_fusion=False,
             )
     return out
 
@@ -134,11 +190,14 @@ def try_out(device: torch.device) -> None:
     """Raise where these kernels do not compile there, or give other bits than torch does."""
     x = torch.arange(-1000.0, 1001.0, dtype=torch.float32, device=device).div_(3).view(3, -1).contiguous()
     count = x.shape[1]
-    for bits in (1, 2, 4):
-        data = encode_low(bits, x)
-        alike = torch.equal(data, low_bit.encode_low(bits, x))
+    x[1, ::7] = 0.0
+    cut = lay((300, count - 300)).between(0, count)
+    for bits, blocks in itertools.product((1, 2, 4), (None, cut)):
+        data = encode_low(bits, x, blocks)
+        alike = torch.equal(data, low_bit.encode_low(bits, x, blocks))
         for ours, theirs in ((decode_low, low_bit.decode_low), (decode_low_sum, low_bit.decode_low_sum)):
-            alike &= torch.equal(ours(bits, data, count, x.dtype), theirs(bits, data, count, x.dtype))
+            arguments = bits, data, count, x.dtype, blocks
+            alike &= torch.equal(ours(*arguments), theirs(*arguments))
         if not alike:
             raise RuntimeError(f"Triton's kernels for {bits} bits do not answer as torch's on {device}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
 from gradsieve.errors import ConfigError
@@ -64,6 +65,8 @@ def make(scheme: str | Scheme[Any], density: float | None = None) -> Scheme[Any]
             )
         return scheme
     if scheme not in SCHEMES:
-        raise ConfigError(f"no scheme is called {scheme!r}; there are: {', '.join(SCHEMES)}")
+        near = difflib.get_close_matches(str(scheme), SCHEMES, 1)
+        hint = f"did you mean {near[0]!r}? There are: " if near else "there are: "
+        raise ConfigError(f"no scheme is called {scheme!r}; {hint}{', '.join(SCHEMES)}")
     kind = SCHEMES[scheme]
     return kind() if density is None or kind.lossless else kind(density=density)

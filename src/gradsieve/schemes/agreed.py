@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Op
+from gradsieve.kernels.blocks import Layout
 from gradsieve.schemes.base import Scheme, blank
 from gradsieve.telemetry import stage
 from gradsieve.types import Ctx, Program, State, Stream, Vector, gathered
-from gradsieve.wire.coded import Coded, Shape, Sum
+from gradsieve.wire.coded import Coded, Shape, Sum, shape_over
 from gradsieve.wire.values import VALUE_CODECS
 
 Values: TypeAlias = Literal["exact", "bf16", "int8", "int4", "int2", "sign"]
@@ -41,7 +42,11 @@ def asked_for_sum(count: int, values: Values, world: int) -> list[Op]:
     """What `sum_agreed` asks for."""
     if values == "exact":
         return [AllReduce(blank(count, torch.float32))]
-    row = VALUE_CODECS[values].predict_size(-(-count // world), torch.float32)
+    return asked_for_rows(VALUE_CODECS[values].predict_size(-(-count // world), torch.float32), world)
+
+
+def asked_for_rows(row: int, world: int) -> list[Op]:
+    """The same for rows of so many bytes."""
     one_each = (1,) * world
     rows = blank(world * row, torch.uint8).view(world, row)
     return [AllToAll(rows, one_each, one_each, even=True), AllGather(blank(row, torch.uint8))]
@@ -54,9 +59,10 @@ def sum_agreed(mine: Tensor, values: Values, ctx: Ctx) -> Program[tuple[Tensor, 
 
 
 def sum_between(
-    acc: Tensor | Vector, start: int, stop: int, values: Values, ctx: Ctx
+    acc: Tensor | Vector, start: int, stop: int, values: Values, ctx: Ctx, layout: Layout | None = None
 ) -> Program[tuple[Tensor | Stream, Tensor | Stream]]:
-    """The same for some elements of a vector that need not be in memory; nor need what is returned."""
+    """The same for some elements of a vector that need not be in memory; nor need what is returned. With the
+    vector's layout, blocks end with its tensors, and `start` and `stop` are edges of blocks."""
 
     def read(first: int, last: int) -> Tensor:
         first, last = start + first, start + last
@@ -67,13 +73,17 @@ def sum_between(
         total = yield AllReduce(given.clone())
         return total, given
     world, turn = ctx.world, ctx.step % ctx.world
-    shape = Shape(VALUE_CODECS[values], world, stop - start, acc.dtype, acc.device)
+    own = (ctx.rank + turn) % world
+    if layout is None:
+        shape = Shape(VALUE_CODECS[values], world, stop - start, acc.dtype, acc.device)
+    else:
+        shape = shape_over(values, world, acc.dtype, acc.device, layout, start, stop)
     with stage("encode"):
         rows = shape.encode(read)
     dealt, one_each = rows.roll(-turn, 0), (1,) * world  # row (r + step) mod P is rank r's
     arrived = yield AllToAll(dealt, one_each, one_each, even=True)
     with stage("decode"):
-        row = shape.add_up(arrived)
+        row = shape.add_up(own, arrived)
     sums = yield AllGather(row)
-    mine = Sum((ctx.rank + turn) % world, arrived, row)
+    mine = Sum(own, arrived, row)
     return Coded(shape, sums.roll(turn, 0)), Coded(shape, rows, mine)

@@ -34,7 +34,8 @@ from gradsieve.sync.budget import Budget, Times
 from gradsieve.sync.fallback import Fallback
 from gradsieve.sync.ledger import WORDS as LEDGER_WORDS
 from gradsieve.sync.ledger import Ledger
-from gradsieve.sync.tags import IDLE, WORDS, Tag, agree, who_is_idle, words
+from gradsieve.sync.tags import IDLE, WORDS, Tag, agree, is_notice_given, who_is_idle, words
+from gradsieve.sync.turns import Turns
 from gradsieve.telemetry import Timeline
 from gradsieve.types import Ctx, Outcome, Program, Result, Sparse, Vector, by_way_of, to_host
 from gradsieve.wire.check import sums_within
@@ -123,6 +124,8 @@ class Pipeline(ABC):
         """Steps of all ranks since the one with the last exchange: see `begins_exchange`."""
         self.began_at = 0
         """What `since` was when the exchange under way began."""
+        self.tentative = False
+        """Whether that exchange began with a forward, so that no rank knows yet whether all take part."""
         self.skipped = 0
         """Steps skipped because a gradient was not finite."""
         self.last_step_good = True
@@ -130,6 +133,8 @@ class Pipeline(ABC):
         """Exchanges in a row that began without a step of this rank since the one before."""
         self.loads = 0
         """How often another model was loaded into the parameters."""
+        self.has_notice = self.heard_notice = False
+        """Whether this rank tells the others that its time is up; and whether any rank has told so."""
         self._idle_ones = ""
         self._ledger = Ledger(rank, world)
         self.rounds = Rounds(rank, world)
@@ -141,10 +146,18 @@ class Pipeline(ABC):
         self.stats = Stats(Meter(rank, world))
         self._ways = [Way(scheme) for _ in self.units]
         self.observer: Observer | None = None
+        self.turns = Turns()
+        self._flushes = False
+        """Whether the exchange under way is one of everything, for `flush()`."""
 
     def bits(self) -> float:
         """Moved by this rank in the last exchange, a parameter and step."""
         return 8 * self.stats.meter.moved / (max(1, self.parameters) * self.treatment.every)
+
+    @property
+    def is_last_of_period(self) -> bool:
+        """Whether the next step of all ranks is the one of its period that exchanges."""
+        return (self.since + 1) % self.treatment.every == 0
 
     def begins_exchange(self) -> bool:
         """One more step of all ranks begins: whether it is the one of its period that exchanges, the last."""
@@ -171,7 +184,7 @@ class Pipeline(ABC):
     def meet(self, call: int) -> Program[None]:
         """Find out whether all ranks make this call, by an exchange as the next one would be, of which
         nothing is kept: a rank that went on training meets it with its own, and both are told."""
-        before, self.began_at = replace(self._ways[0]), self.since
+        before, self.began_at, self.tentative = replace(self._ways[0]), self.since, False
         acc, rider = self.offer(0)
         yield from self.exchange(0, acc, rider, Stats(Meter(self.rank, self.world)), False, call)
         self._ways[0] = before
@@ -216,16 +229,15 @@ class Pipeline(ABC):
         self, index: int, acc: Tensor | Vector, rider: Tensor, stats: Stats, everything: bool, call: int
     ) -> Program[tuple[Outcome[Any], Tensor]]:
         """The scheme's own part, at the density of this step, with the rider."""
-        state, way = self.states[index], self._ways[index]
+        state, way, self._flushes = self.states[index], self._ways[index], everything
         way.dense = everything or (way.fallback is not None and way.fallback.goes_dense)
         scheme = self.scheme.whole() if way.dense else self.scheme_of_this_step()
         ctx = Ctx(self.rank, self.world, self.step)
         exchange = scheme.exchange(acc, state, ctx) if self.units[index].n else _nothing(rider, state)
-        tag = Tag(call, self.step, index, self.loads, self.began_at)
+        tag = Tag(call, self.step, index, self.loads, self.began_at, int(self.tentative))
         seconds = rider.new_tensor(self._seconds_to_tell(index, way))
-        whole = torch.cat(
-            [rider, words(tag, self.rank, self.idle, rider), seconds, rider.new_zeros(LEDGER_WORDS)]
-        )
+        said = words(tag, self.rank, self.idle, self.has_notice, rider)
+        whole = torch.cat([rider, said, seconds, rider.new_zeros(LEDGER_WORDS)])
         carried = self._ledger.watched(carry(exchange, whole), whole.dtype)
         try:
             # Innermost the collective: a ledger of what all gave is right however often it was passed on.
@@ -242,6 +254,7 @@ class Pipeline(ABC):
         sums_within(heard, f"rank {self.rank}: what rode along with unit {index} in step {self.step}")
         self._ledger.check(heard[-LEDGER_WORDS:], self.step)
         self._hear_of(who_is_idle(heard))
+        self.heard_notice |= is_notice_given(heard)
         stats.sent += outcome.update.count
         way.scheme, way.told = scheme, [each / self.world for each in heard[WORDS:-LEDGER_WORDS]]
         return outcome, ride[: rider.numel()]
@@ -289,6 +302,8 @@ class Pipeline(ABC):
             self.budget = self.budget.after(Times(*told))
             if self.rank == 0 and (said := self.budget.says(self.world)):
                 _log.info("step %d: %s", self.step, said)
+        if not self._flushes:
+            self.turns.add(self.bits(), is_over=getattr(self.states[0], "cursor", 0) == 0)
         self.step += 1
         if self.observer is not None:
             self.observer.after_step()

@@ -20,6 +20,7 @@ or more than COMPUTED of it computed.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
@@ -28,7 +29,9 @@ import torch
 from gradsieve.comm.links import Links
 from gradsieve.costs import bits_in, seconds_a_bit
 from gradsieve.errors import ConfigError
+from gradsieve.kernels.blocks import Layout, lay
 from gradsieve.schemes.agreed import Values
+from gradsieve.types import is_number
 from gradsieve.wire.values import VALUE_CODECS
 
 TOLD: dict[Values, float] = {"sign": 0.637, "int2": 0.881, "int4": 0.985, "bf16": 0.99999, "exact": 1.0}
@@ -64,19 +67,24 @@ class Times(NamedTuple):
 _NONE = Times()
 
 
-def spend(bits: float, world: int) -> tuple[Values, float]:
-    """How values travel, and the share of all that does, for so many bits a parameter and step."""
+def spend(bits: float, world: int, costs: Mapping[Values, float] | None = None) -> tuple[Values, float]:
+    """How values travel, and the share of all that does, for so many bits a parameter and step. `costs`: of
+    the model, where its tensors are known."""
     if world == 1:
         return "exact", 1.0
-    shares = {values: min(1.0, bits / cost(values, world)) for values in TOLD}
+    costs = costs or {values: cost(values, world) for values in TOLD}
+    shares = {values: min(1.0, bits / costs[values]) for values in TOLD}
     best = max(TOLD, key=lambda values: shares[values] * TOLD[values])
     return best, shares[best]
 
 
-def cost(values: Values, world: int) -> float:
-    """Bits that the busiest rank moves for one element: there, and the sum back."""
-    size = VALUE_CODECS[values].predict_size(_LONG, torch.float32)
-    return 2.0 * 8 * size / _LONG * (world - 1) / world
+def cost(values: Values, world: int, layouts: Sequence[Layout] = ()) -> float:
+    """Bits that the busiest rank moves for one element: there, and the sum back. Of a model of these units;
+    of one in few large tensors, where none are given."""
+    codec = VALUE_CODECS[values]
+    units = [layout.between(0, int(layout.edges[-1])) for layout in layouts or [lay((_LONG,))]]
+    size = sum(codec.over(unit).predict_size(unit.count, torch.float32) for unit in units)
+    return 2.0 * 8 * size / max(1, sum(unit.count for unit in units)) * (world - 1) / world
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +94,9 @@ class Fixed:
     bits: float
 
     def __post_init__(self) -> None:
-        if not self.bits > 0:
+        if not is_number(self.bits):
+            raise ConfigError(f"bits={self.bits!r} is a {type(self.bits).__name__}: give a number, bits=0.75")
+        if not 0 < self.bits < float("inf"):
             raise ConfigError(f"bits are a budget a parameter and step, above 0, not {self.bits!r}")
 
     def after(self, times: Times) -> Fixed:

@@ -31,13 +31,19 @@ class Fitted:
         rank: int,
         world: int,
         bucket_cap_mb: float = UNIT_CAP_MB,
+        held: Mapping[str, Tensor] | None = None,
     ) -> None:
+        """`held` is what the optimizers have, where that is not the parameters themselves."""
         self.parameters, self.optimizers = parameters, optimizers
+        self._names = {id(parameter): name for name, parameter in (held or parameters).items()}
         self.moved: MovedMomentum | None = None
-        self._length = StepLength()
+        self._length = StepLength({})
         self.pipeline: GradientPipeline | StepPipeline
         if treatment.exchange == "steps" and (treatment.every > 1 or not scheme.lossless):
             self.pipeline = StepPipeline(parameters.items(), scheme, rank, world, bucket_cap_mb, treatment)
+            self._length = StepLength(self.pipeline.own)
+            for one in optimizers:
+                self._length.refuse_elsewhere(one)
             return
         momentum = None
         if treatment.momentum != "optimizer" and not scheme.lossless:
@@ -48,6 +54,8 @@ class Fitted:
         self.pipeline = GradientPipeline(
             parameters.items(), scheme, rank, world, bucket_cap_mb, treatment, momentum
         )
+        if self.moved is not None:
+            self.moved.take()
 
     def tensors(self) -> dict[str, Tensor]:
         """What the programs of this step are given: flat gradients, or flat parameters."""
@@ -73,20 +81,39 @@ class Fitted:
         """The optimizer is about to step these parameters, by gradients that are finite or none at all."""
         if not isinstance(self.pipeline, StepPipeline):
             return
-        every = {name: self.parameters[name].grad for name in names}
-        self.pipeline.note_gradients(
-            {name: None if gradient is None else flat_view(gradient) for name, gradient in every.items()}
-        )
-        self._length.begin(optimizer, self.pipeline.rho**-0.5)
+        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer takes it off by itself
+        every = {name: _flat_gradient(self.parameters[name]) for name in names}
+        self.pipeline.note_gradients(every, 1.0 if scale is None else 1.0 / float(scale))
+        self._length.bring_along(optimizer)
+        moving = [
+            [name for name in self._names_in(group) if every.get(name) is not None]
+            for group in optimizer.param_groups
+        ]
+        self._length.begin(optimizer, moving, self.pipeline.rho, self.pipeline.gradient_size)
+
+    def _names_in(self, group: Mapping[str, Any]) -> list[str]:
+        return [self._names[id(each)] for each in group["params"] if id(each) in self._names]
 
     def after_update(self) -> None:
         self._length.end()
 
     def give_back(self) -> None:
         """The optimizer as the user made it."""
-        self._length.end()
         if self.moved is not None:
             self.moved.give_back()
+
+
+def _flat_gradient(parameter: Tensor) -> Tensor | None:
+    """`.grad` in the order in which the parameter's elements lie in memory; an expanded or transposed one is
+    copied, a sparse one refused."""
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    if gradient.layout != torch.strided:
+        raise ConfigError("a parameter has a sparse gradient: use Embedding(sparse=False)")
+    if gradient.stride() != parameter.stride():
+        gradient = torch.empty_like(parameter).copy_(gradient)
+    return flat_view(gradient)
 
 
 def _gradient_of(parameter: Tensor) -> Tensor:

@@ -164,7 +164,9 @@ class Merger:
 
 def _figures_among(pipeline: StepPipeline, figures: Mapping[str, float], old: int) -> dict[str, float]:
     """What waits is the same on all ranks now, so that a rank believes all of it."""
-    agreement = Coherence(figures["gradients_alike"], figures["gradients_all"]).among(old, pipeline.world)
+    agreement = Coherence(
+        figures["gradients_alike"], figures["gradients_all"], figures["gradients_seen"]
+    ).among(old, pipeline.world)
     fixed = pipeline.treatment.preview
     return {
         "preview": 1.0 if fixed is None else fixed,
@@ -172,4 +174,5 @@ def _figures_among(pipeline: StepPipeline, figures: Mapping[str, float], old: in
         "all": 0.0,
         "gradients_alike": agreement.alike,
         "gradients_all": agreement.all,
+        "gradients_seen": agreement.seen,
     }

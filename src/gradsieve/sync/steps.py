@@ -27,9 +27,10 @@ from gradsieve.feedback.local_steps import WINDOWS, LocalSteps
 from gradsieve.feedback.treatment import Treatment
 from gradsieve.feedback.units import Slot, flat_view
 from gradsieve.kernels import is_finite
+from gradsieve.kernels.blocks import lay
 from gradsieve.schemes.base import Scheme
 from gradsieve.sync.base import UNIT_CAP_MB, Memory, Pipeline, Stats
-from gradsieve.sync.budget import LEAST, Times, spend
+from gradsieve.sync.budget import LEAST, TOLD, Times, cost, spend
 from gradsieve.sync.ledger import WORDS as LEDGER_WORDS
 from gradsieve.sync.tags import WORDS
 from gradsieve.types import Host, Outcome, Program, Sparse, Vector, to_host
@@ -77,6 +78,8 @@ class StepPipeline(Pipeline):
         elements = sum(slot.numel for unit in self.units for slot in unit.slots)
         self._beside = 32.0 * beside * 2.0 * (world - 1) / world / max(1, elements)
         """Bits a parameter that travel beside the scheme's own."""
+        self._bought: tuple[float, Scheme[Any]] | None = None
+        """Bits a parameter, and what they buy."""
         self._noted: dict[str, Tensor] = {}
         self._noted_for = -1
         """Gradients of the last step at the elements looked at, by parameter; and for which exchange."""
@@ -89,7 +92,7 @@ class StepPipeline(Pipeline):
             self._arriving = []
             self._fresh = Stats(Meter(self.rank, self.world))
             if not self._aside:
-                self.began_at, self._staged = self.since, []
+                self._begins()
         self.in_order(index, len(self._arriving))
         stats = self._fresh
         with stats.timeline.stage("accumulate", index):
@@ -101,17 +104,30 @@ class StepPipeline(Pipeline):
 
     def put_aside(self, own: Mapping[str, Tensor], everything: bool) -> None:
         """All that the exchange which begins now will read: optimizers write while it is under way."""
-        self.began_at = self.since
+        self._begins()
         self._aside = []
         for index, unit in enumerate(self.units):
             waiting, dense, rider = self._offer(index, own, everything)
             self._aside.append((waiting.between(0, unit.n), dense, rider))
 
+    def _begins(self) -> None:
+        """A tentative exchange begins before the step that it belongs to was counted."""
+        self.began_at = 0 if self.tentative else self.since
+        self._staged = []
+
     def _within_budget(self) -> Scheme[Any]:
         if self.budget is None:
             return self.scheme
-        bits = self.treatment.every * self.budget.bits - self._beside
-        values, density = spend(max(bits, LEAST / 2), self.world)
+        bits = max(self.treatment.every * self.budget.bits - self._beside, LEAST / 2)
+        if self._bought is None or self._bought[0] != bits:
+            self._bought = bits, self._buy(bits)
+        return self._bought[1]
+
+    def _buy(self, bits: float) -> Scheme[Any]:
+        """What so many bits a parameter are spent on: scales and short blocks of this model are a part."""
+        layouts = [lay(tuple(unit.sizes)) for unit in self.units if unit.n]
+        costs = {values: cost(values, self.world, layouts) for values in TOLD}
+        values, density = spend(bits, self.world, costs)
         return replace(self.scheme, values=values, density=density)  # type: ignore[call-arg]  # stripes
 
     def offer(self, index: int) -> tuple[Vector, Tensor]:
@@ -131,9 +147,9 @@ class StepPipeline(Pipeline):
         probes = self._probe_gradients(index) if self.step % 2 else probe(waiting, self.step)
         return waiting, dense, torch.cat([dense.values, probes])
 
-    def note_gradients(self, gradients: Mapping[str, Tensor | None]) -> None:
-        """An optimizer is about to step by these, flat; some of them ride along in the next exchange, if it
-        is one of every second that look at gradients."""
+    def note_gradients(self, gradients: Mapping[str, Tensor | None], scale: float = 1.0) -> None:
+        """An optimizer is about to step by these, flat, times `scale`; some of them ride along in the next
+        exchange, if it is one of every second that look at gradients."""
         if self.step % 2 == 0:
             return
         if self._noted_for != self.step:
@@ -143,7 +159,8 @@ class StepPipeline(Pipeline):
                 gradient = gradients.get(slot.name)
                 if gradient is not None and here.size:
                     at = torch.from_numpy(here).to(gradient.device)
-                    self._noted[slot.name] = gradient.index_select(0, at).to(self.units[index].dtype)
+                    noted = gradient.index_select(0, at).to(self.units[index].dtype)
+                    self._noted[slot.name] = noted if scale == 1.0 else noted * scale
 
     def _looked_at(self, index: int) -> Iterator[tuple[Slot, Host]]:
         """Places in each parameter of a unit, dense ones too."""
@@ -181,6 +198,8 @@ class StepPipeline(Pipeline):
         """
         stats = self.stats = self._fresh
         self._staged, self._arriving, self._aside = self._arriving, [], []
+        for local in self.local:
+            local.notice_writing()
         with stats.timeline.stage("apply"):
             seen = to_host(torch.stack([squares(staged.probes) for staged in self._staged]))
             updates = [
@@ -193,7 +212,8 @@ class StepPipeline(Pipeline):
             self.skipped += 1
             return False
         if self.step % 2:
-            self.agreement = self.agreement.after(seen, self.world)
+            looked_at = sum(staged.probes.numel() - 1 for staged in self._staged)
+            self.agreement = self.agreement.after(seen, self.world, looked_at)
         else:
             self.coherence = self.coherence.after(seen, self.world)
         fixed = self.treatment.preview
@@ -256,16 +276,24 @@ class StepPipeline(Pipeline):
             "all": self.coherence.all,
             "gradients_alike": self.agreement.alike,
             "gradients_all": self.agreement.all,
+            "gradients_seen": self.agreement.seen,
             "since": float(self.since),
             "budget": 0.0 if self.budget is None else self.budget.bits,
         }
 
     def set_figures(self, figures: Mapping[str, float]) -> None:
         self.coherence = Coherence(figures["alike"], figures["all"])
-        self.agreement = Coherence(figures["gradients_alike"], figures["gradients_all"])
+        self.agreement = Coherence(
+            figures["gradients_alike"], figures["gradients_all"], figures["gradients_seen"]
+        )
         self.preview, self.since = figures["preview"], int(figures["since"])
         if self.budget is not None:
             self.budget = self.budget.at(figures["budget"])
+
+    @property
+    def gradient_size(self) -> float:
+        """Root mean square of an element of a rank's own gradient; 0: none was seen."""
+        return self.agreement.size
 
     @property
     def rho(self) -> float:

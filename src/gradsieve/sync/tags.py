@@ -11,7 +11,13 @@ have the same h, the sums are P h and P h^2; if they do not, no rank sees both o
 mean of squares is above the square of the mean). So all ranks find it out, in the same exchange, and only
 then they gather who does what. Sums of such numbers are exact in float32 for up to 70,000 ranks.
 
-A rank without a step for a while tells so in two more words: how many there are, and who, if it is one.
+A rank without a step for a while tells so in two more words: how many there are, and who, if it is one. One
+more word counts the ranks that were given notice (`integrations/preemption.py`).
+
+An exchange that began with a forward is tentative: whether a backward will follow on all ranks is not known
+yet. If it meets anything but its like, all ranks drop it (`UnmatchedError`), and who turns out to need it
+begins again, not tentatively any more. So a forward on one rank alone does no harm, and ranks that really do
+different things find out one exchange later.
 """
 
 from __future__ import annotations
@@ -30,7 +36,7 @@ from gradsieve.types import Program
 CALLS = ("training", "flush()", "load_state_dict()", "save()", "load()")
 IDLE = 10
 """Exchanges in a row, without a step of this rank in between, from which on it tells."""
-WORDS = 4
+WORDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,8 @@ class Tag:
     unit: int = 0
     loads: int = 0
     since: int = 0
+    tentative: int = 0
+    """1 where this rank may yet do something else. Not part of the number: others may know already."""
 
     @property
     def called(self) -> str:
@@ -53,10 +61,14 @@ class Tag:
         return (self.call + 5 * self.step + 7 * self.unit + 11 * self.loads + 13 * self.since) % 16
 
 
-def words(tag: Tag, rank: int, idle: int, like: Tensor) -> Tensor:
+class UnmatchedError(MismatchError):
+    """A tentative exchange met something else: nothing of it is kept, on any rank."""
+
+
+def words(tag: Tag, rank: int, idle: int, has_notice: bool, like: Tensor) -> Tensor:
     """What rides along."""
     quiet = float(idle >= IDLE)
-    return like.new_tensor([tag.number, tag.number**2, quiet, quiet * rank])
+    return like.new_tensor([tag.number, tag.number**2, quiet, quiet * rank, float(has_notice)])
 
 
 def agree(tag: Tag, sums: Sequence[float], rank: int, world: int, device: torch.device) -> Program[None]:
@@ -65,15 +77,22 @@ def agree(tag: Tag, sums: Sequence[float], rank: int, world: int, device: torch.
         return
     mine = torch.tensor(astuple(tag), dtype=torch.int64, device=device)
     rows = (yield AllGather(mine)).tolist()
-    raise MismatchError(f"rank {rank}: {explain([Tag(*row) for row in rows])}")
+    tags = [Tag(*row) for row in rows]
+    kind = UnmatchedError if any(each.tentative for each in tags) else MismatchError
+    raise kind(f"rank {rank}: {explain(tags)}")
 
 
 def who_is_idle(sums: Sequence[float]) -> str:
-    """Of the last two words; empty while all ranks take steps."""
+    """Of the third and fourth word; empty while all ranks take steps."""
     count, ranks = int(sums[2]), int(sums[3])
     if not count:
         return ""
     return f"rank {ranks}" if count == 1 else f"{count} ranks"
+
+
+def is_notice_given(sums: Sequence[float]) -> bool:
+    """Of the fifth word: to any rank."""
+    return sums[4] > 0.0
 
 
 def explain(tags: Sequence[Tag]) -> str:

@@ -58,7 +58,12 @@ def _shorter(training: Training) -> str:
     waited = training.median(training.waits)
     if waited is not None and waited > own[longest] / 2:
         return seen + f"For {1e3 * waited:.3g} ms of it ranks wait for the last one: see below who that is."
-    return seen + "Send less (a lower density=, or bits= instead of it), or exchange less often (every=)."
+    less = {
+        "auto": "Gradsieve sends as little as it can already: exchange less often (every=).",
+        "fixed": "Send less (a lower bits=, or leave it out), or exchange less often (every=).",
+        "density": "Send less (a lower density=, or bits= instead of it), or exchange less often (every=).",
+    }
+    return seen + less[_kind(training)]
 
 
 def _room(training: Training) -> Finding:
@@ -68,10 +73,12 @@ def _room(training: Training) -> Finding:
     if waited is None or busy is None or training.header.density == 1.0:
         return Finding(rule, None, limit)
     change = None
-    if waited < HIDDEN and busy < IDLE_LINK:
-        change = (
-            "More could be sent without a wait. Raise density=, or give neither density nor scheme and let "
-            "gradsieve fill the time."
+    kind = _kind(training)
+    if waited < HIDDEN and busy < IDLE_LINK and kind != "auto":  # which sends more by itself, where it can
+        change = "More could be sent without a wait. " + (
+            f"Raise bits= (it is {training.header.budget}), or leave it out and let gradsieve fill the time."
+            if kind == "fixed"
+            else "Raise density=, or give neither density nor scheme and let gradsieve fill the time."
         )
     return Finding(rule, f"exchange {busy:.0%} of a step, waited for {waited:.0%}", limit, change)
 
@@ -141,22 +148,28 @@ def _age(training: Training) -> Finding:
     value = training.median(training.columns["age"])
     change = None
     if value is not None and value > STALE:
-        change = (
-            f"What is sent is old: raise density= about {2 * value / STALE:.0f} times, or send everything "
-            "now and then with preset=gradsieve.Treatment(refresh=1000)."
-        )
+        now_and_then = "send everything now and then with preset=gradsieve.Treatment(refresh=1000)."
+        what = {"auto": "give bits=", "fixed": "raise bits=", "density": "raise density="}[_kind(training)]
+        more = "" if what == "give bits=" else f" about {2 * value / STALE:.0f} times"
+        change = f"What is sent is old: {what}{more}, or {now_and_then}"
     return Finding(rule, None if value is None else f"{value:,.0f} steps", limit, change)
 
 
 def _dense(training: Training) -> Finding:
     rule, limit = "steps that went dense", f"{DENSE_STEPS:.0%} of the steps"
-    density = training.settled(training.columns["density"])
-    if training.header.density >= 1.0 or not len(density):
+    known = np.isfinite(training.columns["density"])
+    dense = training.settled(np.where(known, training.is_dense, np.nan))
+    if (training.header.density >= 1.0 and not training.header.budget) or not len(dense):
         return Finding(rule, None, limit)
-    share = float((density == 1.0).mean())
+    share = float(dense.mean())
     change = None
     if share > DENSE_STEPS:
-        change = "Dense was faster here by itself: train with plain DistributedDataParallel on this network."
+        plain = "train with plain DistributedDataParallel on this network."
+        change = {
+            "auto": f"Everything was sent as it is, and hid: {plain}",
+            "fixed": f"bits={training.header.budget} sends everything as it is: give less, or {plain}",
+            "density": f"Dense was faster here by itself: {plain}",
+        }[_kind(training)]
     return Finding(rule, f"{share:.0%} of the steps", limit, change)
 
 
@@ -177,6 +190,12 @@ def _straggler(training: Training) -> Finding:
         change = f"Look at rank {rank}: its input, its processor, its link, what else runs on its host."
     figure = f"rank {rank} last in {counts[row]:.0%} of the steps, others wait {cost:.0%} of a step"
     return Finding(rule, figure, limit, change)
+
+
+def _kind(training: Training) -> str:
+    """What says how much is sent: a budget that is found or fixed, or a density."""
+    budget = training.header.budget
+    return {"": "density", "auto": "auto"}.get(budget, "fixed")
 
 
 def _is(training: Training, scheme: str) -> bool:

@@ -1,7 +1,7 @@
 """A folder of records while they are written: the last lines of every rank, by training.
 
 Whatever is in the folder is looked at anew each time: files may not be there yet, end in half a line, belong
-to ranks that stopped, be written anew, or be no records at all.
+to ranks that stopped or were started again, be moved away for a new one, or be no records at all.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gradsieve.errors import Malformed
-from gradsieve.records import SUFFIX, Header, Line, Tail
+from gradsieve.records import SUFFIX, Header, Line, Tail, differences
 
 WINDOW = 50
 """Lines of a rank that are looked at."""
@@ -33,6 +33,11 @@ class Rank:
     """The last of the figures that only some steps have."""
 
     def take(self, line: Line) -> None:
+        """Of a step that was taken again after a restart the later line."""
+        while self.lines and self.lines[-1].step >= line.step:
+            self.lines.pop()
+        if not self.lines:
+            self.kept.clear()
         self.lines.append(line)
         for name in ("loss", "waiting", "age", "threshold", "imbalance", "cut"):
             value = getattr(line, name)
@@ -67,12 +72,13 @@ class Folder:
 
     def _read(self, path: Path) -> None:
         tail = self._tails.setdefault(path, Tail(path, _MOST_BYTES))
-        before, lines = tail.header, tail.more()
+        lines = tail.more()
         if tail.header is None:
             return
-        if path not in self.ranks or tail.header is not before:
+        if path not in self.ranks or differences(tail.header, self.ranks[path].header):
             self.ranks[path] = Rank(tail.header, 0.0)
         rank = self.ranks[path]
+        rank.header = tail.header
         for line in lines:
             rank.take(line)
         if lines or not rank.changed:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradsieve.errors import ConfigError, Malformed, list_ranks
-from gradsieve.records import SUFFIX, Header, Line, Tail
+from gradsieve.records import SUFFIX, Header, Line, Whole, pieces
 from gradsieve.views.stages import EXCHANGE_STAGES, WAITING
 
 Array = npt.NDArray[np.float64]
@@ -76,6 +76,20 @@ class Training:
         return self.columns["bits"] * self.header.bytes_a_bit
 
     @cached_property
+    def dense_bits(self) -> float:
+        """A parameter and step, with which all of it is sent as it is: there, and the sum back."""
+        world = self.header.world
+        return 64.0 * (world - 1) / world / self.header.period
+
+    @property
+    def is_dense(self) -> npt.NDArray[np.bool_]:
+        """Whether all of it was sent as it is. Stripes send all elements in few bits, too."""
+        all_elements = self.columns["density"] == 1.0
+        if not self.header.scheme.startswith("stripes"):
+            return np.asarray(all_elements)
+        return np.asarray(all_elements & (self.columns["bits"] > 0.9 * self.dense_bits))
+
+    @cached_property
     def engine_seconds(self) -> Array:
         """Of all stages of an exchange, without the training's waiting beside them."""
         own = [values for name, values in self.stages.items() if name != WAITING]
@@ -126,7 +140,7 @@ def files_of(places: Sequence[Path]) -> list[Path]:
 def gather(paths: Sequence[Path]) -> list[Training]:
     """Malformed where a file is no record, or two say they are the same rank."""
     try:
-        size = sum(path.stat().st_size for path in paths)
+        size = sum(piece.stat().st_size for path in paths for piece in pieces(path))
     except OSError as error:
         raise Malformed(f"cannot be read: {error}") from error
     every = max(1, round(size / _LINE_BYTES / _MOST_LINES + 0.5)) if size > _MOST_LINES * _LINE_BYTES else 1
@@ -140,23 +154,24 @@ def gather(paths: Sequence[Path]) -> list[Training]:
 
 
 class _Rank:
-    """One file as arrays: its lines would take ten times the memory."""
+    """One rank's record as arrays: its lines would take ten times the memory."""
 
     def __init__(self, path: Path, every: int) -> None:
         self.path = path
-        tail = Tail(path)
+        whole = Whole(path)
         steps: list[int] = []
         columns: dict[str, list[float]] = {name: [] for name in COLUMNS}
         stages: dict[str, dict[int, float]] = {}
-        for line in tail.each():
+        for line in whole.each():
+            while steps and steps[-1] >= line.step:  # taken again after a restart: the later one counts
+                steps.pop()
+                _drop(len(steps), columns, stages)
             if line.step % every == 0:
                 _add(line, len(steps), columns, stages)
                 steps.append(line.step)
-        if tail.header is None:
-            raise Malformed(f"{path} is empty, or was cut off in the middle of its first line")
         if len(stages) > _MOST_STAGES:
             raise Malformed(f"{path} has {len(stages)} stages; a step has about ten")
-        self.header, self.is_cut_off = tail.header, bool(tail.rest)
+        self.header, self.joined, self.is_cut_off = whole.header, whole.joined, whole.is_cut_off
         self.steps = np.array(steps, dtype=np.int64)
         self.columns = {name: np.array(values, dtype=np.float64) for name, values in columns.items()}
         self.stages = {name: self._spread(values) for name, values in stages.items()}
@@ -176,6 +191,13 @@ def _add(
         column.append(np.nan if value is None else value)
     for stage, seconds in line.seconds.items():
         stages.setdefault(stage, {})[place] = seconds
+
+
+def _drop(place: int, columns: dict[str, list[float]], stages: dict[str, dict[int, float]]) -> None:
+    for column in columns.values():
+        column.pop()
+    for each in stages.values():
+        each.pop(place, None)
 
 
 def _side_by_side(ranks: list[_Rank], every: int) -> Training:
@@ -221,6 +243,17 @@ def _notes(ranks: list[_Rank], training: Training) -> list[str]:
         notes.append(f"{len(ranks)} of {header.world} ranks are recorded here.")
     if cut := [rank.header.rank for rank in ranks if rank.is_cut_off]:
         notes.append(f"The file of {list_ranks(cut)} ends in the middle of a line, which is left out.")
+    if lives := max(rank.joined.lives - 1 for rank in ranks):
+        again = max(rank.joined.again for rank in ranks)
+        notes.append(
+            f"The training was started again {_times(lives)}. {again:,} steps were taken again since then, "
+            "from a checkpoint or anew, and are shown as they were taken last."
+        )
+    if torn := [rank.header.rank for rank in ranks if len(rank.joined.torn) > rank.is_cut_off]:
+        notes.append(
+            f"A line of {list_ranks(torn)} was not finished (a full disk, or a kill): the record has a gap "
+            "there."
+        )
     ends = {rank.header.rank: int(rank.steps[-1]) if len(rank.steps) else 0 for rank in ranks}
     if behind := [rank for rank, end in ends.items() if end < last - 1]:
         first = min(ends.values())
@@ -233,3 +266,7 @@ def _notes(ranks: list[_Rank], training: Training) -> list[str]:
     if header.period > 1:
         notes.append(f"Ranks exchange every {header.period} steps: a step here is an exchange.")
     return notes
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count:,} times"

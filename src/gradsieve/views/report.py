@@ -162,8 +162,8 @@ def charts(training: Training) -> list[Chart]:
             training, "Time waited for the exchange", "% of a step, by the training thread",
             {} if training.is_virtual else _percent(training, WAITING), from_zero=True,
         ),
-        _over_steps(training, "Age of what waits", "steps", {"age": columns["age"]}, from_zero=True),
-        _over_steps(training, "Norm of what waits", "norm", {"norm": columns["waiting"]}, from_zero=True),
+        _now_and_then(training, "Age of what waits", "steps", {"age": columns["age"]}),
+        _now_and_then(training, "Norm of what waits", "norm", {"norm": columns["waiting"]}),
         _over_steps(
             training, "Imbalance f(t)", "longest selection over the mean", {"f(t)": columns["imbalance"]},
             mark=1.0, note="Dashed: balanced.",
@@ -188,10 +188,8 @@ def _sparse(training: Training, values: Array) -> Array:
 
 
 def _has_flush(training: Training) -> bool:
-    density = training.columns["density"]
-    return bool(
-        training.header.density < 1.0 and (density[:, -1] == 1.0).any() and (density[:, -2] < 1.0).any()
-    )
+    dense = training.is_dense
+    return bool(training.header.density < 1.0 and dense[:, -1].any() and not dense[:, -2].all())
 
 
 def _flush_note(training: Training) -> str:
@@ -257,6 +255,18 @@ def _over_steps(
     )
     legend = [(_BLUE, unit)] if len(series) == 1 else [(one.colour, one.name) for one in series]
     return Chart(title, picture, legend, note)
+
+
+def _now_and_then(training: Training, title: str, unit: str, figures: dict[str, Array]) -> Chart | None:
+    """Of figures that need a pass over the model, which a record takes every so many steps."""
+    every, last = training.header.every, int(training.steps[-1])
+    if last >= 2 * every:
+        return _over_steps(training, title, unit, figures, from_zero=True)
+    note = (
+        f"Not drawn: the record looks at what waits every {every} steps, and has {last}. A line takes two "
+        f"looks: train for {2 * every} steps, or give gradsieve.record(..., every={max(1, last // 10)})."
+    )
+    return Chart(title, "", [], note)
 
 
 def _link(training: Training) -> Chart | None:

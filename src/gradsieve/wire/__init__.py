@@ -1,5 +1,5 @@
 """What bytes: how a message is laid out, and the one door through which a peer's message comes in."""
 
-VERSION = 1
+VERSION = 3
 """Of all messages, and of the arithmetic on them: one more whenever a rank before a change and one after it
 would not understand each other, or not come to the same bits."""

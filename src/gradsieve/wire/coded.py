@@ -1,67 +1,99 @@
 """A vector in rows of few bits, written and read in pieces: none as long as it is stands beside its bytes.
 
-Pieces begin where blocks of codes do, so that the bytes of a piece are those of a row as long as it is.
+Rows and pieces begin where blocks of codes do, so that the bytes of a piece are those of a row as long as it
+is. Where a vector is made of tensors, blocks end with these and rows are as equal as whole blocks allow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradsieve.wire.values import ValueCodec
+from gradsieve.kernels.blocks import Blocks, Layout, even
+from gradsieve.wire.values import VALUE_CODECS, ValueCodec
 
 TOGETHER = 1 << 18
 """Values in a piece on a CPU, few enough to stay in a core's cache; a multiple of every codec's block."""
 
 
 class Piece(NamedTuple):
-    """Of a row: where its values are, and in the row's bytes their scales and codes."""
+    """Of a row: its codec, where its values are in the vector, and in the row's bytes their scales and
+    codes."""
 
+    codec: ValueCodec
     start: int
     stop: int
     scales: slice
     codes: slice
 
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
 
 @dataclass(frozen=True)
 class Shape:
-    """`count` values in as many rows as there are owners, all equally long: zeros fill up the last ones."""
+    """`count` values in as many rows as there are owners, in bytes all equally long: zeros fill up."""
 
     codec: ValueCodec
     rows: int
     count: int
     dtype: torch.dtype
     device: torch.device
+    blocks: Blocks | None = None
+    """Of the vector; where nobody knows any, rows are equally many values, and the last ones fewer."""
 
     @cached_property
-    def width(self) -> int:
-        """Values in a row."""
-        return -(-self.count // self.rows)
+    def rows_of_blocks(self) -> list[Blocks]:
+        if self.blocks is not None:
+            return self.blocks.dealt(self.rows, self.codec.bits)
+        width = -(-self.count // self.rows)
+        starts = [min(row * width, self.count) for row in range(self.rows + 1)]
+        return [even(stop - start) for start, stop in pairwise(starts)]
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Where the values of each row begin, and where the last one's end."""
+        return list(accumulate((blocks.count for blocks in self.rows_of_blocks), initial=0))
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Bytes of each row without what fills it up."""
+        return [
+            self.codec.over(blocks).predict_size(blocks.count, self.dtype) for blocks in self.rows_of_blocks
+        ]
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of a row."""
+        return max(self.sizes)
 
     @cached_property
     def longest(self) -> int:
         """Values in a piece, at most."""
-        return min(self.width, TOGETHER) if self.device.type == "cpu" else self.width
+        width = max(blocks.count for blocks in self.rows_of_blocks)
+        return min(width, TOGETHER) if self.device.type == "cpu" else width
 
     @cached_property
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[list[Piece]]:
         """Of each row."""
-        before = self.codec.scales(self.width)
+        return [self._pieces_of(*row) for row in zip(self.rows_of_blocks, self.starts, strict=False)]
 
-        def bytes_to(place: int) -> tuple[int, int]:
-            scales = self.codec.scales(place)
-            return scales, before + self.codec.predict_size(place, self.dtype) - scales
-
+    def _pieces_of(self, row: Blocks, start: int) -> list[Piece]:
+        scales, codes = 0, self.codec.over(row).scales(row.count)
         found = []
-        for start in range(0, self.width, max(self.longest, 1)):
-            stop = min(start + self.longest, self.width)
-            scales, codes = zip(bytes_to(start), bytes_to(stop), strict=True)
-            found.append(Piece(start, stop, slice(*scales), slice(*codes)))
+        for part in row.split(TOGETHER) if self.device.type == "cpu" else [row]:
+            codec, stop = self.codec.over(part), start + part.count
+            beyond = scales + codec.scales(part.count)
+            after = codes + codec.predict_size(part.count, self.dtype) - (beyond - scales)
+            found.append(Piece(codec, start, stop, slice(scales, beyond), slice(codes, after)))
+            scales, codes, start = beyond, after, stop
         return found
 
     def cut(self, rows: Tensor, piece: Piece) -> Tensor:
@@ -75,30 +107,46 @@ class Shape:
 
     def encode(self, read: Callable[[int, int], Tensor]) -> Tensor:
         """All rows, of the values that `read` gives from one place up to another."""
-        rows = self._empty(self.rows)
-        for number, row in enumerate(rows):
-            for piece in self.pieces:
-                first, last = (min(number * self.width + to, self.count) for to in piece[:2])
-                values = read(first, last)
-                if spare := piece.stop - piece.start - values.numel():
-                    values = torch.nn.functional.pad(values, (0, spare))
-                self.paste(row, piece, self.codec.encode(values))
+        rows = torch.empty((self.rows, self.size), dtype=torch.uint8, device=self.device)
+        for row, size, pieces in zip(rows, self.sizes, self.pieces, strict=True):
+            row[size:] = 0
+            for piece in pieces:
+                self.paste(row, piece, piece.codec.encode(read(piece.start, piece.stop)))
         return rows
 
-    def add_up(self, rows: Tensor) -> Tensor:
-        """The sum of rows, a row as well."""
-        total = self._empty(1)[0]
-        for piece in self.pieces:
-            self.paste(total, piece, self.codec.encode(self.exact(rows, piece)))
+    def add_up(self, number: int, rows: Tensor) -> Tensor:
+        """The sum of what arrived for the row of this number, a row as well."""
+        total = torch.empty(self.size, dtype=torch.uint8, device=self.device)
+        total[self.sizes[number] :] = 0
+        for piece in self.pieces[number]:
+            self.paste(total, piece, piece.codec.encode(self.exact(rows, piece)))
         return total
 
     def exact(self, rows: Tensor, piece: Piece) -> Tensor:
         """Their sum before it is rounded."""
-        return self.codec.decode_sum(self.cut(rows, piece), piece.stop - piece.start, self.dtype)
+        return piece.codec.decode_sum(self.cut(rows, piece), piece.length, self.dtype)
 
-    def _empty(self, rows: int) -> Tensor:
-        size = self.codec.predict_size(self.width, self.dtype)
-        return torch.empty((rows, size), dtype=torch.uint8, device=self.device)
+    def bounds(self, rows: Tensor) -> Tensor:
+        """As `ValueCodec.bounds`, of all rows."""
+        found = [
+            self.codec.over(blocks).bounds(row[:size], blocks.count, self.dtype).flatten()
+            for row, blocks, size in zip(rows, self.rows_of_blocks, self.sizes, strict=True)
+        ]
+        return torch.cat(found)
+
+
+@lru_cache(maxsize=256)
+def shape_over(
+    values: str,
+    rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: Layout,
+    start: int,
+    stop: int,
+) -> Shape:
+    """Of the blocks from one edge to another. Kept, as the same stretches come again and again."""
+    return Shape(VALUE_CODECS[values], rows, stop - start, dtype, device, layout.between(start, stop))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +160,7 @@ class Sum:
     def added(self, shape: Shape, piece: Piece) -> Tensor:
         """By rounding."""
         exact = shape.exact(self.parts, piece)
-        return shape.codec.decode(shape.cut(self.total, piece), exact.numel(), exact.dtype).sub_(exact)
+        return piece.codec.decode(shape.cut(self.total, piece), exact.numel(), exact.dtype).sub_(exact)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,16 +186,13 @@ class Coded:
     def pieces(self) -> Iterator[Tensor]:
         shape, rounded = self.shape, self.rounded
         room = torch.empty(shape.longest, dtype=shape.dtype, device=shape.device)
-        for number, row in enumerate(self.rows):
-            for piece in shape.pieces:
-                left = shape.count - number * shape.width - piece.start
-                if left <= 0:
-                    return
-                values = room[: piece.stop - piece.start]
-                shape.codec.decode_into(shape.cut(row, piece), values)
+        for number, (row, pieces) in enumerate(zip(self.rows, shape.pieces, strict=True)):
+            for piece in pieces:
+                values = room[: piece.length]
+                piece.codec.decode_into(shape.cut(row, piece), values)
                 if rounded is not None and rounded.number == number:
                     values += rounded.added(shape, piece)
-                yield values[:left]
+                yield values
 
     def bounds(self) -> Tensor:
-        return self.shape.codec.bounds(self.rows, self.shape.width, self.dtype).flatten()
+        return self.shape.bounds(self.rows)

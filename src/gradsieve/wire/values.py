@@ -11,6 +11,8 @@ difference to v in its residual, so that rounding delays and does not lose.
     int2    two bits a value, the sign and which of two magnitudes
     sign    one bit a value, the sign; every value of a block has the same magnitude
 
+Zeros decode to zeros, in all of them: a block of int2 or of signs that has some tells every second value.
+
 A value that is not finite decodes to one that is not finite, where there are blocks with its whole block: an
 overflow is seen, not turned into numbers. The same goes for values beyond what bf16 or the scale can hold.
 
@@ -25,6 +27,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gradsieve.kernels.blocks import Blocks, closed, even, lengths, spread
 from gradsieve.wire.low_bit import LowBit
 
 BLOCK = 128
@@ -37,6 +40,12 @@ class ValueCodec(Protocol):
     """One way to write float32 or float64 values."""
 
     name: str
+    bits: int
+    """Of a value, without what its block adds; of an exact one, of the smaller type."""
+
+    def over(self, blocks: Blocks) -> ValueCodec:
+        """The same for a row of these blocks alone, where that makes a difference."""
+        return self
 
     def predict_size(self, count: int, dtype: torch.dtype) -> int:
         """Bytes of `count` values of this type."""
@@ -69,7 +78,7 @@ class ValueCodec(Protocol):
 
 
 class Exact(ValueCodec):
-    name = "exact"
+    name, bits = "exact", 32
 
     def predict_size(self, count: int, dtype: torch.dtype) -> int:
         return count * dtype.itemsize
@@ -82,7 +91,7 @@ class Exact(ValueCodec):
 
 
 class BF16(ValueCodec):
-    name = "bf16"
+    name, bits = "bf16", 16
 
     def predict_size(self, count: int, dtype: torch.dtype) -> int:
         return count * torch.bfloat16.itemsize
@@ -95,18 +104,28 @@ class BF16(ValueCodec):
 
 
 class Int8(ValueCodec):
-    name = "int8"
+    name, bits = "int8", 8
+
+    def __init__(self, blocks: Blocks | None = None) -> None:
+        self._blocks = blocks
+
+    def over(self, blocks: Blocks) -> Int8:
+        return Int8(blocks)
+
+    def _halved(self, count: int) -> Blocks:
+        return (self._blocks or even(count)).halved()
 
     def predict_size(self, count: int, dtype: torch.dtype) -> int:
-        return _blocks(count) + count
+        return self.scales(count) + count
 
     def scales(self, count: int) -> int:
-        return _blocks(count)
+        return self._halved(count).number
 
     def encode(self, values: Tensor) -> Tensor:
         count = values.shape[-1]
-        padded = torch.nn.functional.pad(values, (0, -count % BLOCK))
-        blocks = padded.view(*values.shape[:-1], _blocks(count), BLOCK)
+        cut = self._halved(count)
+        each = lengths(cut, values.device)
+        blocks = spread(values, cut, each, BLOCK, count)
         most = blocks.abs().amax(-1)
         mantissa, exponent = torch.frexp(most / _STEPS)
         exponent = exponent - (mantissa == 0.5).to(torch.int32)  # the smallest power of two that reaches
@@ -114,13 +133,15 @@ class Int8(ValueCodec):
         exponent = torch.where(usable, exponent.clamp(min=_SMALLEST), _NOT_FINITE).to(torch.int8)
         scale = _power(exponent, values.dtype)[..., None]
         steps = (blocks / scale).nan_to_num(0.0, 0.0, 0.0).round()
-        quantised = steps.to(torch.int8).flatten(-2)[..., :count]
+        quantised = closed(steps.to(torch.int8), cut, each, BLOCK, count)
         return torch.cat([exponent.view(torch.uint8), quantised.view(torch.uint8)], -1)
 
     def decode(self, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-        cut = _blocks(count)
-        scale = _power(data[..., :cut].view(torch.int8), dtype)
-        return data[..., cut:].view(torch.int8) * scale.repeat_interleave(BLOCK, dim=-1)[..., :count]
+        cut = self._halved(count)
+        scale = _power(data[..., : cut.number].view(torch.int8), dtype)
+        each = scale[..., None].expand(*scale.shape, BLOCK)
+        of_values = closed(each, cut, lengths(cut, data.device), BLOCK, count)
+        return data[..., cut.number :].view(torch.int8) * of_values
 
 
 def _power(exponent: Tensor, dtype: torch.dtype) -> Tensor:
@@ -134,10 +155,6 @@ _CODECS: tuple[ValueCodec, ...] = (
     *(LowBit("int4", 4), LowBit("int2", 2), LowBit("sign", 1)),
 )
 VALUE_CODECS = {codec.name: codec for codec in _CODECS}
-
-
-def _blocks(count: int) -> int:
-    return -(-count // BLOCK)
 
 
 def _reread(data: Tensor, count: int, dtype: torch.dtype) -> Tensor:

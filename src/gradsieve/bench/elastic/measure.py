@@ -76,20 +76,24 @@ class _Course:
     """Seconds from a fault until the others are two steps further: the first may have been under way."""
 
 
-@contextlib.contextmanager
-def lighthouse(least: int) -> Iterator[str]:
-    """Its address, while the block lasts."""
+def start_lighthouse(least: int, port: int) -> subprocess.Popen[bytes]:
     program = shutil.which("torchft_lighthouse") or str(Path(sys.executable).with_name("torchft_lighthouse"))
     if not Path(program).exists():
         raise ConfigError("there is no torchft_lighthouse: pip install 'gradsieve[torchft]'")
+    times = [f"--heartbeat_timeout_ms={_HEARTBEAT_MS}", f"--join_timeout_ms={_JOIN_MS}"]
+    command = [program, f"--bind=127.0.0.1:{port}", f"--min_replicas={least}", *times]
+    return subprocess.Popen(
+        [*command, f"--quorum_tick_ms={_TICK_MS}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+
+
+@contextlib.contextmanager
+def lighthouse(least: int) -> Iterator[str]:
+    """Its address, while the block lasts."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    times = [f"--heartbeat_timeout_ms={_HEARTBEAT_MS}", f"--join_timeout_ms={_JOIN_MS}"]
-    command = [program, f"--bind=127.0.0.1:{port}", f"--min_replicas={least}", *times]
-    process = subprocess.Popen(
-        [*command, f"--quorum_tick_ms={_TICK_MS}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    process = start_lighthouse(least, port)
     try:
         yield f"http://127.0.0.1:{port}"
     finally:

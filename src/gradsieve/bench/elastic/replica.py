@@ -14,10 +14,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
 from torchft.manager import Manager
 
 from gradsieve import kernels
@@ -25,8 +25,7 @@ from gradsieve.bench.common.virtual import own_batches
 from gradsieve.bench.tasks import training as tasks
 from gradsieve.feedback.digest import digest
 from gradsieve.integrations.torchft import ElasticSync, Meeting
-
-_PATIENCE = timedelta(seconds=60)
+from gradsieve.lab.stores import store_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +44,13 @@ class Plan:
     """Replicas without which nobody goes on."""
     judged: bool = True
     """Whether the model is evaluated at the end."""
+    patience: float = 60.0
+    """Seconds for which a quorum is waited for."""
+    retries: int = 120
+    """How often the lighthouse is asked again in that time."""
+    folder: str = ""
+    """Of checkpoints, if some are to be written; a training goes on from one that is there."""
+    save_every: int = 0
 
 
 class Learner:
@@ -56,7 +62,7 @@ class Learner:
         self.batches = own_batches(
             self.training, number, plan.replicas, mixed=True, seed=plan.seed + 7 * life
         )
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = store_at("127.0.0.1")
         self._meeting = Meeting()
         self.manager = Manager(
             pg=self._meeting,
@@ -64,8 +70,9 @@ class Learner:
             state_dict=None,
             min_replica_size=plan.least,
             use_async_quorum=False,
-            timeout=_PATIENCE,
-            quorum_timeout=_PATIENCE,
+            timeout=timedelta(seconds=plan.patience),
+            quorum_timeout=timedelta(seconds=plan.patience),
+            quorum_retries=plan.retries,
             rank=0,
             world_size=1,
             store_addr="127.0.0.1",
@@ -84,10 +91,14 @@ class Learner:
             dense_if_faster=False,
             **plan.settings,
         )
+        if plan.folder and (Path(plan.folder) / "manifest.json").exists():
+            self.sync.load(plan.folder)
 
     def run(self, tell: Callable[[dict[str, Any]], None]) -> None:
         while self.manager.current_step() < self.plan.steps:
             self._learn()
+            if self.plan.save_every and self.manager.current_step() % self.plan.save_every == 0:
+                self.sync.save(self.plan.folder)
             metrics = self.sync.metrics()
             tell(
                 {"event": "step", "step": self.manager.current_step()}

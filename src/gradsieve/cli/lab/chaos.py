@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 Three real ranks train with stripes, ExDyna, Ok-Topk and SparDL while a schedule of faults, made from the
-seed, happens to them: deaths, stops, damaged payloads, broken and slow links, a slow processor, a full disk,
-a cap on memory. After a fault that ends the ranks all restart from the last checkpoint. Every rank's exit
-code, error, time and digests are judged against an undisturbed run; what was lost since the checkpoint is
-counted.
+seed, happens to them: deaths, also in the middle of a file; stops, damaged payloads, broken and slow links,
+disks and processors, a store that goes and comes back, clocks that jump, notices of an end. After a fault
+that ends the ranks all restart from the last checkpoint. Every rank's exit code, error, time and digests are
+judged against an undisturbed run, every checkpoint that was acknowledged is read back, and what was lost
+since is counted.
 
 One line of JSON a fault, the last line sums them up. The exit code is 1 if anything hung, was lost silently
 or went otherwise than it must. Links, disk and processor need root; without it their kinds are left out.
@@ -90,7 +91,8 @@ def _end(out: Lines, lines: list[Line], campaign: Campaign, absent: list[str], s
     print(
         f"{len(lines)} faults in {seconds:.0f} s: {total['named']} named, {total['harmless']} harmless, "
         f"{total['recovered']} recovered from, {total['wrong']} wrong, {total['hung']} hung, "
-        f"{total['silent']} silent losses; deaths known after {total['deaths_ms']} ms; left behind: "
+        f"{total['silent']} silent losses; {total['read_back']} acknowledged checkpoints read back; "
+        f"deaths known after {total['deaths_ms']} ms; left behind: "
         f"{', '.join(total['left_behind']) or 'nothing'}"
     )
     is_good = total["wrong"] == 0 and not total["left_behind"] and total["recovered"] == total["named"]

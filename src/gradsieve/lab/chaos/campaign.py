@@ -16,8 +16,17 @@ from gradsieve.integrations.folder import read_manifest
 from gradsieve.lab import tools
 from gradsieve.lab.chaos import ground as grounds
 from gradsieve.lab.chaos.ground import Ground
-from gradsieve.lab.chaos.judge import NAMED, Clean, Line, is_resumed, judge, noted
-from gradsieve.lab.chaos.kinds import KINDS, Needs
+from gradsieve.lab.chaos.judge import (
+    NAMED,
+    Clean,
+    Line,
+    acknowledged,
+    is_resumed,
+    judge,
+    noted,
+    read_back,
+)
+from gradsieve.lab.chaos.kinds import KINDS, SHORT_STOP, ZOMBIE, Needs
 from gradsieve.lab.chaos.rank import Episode, be_rank
 from gradsieve.lab.chaos.schedule import DEADLINE_OF_DEATHS, STEPS, WORLD, Chance
 from gradsieve.lab.faults.fleet import FOLDER, Ending, Fleet
@@ -33,6 +42,7 @@ def missing() -> dict[str, str]:
     is_root = os.geteuid() == 0
     there = {
         Needs.NOTHING: True,
+        Needs.STORE: True,
         Needs.LINKS: tools.available() is None,
         Needs.DISK: is_root,
         Needs.PROCESSOR: grounds.has_cpu_quota(),
@@ -48,11 +58,14 @@ class Campaign:
         self.seed, self.chances, self._life = seed, chances, life
         self.recovered: Counter[str] = Counter()
         """By kind: faults that ended the ranks, and all were back with what an undisturbed run has."""
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # c10d's stacks, pages for a store that is gone
         self._fleet = Fleet(be_rank.__module__)
         self._stack = ExitStack()
         self._clean: dict[str, Clean] = {}
         self._pending: dict[str, list[str]] = {}
         self._cases = 0
+        self._unsaved: Counter[str] = Counter()
+        """Episodes of a scheme since the last one in which a save returned."""
 
     def __enter__(self) -> Campaign:
         with ExitStack() as stack:
@@ -61,7 +74,13 @@ class Campaign:
             lab: AbstractContextManager[Ground | None] = (
                 grounds.hosts(WORLD) if Needs.LINKS in needs else nullcontext()
             )
-            self._hosts = stack.enter_context(lab)
+            mortal: AbstractContextManager[Ground | None] = (
+                grounds.mortal() if Needs.STORE in needs else nullcontext()
+            )
+            self._grounds = {
+                Needs.LINKS: stack.enter_context(lab),
+                Needs.STORE: stack.enter_context(mortal),
+            }
             self._loopback = Ground()
             for scheme in sorted({chance.scheme for chance in self.chances}):
                 self._folder(scheme).mkdir()
@@ -89,11 +108,12 @@ class Campaign:
             *mounts,
             *groups,
             *folders,
-            *(f"rank of process {pid}" for pid in self._fleet.ranks()),
+            *(f"process {pid}" for pid in self._fleet.ranks()),
         ]
 
     def run(self) -> Iterator[Line]:
         counts = Counter(chance.scheme for chance in self.chances)
+        counts.update(chance.scheme for chance in self.chances if chance.kind == ZOMBIE)  # and successors
         for scheme, count in counts.items():
             self._begin(scheme, STEPS * (count + 1))
         for chance in self.chances:
@@ -116,14 +136,18 @@ class Campaign:
     def _fault(self, chance: Chance) -> Line:
         scheme, before = chance.scheme, self._at(chance.scheme)
         files = {each: each.read_bytes() for each in self._folder(scheme).iterdir()}
-        endings = self._episode(scheme, chance)
+        successors: list[Ending] = []
+        endings = self._episode(
+            scheme, chance, meanwhile=lambda: successors.extend(self._episode(scheme, None))
+        )
         self._resumed(scheme, endings, before)
-        line = judge(chance, self.seed, endings, self._clean[scheme], before, self._at(scheme))
+        kept = read_back(self._folder(scheme))
+        line = judge(chance, self.seed, endings, self._clean[scheme], before, kept, successors)
         if line.outcome == NAMED:
             self._pending.setdefault(scheme, []).append(line.kind)
-        if extra := self._too_much(scheme):
+        if extra := self._too_much(scheme, has_saved=acknowledged(endings, before) > before):
             line = replace(line, outcome=f"left {extra} in the checkpoint's folder")
-        if pids := self._fleet.ranks():
+        if pids := self._processes():
             line = replace(line, outcome=f"left processes {pids}")
         if not line.is_good:  # one that spoilt the training is not to spoil the verdicts on others
             for each in self._folder(scheme).iterdir():
@@ -148,10 +172,17 @@ class Campaign:
     def _at(self, scheme: str) -> int:
         return read_manifest(self._folder(scheme)).step
 
-    def _too_much(self, scheme: str) -> list[str]:
-        """What a rank that died while it wrote leaves is removed by the next save; more than that is not."""
+    def _too_much(self, scheme: str, has_saved: bool) -> list[str]:
+        """What a save leaves in which a rank died is removed by the next one; more than that is not there. A
+        checkpoint is a file a rank, two of a manifest and the claim of a term."""
+        self._unsaved[scheme] = 1 if has_saved else 1 + self._unsaved[scheme]
         names = sorted(each.name for each in self._folder(scheme).iterdir())
-        return names if len(names) > 2 * WORLD + 2 else []
+        return names if len(names) > (WORLD + 3) * (1 + self._unsaved[scheme]) else []
+
+    def _processes(self) -> list[int]:
+        """Left by ranks."""
+        store = self._grounds[Needs.STORE]
+        return [pid for pid in self._fleet.ranks() if store is None or pid != store.store_pid]
 
     def _folder(self, scheme: str) -> Path:
         return self._root / scheme
@@ -162,27 +193,38 @@ class Campaign:
             raise GradsieveError(f"{scheme}, undisturbed: {each}")
 
     def _episode(
-        self, scheme: str, chance: Chance | None, *, steps: int = STEPS, limit: float = _LIMIT, **how: Any
+        self,
+        scheme: str,
+        chance: Chance | None,
+        *,
+        steps: int = STEPS,
+        limit: float = _LIMIT,
+        meanwhile: Callable[[], None] | None = None,
+        **how: Any,
     ) -> list[Ending]:
-        needs_links = chance is not None and KINDS[chance.kind].needs is Needs.LINKS
-        ground = self._hosts if needs_links and self._hosts is not None else self._loopback
+        """`meanwhile`: before a rank that was stopped in its save is continued."""
+        ground = (None if chance is None else self._grounds.get(KINDS[chance.kind].needs)) or self._loopback
         deadline = DEADLINE_OF_DEATHS if chance is None else chance.deadline
         self._cases += 1
         case = f"case{self._cases}"
-        task = Task(scheme, steps, deadline, self.seed, ground.store.port, case, ground.host)
+        task = Task(scheme, steps, deadline, self.seed, ground.store_port, case, ground.host)
         namespaces = tuple(ground.namespace(rank) for rank in range(WORLD))
         folder = self._folder(scheme)
-        episode = Episode(task, str(folder), WORLD, ground.interface, namespaces, chance, **how)
-        is_stop = chance is not None and chance.kind in (STOP, "short SIGSTOP")
+        episode = Episode(
+            *(task, str(folder), WORLD, ground.interface, namespaces, chance),
+            store_pid=ground.store_pid,
+            **how,
+        )
+        kind = "" if chance is None else chance.kind
         try:
             return self._fleet.run(
                 self._life,
                 [(rank, episode) for rank in range(WORLD)],
                 limit,
-                chance.rank if chance is not None and is_stop else None,
-                deadline / 2 if chance is not None and chance.kind == "short SIGSTOP" else None,
+                chance.rank if chance is not None and kind in (STOP, SHORT_STOP, ZOMBIE) else None,
+                deadline / 2 if kind == SHORT_STOP else None,
+                meanwhile if kind == ZOMBIE else None,
             )
         finally:
-            if needs_links:
-                ground.mend()
+            ground.mend()
             grounds.give_back(folder)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
-
-from torch.distributed import TCPStore
+from typing import Any
 
 from gradsieve.errors import LabError
 from gradsieve.lab import tools
 from gradsieve.lab.lab import Lab
+from gradsieve.lab.stores import store_at
 
 FULL = "ballast"
 """The file that fills a disk."""
@@ -21,15 +23,20 @@ _CPU_GROUPS = Path("/sys/fs/cgroup/cpu")
 _CLONE_NEWNET = 0x40000000
 _STORE = "198.18.0.254"
 _DISK = "4m"
+AWAY_SECONDS = 2.0
+"""From the end of a store to the next one at its port."""
 
 
 class Ground:
     """The loopback."""
 
+    store_pid = 0
+    """Of the process that has the store, where it is another one."""
+
     def __init__(self, host: str = "127.0.0.1", interface: str = "lo") -> None:
         self.interface = interface
-        self.store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        self.host = host
+        self.store = store_at(host)
+        self.store_port, self.host = self.store.port, host
 
     def namespace(self, rank: int) -> str | None:
         """To enter, by its path."""
@@ -37,6 +44,54 @@ class Ground:
 
     def mend(self) -> None:
         """Links as they were."""
+
+
+class Mortal(Ground):
+    """The loopback, with a store in a process of its own; when that is killed, another one follows."""
+
+    def __init__(self) -> None:
+        self.interface, self.host, self.store_port = "lo", "127.0.0.1", 0
+        self._context = multiprocessing.get_context("forkserver")
+        self._is_closed, self._is_there = False, threading.Event()
+        self._start()
+        self._keeper = threading.Thread(target=self._keep, daemon=True)
+        self._keeper.start()
+
+    def _start(self) -> None:
+        self._pipe, theirs = self._context.Pipe()
+        self._process = self._context.Process(target=_serve, args=(self.host, self.store_port, theirs))
+        self._process.start()
+        theirs.close()
+        self.store_port, self.store_pid = self._pipe.recv(), self._process.pid or 0
+        self._is_there.set()
+
+    def _keep(self) -> None:
+        while True:
+            self._process.join()
+            self._is_there.clear()
+            self._pipe.close()
+            if self._is_closed:
+                return
+            time.sleep(AWAY_SECONDS)
+            self._start()
+
+    def mend(self) -> None:
+        """The store is there again."""
+        self._process.join(0.1)  # one that was killed a moment ago may still be taken for alive
+        self._is_there.wait()
+
+    def close(self) -> None:
+        self.mend()
+        self._is_closed = True
+        self._process.kill()
+        self._keeper.join()
+
+
+def _serve(host: str, port: int, pipe: Any) -> None:
+    store = store_at(host, port)
+    pipe.send(store.port)
+    with contextlib.suppress(EOFError):  # whoever started it has ended
+        pipe.recv()
 
 
 class Hosts(Ground):
@@ -71,6 +126,15 @@ def enter(path: str) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(place.fileno(), _CLONE_NEWNET):
             raise LabError(f"cannot enter the namespace {path}: {os.strerror(ctypes.get_errno())}")
+
+
+@contextlib.contextmanager
+def mortal() -> Iterator[Mortal]:
+    ground = Mortal()
+    try:
+        yield ground
+    finally:
+        ground.close()
 
 
 @contextlib.contextmanager

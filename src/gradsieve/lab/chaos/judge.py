@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from gradsieve.errors import Malformed
+from gradsieve.integrations.folder import read_manifest, read_shard
 from gradsieve.lab.chaos.kinds import KINDS, Must, Needs
 from gradsieve.lab.chaos.schedule import Chance
 from gradsieve.lab.faults.fleet import Ending
@@ -45,7 +49,9 @@ class Line:
     resumed_at: int
     """The step of the checkpoint that the episode began with."""
     kept_at: int
-    """That of the one it left."""
+    """That of the one it left, which was read back; -1 if that was not possible."""
+    acknowledged_at: int
+    """That of the last one of which a rank was told that it is saved, in this episode or before."""
     lost_steps: int
     """Taken since, and to be taken again."""
     lost_mass: float
@@ -68,11 +74,49 @@ def is_resumed(endings: Sequence[Ending], clean: Clean, at: int) -> bool:
     return all(noted(ending).get(at) == list(clean[at][rank]) for rank, ending in enumerate(endings))
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The checkpoint that an episode left."""
+
+    at: int
+    problem: str = ""
+
+
+def read_back(folder: Path) -> Kept:
+    """Every file of it, with its size and SHA-256."""
+    try:
+        manifest = read_manifest(folder)
+        for rank in range(manifest.world):
+            read_shard(folder, manifest, rank)
+    except Malformed as error:
+        return Kept(-1, str(error))
+    return Kept(manifest.step)
+
+
+def acknowledged(endings: Sequence[Ending], resumed_at: int) -> int:
+    """The step of the last save that returned, on whichever rank: what it began with was saved before."""
+    steps: list[int] = [ending.told("saved").get("step", resumed_at) for ending in endings]
+    return max(resumed_at, *steps)
+
+
 def judge(
-    chance: Chance, seed: int, endings: Sequence[Ending], clean: Clean, resumed_at: int, kept_at: int
+    chance: Chance,
+    seed: int,
+    endings: Sequence[Ending],
+    clean: Clean,
+    resumed_at: int,
+    kept: Kept,
+    successors: Sequence[Ending] = (),
 ) -> Line:
+    """`successors`: ranks that took up the training while one of these was stopped."""
     fired = endings[chance.rank].told("fired")
+    kept_at, saved_at = kept.at, acknowledged([*endings, *successors], resumed_at)
+    wrong = _wrong_with_checkpoint(kept, saved_at)
+    if KINDS[chance.kind].must is Must.FENCED:
+        wrong += _wrong_with_successors(successors, clean)
     outcome = _outcome(chance, endings, clean, kept_at)
+    if wrong:
+        outcome = "; ".join([*wrong, *([] if outcome in (NAMED, HARMLESS) else [outcome])])
     others = [ending.told("ended") for rank, ending in enumerate(endings) if rank != chance.rank]
     seconds = [told["at"] - fired["at"] for told in others if fired and told.get("error")]
     last = [ending.told("step") for ending in endings]
@@ -96,11 +140,41 @@ def judge(
         digest=as_hex(reached),
         resumed_at=resumed_at,
         kept_at=kept_at,
+        acknowledged_at=saved_at,
         lost_steps=max(0, farthest - kept_at) if ended else 0,
         lost_mass=math.hypot(*(told.get("waiting", 0.0) for told in last))
         if ended and farthest > kept_at
         else 0.0,
     )
+
+
+def _wrong_with_checkpoint(kept: Kept, saved_at: int) -> list[str]:
+    if kept.problem:
+        return [f"the checkpoint of step {saved_at} was acknowledged and cannot be read: {kept.problem}"]
+    if kept.at < saved_at:
+        return [f"the checkpoint of step {saved_at} was acknowledged, and the folder holds step {kept.at}"]
+    return []
+
+
+def _wrong_with_successors(successors: Sequence[Ending], clean: Clean) -> list[str]:
+    codes = [ending.exit_code for ending in successors]
+    if not codes or any(codes):
+        return [
+            f"successors ended with {codes}: {[ending.told('ended').get('said') for ending in successors]}"
+        ]
+    return _silent_losses(successors, clean, max(clean))
+
+
+def _silent_losses(endings: Sequence[Ending], clean: Clean, until: int) -> list[str]:
+    """The first of each rank, of steps up to that one."""
+    wrong = []
+    for rank, ending in enumerate(endings):
+        for step, each in noted(ending).items():
+            if step <= until and each != list(clean[step][rank]):
+                what = "the shared model" if each[0] != clean[step][rank][0] else "what the rank has"
+                wrong.append(f"{SILENT}: rank {rank} took step {step} and {what} is another than undisturbed")
+                break
+    return wrong
 
 
 def _outcome(chance: Chance, endings: Sequence[Ending], clean: Clean, kept_at: int) -> str:
@@ -110,13 +184,16 @@ def _outcome(chance: Chance, endings: Sequence[Ending], clean: Clean, kept_at: i
     ]
     if hung:
         return "; ".join(hung)
-    wrong = [] if endings[chance.rank].told("fired") else ["the fault did not happen"]
+    fired, is_done = endings[chance.rank].told("fired"), all(ending.exit_code == DONE for ending in endings)
+    wrong = [] if fired else ["the fault did not happen"]
+    # Ranks whose replicas differ need not know before they save.
+    are_apart = chance.must is Must.DIVERGE and not is_done
+    wrong += _silent_losses(endings, clean, fired.get("step", -1) if are_apart else max(clean))
+    if are_apart and kept_at > fired.get("step", -1):
+        wrong.append(
+            f"{SILENT}: replicas differed from step {fired['step']} on, and step {kept_at} was saved"
+        )
     for rank, ending in enumerate(endings):
-        for step, each in noted(ending).items():
-            if each != list(clean[step][rank]):
-                what = "the shared model" if each[0] != clean[step][rank][0] else "what the rank has"
-                wrong.append(f"{SILENT}: rank {rank} took step {step} and {what} is another than undisturbed")
-                break
         told = ending.told("ended")
         # The watch of a rank that is cut off waits for the store as long as the store's time-out is.
         is_cut_off = rank == chance.rank and KINDS[chance.kind].needs is Needs.LINKS
@@ -124,15 +201,30 @@ def _outcome(chance: Chance, endings: Sequence[Ending], clean: Clean, kept_at: i
             wrong.append(f"rank {rank} left {told['threads']} threads, {told['connections']} connections")
         if not told.get("kept", True):
             wrong.append(f"rank {rank}: the failed step changed something")
-    if not wrong and all(ending.exit_code == DONE for ending in endings):
-        may_pass = chance.must in (Must.GO_ON, Must.DAMAGE) or chance.delay > 0.0
-        return HARMLESS if may_pass else "nothing came of it"
+    wrong += [
+        f"rank {rank}: {each}" for rank, e in enumerate(endings) for each in _unsaid(e, chance, kept_at)
+    ]
+    if not wrong and is_done:
+        return HARMLESS if chance.must in _MAY_PASS or chance.delay > 0.0 else "nothing came of it"
     is_over = _is_over(chance, endings, kept_at)
     for rank, ending in enumerate(endings):
         if rank == chance.rank or not is_over:
             check = _wrong_with_victim if rank == chance.rank else _wrong_with_other
             wrong += [f"rank {rank}: {each}" for each in check(ending, chance, endings)]
     return "; ".join(wrong) or (HARMLESS if is_over else NAMED)
+
+
+_UNDISTURBED = (Must.GO_ON, Must.SURVIVE, Must.NOTICE)
+_MAY_PASS = (*_UNDISTURBED, Must.DAMAGE, Must.DIVERGE)
+
+
+def _unsaid(ending: Ending, chance: Chance, kept_at: int) -> list[str]:
+    """What every rank has to tell, also where none fails."""
+    if chance.must is Must.SURVIVE and not ending.told("refused"):
+        return ["refused nothing"]
+    if chance.must is Must.NOTICE and ending.told("left").get("step") != kept_at:
+        return [f"left after step {ending.told('left').get('step')}, and step {kept_at} was saved"]
+    return []
 
 
 def _is_over(chance: Chance, endings: Sequence[Ending], kept_at: int) -> bool:
@@ -146,10 +238,15 @@ def _is_over(chance: Chance, endings: Sequence[Ending], kept_at: int) -> bool:
 def _wrong_with_other(ending: Ending, chance: Chance, endings: Sequence[Ending]) -> list[str]:
     told = ending.told("ended")
     error, said = told.get("error"), told.get("said", "")
-    if chance.must is Must.GO_ON:
-        return [f"failed, and need not: {said}"]
+    if chance.must in _UNDISTURBED:
+        return [f"failed, and need not: {said}"] if ending.exit_code != DONE else []
     if not error:
         return [f"exit code {ending.exit_code}, no error of gradsieve's"]
+    if chance.must is Must.UNLIKE:
+        if ending.exit_code == DONE:
+            return ["began"]
+        is_said = error == "MismatchError" and "differ in the version of gradsieve" in said
+        return [] if is_said else [f"raised {error}: {said}"]
     wrong = [] if re.search(r"step \d+", said) else [f"names no step: {said}"]
     at = endings[chance.rank].told("fired").get("at")
     if at is not None and told["at"] - at > chance.allowed:
@@ -159,6 +256,8 @@ def _wrong_with_other(ending: Ending, chance: Chance, endings: Sequence[Ending])
     if chance.must is Must.DAMAGE:
         named = error in ("PeerError", "Malformed", "MismatchError", "DivergenceError")
         return wrong if named else [*wrong, f"raised {error}: {said}"]
+    if chance.must is Must.DIVERGE:
+        return wrong if error == "DivergenceError" else [*wrong, f"raised {error}: {said}"]
     if error != "PeerError" or ending.exit_code != PEER_FAILED:
         return [*wrong, f"raised {error}: {said}"]
     if chance.must is not Must.CUT and told["ranks"] != [chance.rank]:
@@ -169,10 +268,14 @@ def _wrong_with_other(ending: Ending, chance: Chance, endings: Sequence[Ending])
 def _wrong_with_victim(ending: Ending, chance: Chance, endings: Sequence[Ending]) -> list[str]:
     match chance.must:
         case Must.DEATH:
-            return wrong_code(ending, ENDINGS[chance.kind])
+            return wrong_code(ending, ENDINGS.get(chance.kind, -signal.SIGKILL))
+        case Must.VANISH:
+            return wrong_code(ending, -signal.SIGKILL)
+        case Must.FENCED if ending.told("saved").get("step") == ending.told("fired").get("step"):
+            return ["its save returned, after its successors'"]
         case Must.FAIL:
             return wrong_code(ending, FAILED)
-        case Must.STALL:
+        case Must.STALL | Must.FENCED:
             named = ending.exit_code == PEER_FAILED
             return (
                 [] if named else [f"ended with code {ending.exit_code}: {ending.told('ended').get('said')}"]
@@ -198,12 +301,13 @@ def summary(lines: Sequence[Line], recovered: Mapping[str, int], seconds: float)
             "lost_mass": round(sum(line.lost_mass for line in own), 3),
             "detection_ms": quantiles([line.detection_ms for line in own]),
         }
-    deaths = [line.detection_ms for line in lines if line.kind in ENDINGS and ENDINGS[line.kind] is not None]
+    deaths = [line.detection_ms for line in lines if KINDS[line.kind].must is Must.DEATH]
     totals = {key: sum(each[key] for each in kinds.values()) for key in (NAMED, HARMLESS, "recovered")}
     totals |= {key: sum(each[key] for each in kinds.values()) for key in ("wrong", "silent", "hung")}
     return {
         "faults": len(lines),
         **totals,
+        "read_back": sum(line.kept_at >= line.acknowledged_at for line in lines),
         "deaths_ms": quantiles(deaths),
         "seconds": round(seconds, 1),
         "kinds": kinds,

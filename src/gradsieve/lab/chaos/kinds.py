@@ -1,13 +1,18 @@
 """What can happen to a rank, to what it sends, or to what it stands on; and what must come of it.
 
-Everything is done by the rank to whom it happens, at an op, so that it can be repeated.
+Everything is done by the rank to whom it happens, at an op or, from there on, at an operation on a file, so
+that it can be repeated.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
-from collections.abc import Callable
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -15,10 +20,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gradsieve.comm import sockets
 from gradsieve.comm.ops import AllReduce, Op
 from gradsieve.errors import LabError
+from gradsieve.integrations import folder as files
 from gradsieve.lab import tools
-from gradsieve.lab.chaos.ground import FULL, cpu_group
+from gradsieve.lab.chaos.ground import AWAY_SECONDS, FULL, cpu_group
+from gradsieve.lab.chaos.writes import OPERATIONS, tap
 from gradsieve.lab.faults.kinds import KINDS as ENDINGS
 from gradsieve.lab.faults.kinds import STOP, strike
 
@@ -27,6 +35,10 @@ BATCH_BYTES = 1 << 26
 _LEFT_BYTES = 1 << 23
 """What a memory cap leaves beyond what is taken already."""
 _SLOW_RATE = "2mbit"
+_HOUR = 3600.0
+NOTICE = signal.SIGUSR2
+"""SIGTERM is to end a rank, and SIGUSR1 tells where one hangs."""
+ZOMBIE, SHORT_STOP, MIXED = "late waker", "short SIGSTOP", "mixed releases"
 
 
 class Must(Enum):
@@ -39,12 +51,19 @@ class Must(Enum):
     GO_ON = "nothing: the training goes on, bit for bit"
     DAMAGE = "all ranks raise, or nothing comes of it; nothing wrong is applied"
     DISK = "all ranks refuse to save, and the checkpoint before is whole"
+    SURVIVE = "all ranks refuse alike and go on, bit for bit"
+    DIVERGE = "all ranks raise DivergenceError instead of saving, or nothing comes of it"
+    VANISH = "all others name the rank, which is gone, within the deadline and 1 s"
+    FENCED = "all others name the rank within the deadline and 1 s; it cannot save once its successors have"
+    UNLIKE = "all ranks refuse to begin and say what differs"
+    NOTICE = "all ranks save after the same step, and leave"
 
 
 class Needs(Enum):
     """Of the machine."""
 
     NOTHING = "nothing"
+    STORE = "a store in a process of its own"
     LINKS = "network namespaces"
     DISK = "a tmpfs, for which root is needed"
     PROCESSOR = "a cgroup of version 1 with cpu quotas, for which root is needed"
@@ -61,6 +80,12 @@ class Scene:
     """Of a payload, before it is taken modulo its length."""
     earlier: dict[tuple[object, ...], Tensor]
     """The last payload of each form that this rank sent."""
+    deadline: float
+    store_pid: int
+    """0 where the store is not in a process of its own."""
+    store_port: int
+    tell: Callable[[str], None]
+    """That it happens now, and at what; for what comes later than its op."""
 
 
 Strike = Callable[[Op, Scene], Op | None]
@@ -82,6 +107,14 @@ class Kind:
     """-1 is loading."""
     any_time: bool = False
     """It may also happen at a time between ops."""
+    last_op: int = 6
+    """Of a step, before which it may begin."""
+    rank: int | None = None
+    """The only one to which it can happen."""
+    is_later: bool = False
+    """The strike prepares it, and tells when it happens."""
+    spoils: Callable[[Tensor, Scene], None] | None = None
+    """What the op gave."""
 
 
 def form(op: Op) -> tuple[object, ...]:
@@ -118,6 +151,15 @@ def replayed(op: Op, scene: Scene) -> Op | None:
 def truncated(op: Op, scene: Scene) -> Op | None:
     """Its second half is not sent any more: the connections end. `rank.py` does it."""
     return op if op.tensor.numel() > 1 else None
+
+
+def _summed(op: Op, scene: Scene) -> Op | None:
+    return op if isinstance(op, AllReduce) and op.tensor.dtype == torch.float32 else None
+
+
+def _spoil(total: Tensor, scene: Scene) -> None:
+    """On this rank alone, and before the words that ride along at the end: ranks would disagree at once."""
+    total.view(-1).view(torch.int32)[scene.bit % min(total.numel(), 16)] ^= 1 << 20
 
 
 def _full_disk(op: Op, scene: Scene) -> Op:
@@ -159,6 +201,96 @@ def _network(tool: str, line: str) -> Strike:
     return happen
 
 
+def _partition(share: float) -> Strike:
+    """For so much of the deadline."""
+    down, up = (_network("ip", f"link set eth0 {state}") for state in ("down", "up"))
+
+    def happen(op: Op, scene: Scene) -> Op | None:
+        heal = threading.Timer(share * scene.deadline, up, (op, scene))
+        heal.daemon = True
+        heal.start()
+        return down(op, scene)
+
+    return happen
+
+
+def _vanish(op: Op, scene: Scene) -> Op | None:
+    """The link first, so that the kernel's farewell for the dead process reaches nobody."""
+    _network("ip", "link set eth0 down")(op, scene)
+    strike("SIGKILL")
+    return op
+
+
+def _clock(seconds: float) -> Strike:
+    def jump(op: Op, scene: Scene) -> Op:
+        usual = time.time
+        vars(time)["time"] = lambda: usual() + seconds
+        return op
+
+    return jump
+
+
+def _notice(op: Op, scene: Scene) -> Op:
+    os.kill(os.getpid(), NOTICE)
+    return op
+
+
+def _store_gone(op: Op, scene: Scene) -> Op:
+    os.kill(scene.store_pid, signal.SIGKILL)
+    return op
+
+
+def _store_gone_before_death(op: Op, scene: Scene) -> Op:
+    """All ranks have had the time to find the store again: the death has to be named as any other."""
+    _store_gone(op, scene)
+    time.sleep(2.5 * AWAY_SECONDS)
+    scene.tell(type(op).__name__)
+    strike("SIGKILL")
+    return op
+
+
+def _store_reset(op: Op, scene: Scene) -> Op:
+    others = sockets.connected(scene.store_port)
+    sockets.shut({fd: inode for fd, inode in sockets.connected(0).items() if fd not in others})
+    return op
+
+
+def _in_file(begin: str, operations: Sequence[str], happen: Callable[[Scene], None]) -> Strike:
+    """In one of these operations, the first or second one of its sort, on a file whose name begins so."""
+
+    def prepare(op: Op, scene: Scene) -> Op:
+        which, left = operations[scene.bit % len(operations)], scene.bit // len(operations) % 2
+
+        def within(operation: str, name: str) -> None:
+            nonlocal left
+            if operation == which and name.startswith(begin):
+                left -= 1
+                if left == -1:
+                    scene.tell(f"{operation} of {begin}")
+                    happen(scene)
+
+        tap(within)
+        return op
+
+    return prepare
+
+
+def _no_space(scene: Scene) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _unreadable_once(op: Op, scene: Scene) -> Op:
+    usual = files.read_shard
+
+    def fail(*_: object) -> None:
+        vars(files)["read_shard"] = usual
+        scene.tell("read of a shard")
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    vars(files)["read_shard"] = fail
+    return op
+
+
 KINDS: dict[str, Kind] = {
     **{
         name: Kind(Must.DEATH, _ends(name), any_time=True)
@@ -166,7 +298,7 @@ KINDS: dict[str, Kind] = {
         if code is not None
     },
     STOP: Kind(Must.STALL, _ends(STOP), any_time=True),
-    "short SIGSTOP": Kind(Must.GO_ON, _ends(STOP)),
+    SHORT_STOP: Kind(Must.GO_ON, _ends(STOP)),
     "flipped": Kind(Must.DAMAGE, flipped, first_step=0),
     "truncated": Kind(Must.DAMAGE, truncated, first_step=0),
     "replayed": Kind(Must.DAMAGE, replayed, first_step=1, last_step=2),
@@ -182,4 +314,42 @@ KINDS: dict[str, Kind] = {
         _network("tc", f"qdisc add dev eth0 root tbf rate {_SLOW_RATE} burst 6056 latency 100ms"),
         Needs.LINKS,
     ),
+    "host gone": Kind(Must.VANISH, _vanish, Needs.LINKS, any_time=True),
+    "healed partition": Kind(Must.GO_ON, _partition(0.4), Needs.LINKS),
+    "partition healed too late": Kind(Must.STALL, _partition(1.6), Needs.LINKS),
+    "store gone": Kind(Must.GO_ON, _store_gone, Needs.STORE),
+    "store gone before SIGKILL": Kind(Must.DEATH, _store_gone_before_death, Needs.STORE, is_later=True),
+    "store reset": Kind(Must.GO_ON, _store_reset),
+    # Not in the sum by which ranks meet before they save: that one is thrown away.
+    "damaged sum": Kind(Must.DIVERGE, _summed, first_step=0, last_step=1, last_op=0, spoils=_spoil),
+    # Two saves have to come after these.
+    "SIGKILL in a shard": Kind(
+        Must.DEATH, _in_file("rank", OPERATIONS, lambda _: strike("SIGKILL")), last_step=1, is_later=True
+    ),
+    "SIGKILL in a manifest": Kind(
+        Must.DEATH,
+        _in_file("manifest", OPERATIONS, lambda _: strike("SIGKILL")),
+        last_step=1,
+        rank=0,
+        is_later=True,
+    ),
+    ZOMBIE: Kind(
+        Must.FENCED,
+        _in_file("manifest", ["unlink", "fsync", "rename"], lambda _: strike(STOP)),
+        last_step=1,
+        rank=0,
+        is_later=True,
+    ),
+    "slow disk": Kind(
+        Must.STALL,
+        _in_file("rank", ["fsync"], lambda scene: time.sleep(scene.deadline + 2.0)),
+        last_step=1,
+        is_later=True,
+    ),
+    "refused save": Kind(Must.SURVIVE, _in_file("rank", ["write"], _no_space), last_step=1, is_later=True),
+    "refused load": Kind(Must.SURVIVE, _unreadable_once, last_step=-1, last_op=0, is_later=True),
+    MIXED: Kind(Must.UNLIKE, lambda op, _: op),  # before there is an op: `rank.py` does it
+    "notice": Kind(Must.NOTICE, _notice, last_step=1),
+    "clock ahead": Kind(Must.GO_ON, _clock(_HOUR)),
+    "clock behind": Kind(Must.GO_ON, _clock(-_HOUR)),
 }

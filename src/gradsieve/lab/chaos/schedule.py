@@ -61,9 +61,9 @@ def schedule(seed: int, faults: int, kinds: Sequence[str]) -> list[Chance]:
                     number=len(out),
                     scheme=chance.choice(SCHEMES),
                     kind=name,
-                    rank=chance.randrange(WORLD),
+                    rank=chance.randrange(WORLD) if kind.rank is None else kind.rank,
                     step=chance.randint(kind.first_step, kind.last_step),
-                    op=chance.randrange(7),
+                    op=chance.randint(0, kind.last_op),
                     delay=chance.uniform(0.0, _LATEST) if chance.random() < 0.3 and kind.any_time else 0.0,
                     bit=chance.getrandbits(30),
                 )

@@ -59,14 +59,15 @@ class Fleet:
         limit: float,
         stopped: int | None = None,
         stop_seconds: float | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> list[Ending]:
         """`life(*arguments[rank], pipe)` as rank `rank`, each in a process of its own, for `limit` seconds at
         most. The rank that says that it is being `stopped` is continued so long after it, or when all others
-        have ended."""
+        have ended and what is to happen `meanwhile` has."""
         with tempfile.TemporaryDirectory(prefix=f"{FOLDER}{os.getpid()}-") as folder:
             case = _Case(self._context, life, arguments, Path(folder))
             try:
-                return case.watch(time.monotonic() + limit, stopped, stop_seconds)
+                return case.watch(time.monotonic() + limit, stopped, stop_seconds, meanwhile)
             finally:
                 case.kill()
 
@@ -99,10 +100,19 @@ class _Case:
             self.processes.append(process)
             self.pipes.append(ours)
 
-    def watch(self, deadline: float, stopped: int | None, stop_seconds: float | None) -> list[Ending]:
+    def watch(
+        self,
+        deadline: float,
+        stopped: int | None,
+        stop_seconds: float | None,
+        meanwhile: Callable[[], None] | None,
+    ) -> list[Ending]:
         running = set(range(len(self.processes)))
         while running and (now := time.monotonic()) < deadline:
             if stopped is not None and self._is_over(stopped, running, stop_seconds, now):
+                if meanwhile is not None and self.endings[stopped].told("fired"):
+                    meanwhile()
+                    deadline += time.monotonic() - now
                 os.kill(self.processes[stopped].pid, signal.SIGCONT)
                 stopped = None
             sources = {self.processes[rank].sentinel: rank for rank in running}

@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from torch.distributed import TCPStore
-
 from gradsieve.errors import GradsieveError
 from gradsieve.lab.faults.fleet import Ending, Fleet
 from gradsieve.lab.faults.kinds import KINDS, STOP, Fault
 from gradsieve.lab.faults.trained import DONE, Task, be_rank
 from gradsieve.lab.faults.verdicts import Line, judge
+from gradsieve.lab.stores import store_at
 
 WORLD = 3
 STEPS = 6
@@ -46,7 +45,7 @@ class Matrix:
 
     def __init__(self, seed: int = 1) -> None:
         self.fleet = Fleet(be_rank.__module__)
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = store_at("127.0.0.1")
         self._seed = seed
         self._cases = 0
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -128,7 +128,11 @@ def be_rank(rank: int, world: int, task: Task, fault: Fault | None, pipe: Any) -
     live("lo", lambda tell: Training(rank, world, task, fault, tell), pipe)
 
 
-def live(interface: str, training: Callable[[Tell], Training], pipe: Any) -> None:
+class Life(Protocol):
+    def run(self) -> int: ...
+
+
+def live(interface: str, training: Callable[[Tell], Life], pipe: Any) -> None:
     """The whole life of a rank's process."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = interface

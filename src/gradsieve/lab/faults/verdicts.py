@@ -13,7 +13,7 @@ from gradsieve.lab.faults.trained import PEER_FAILED, Task
 
 DEATH_SECONDS = 6.0
 """Within which all survivors know of a death, whatever the deadline."""
-STALL_SECONDS = 1.0
+STALL_SECONDS = 1.5
 """Beyond the deadline, within which all others know of a stall."""
 
 

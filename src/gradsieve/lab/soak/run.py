@@ -5,13 +5,12 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 
-from torch.distributed import TCPStore
-
 from gradsieve.errors import GradsieveError
 from gradsieve.lab.faults.fleet import Fleet
 from gradsieve.lab.faults.trained import DONE
 from gradsieve.lab.soak.judge import Line, Look, judge
 from gradsieve.lab.soak.rank import Soak, be_rank
+from gradsieve.lab.stores import store_at
 
 WORLD = 2
 _START_SECONDS, _STEP_SECONDS = 120.0, 0.2
@@ -22,7 +21,7 @@ def soaked(
     scheme: str, steps: int, life: Callable[..., None] = be_rank
 ) -> tuple[list[Line], list[list[Look]]]:
     """The verdicts, and all looks by rank; `life` is what a rank's process runs."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = store_at("127.0.0.1")
     with tempfile.TemporaryDirectory(prefix="gradsieve-soak-") as folder:
         soak = Soak(scheme, steps, WORLD, store.port, folder)
         arguments = [(rank, soak) for rank in range(WORLD)]

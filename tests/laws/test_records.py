@@ -1,0 +1,353 @@
+"""Records outlive restarts, full disks and long trainings, and end none."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradsieve import records
+from gradsieve.cli.main import main
+from gradsieve.errors import Malformed
+from gradsieve.integrations import record_file
+from gradsieve.integrations.record_file import RecordFile
+from gradsieve.records import Header, Tail, numbered, pieces, read, text_of
+from gradsieve.views.follow import Folder
+from gradsieve.views.gathered import files_of, gather
+from unit.recorded import HEADER, line_of
+
+
+def header_of(life: int, **changes: Any) -> Header:
+    return replace(HEADER, began=f"life {life}", **changes)
+
+
+def write(path: Path, life: int, first: int, last: int, torn: bool = False, **changes: Any) -> None:
+    """One life. A step's loss says in which life it was taken; its clock starts at 0."""
+    file = RecordFile(path, header_of(life, **changes))
+    for step in range(first, last + 1):
+        line = line_of(step)
+        line.at, line.loss = 0.1 * (step - first + 1), float(life)
+        file.write(line)
+    file.close()
+    if torn:
+        with path.open("a") as raw:
+            raw.write(text_of(line_of(last + 1))[:50])
+
+
+def losses(path: Path) -> dict[int, float | None]:
+    return {line.step: line.loss for line in read(path).lines}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "rec" / "run.rank0.jsonl"
+
+
+# -- lives ------------------------------------------------------------------------------------------------
+
+
+def test_a_training_that_is_started_again_goes_on_in_its_record(path: Path) -> None:
+    write(path, 1, 1, 40)
+    write(path, 2, 31, 50)
+    assert losses(path) == {step: 1.0 if step <= 30 else 2.0 for step in range(1, 51)}
+    at = [line.at for line in read(path).lines]
+    assert at == sorted(at)
+    assert at[-1] == pytest.approx(4.0 + 2.0), "with the time of the ten steps that were lost"
+
+
+def test_one_that_writes_its_file_anew_does_not(path: Path) -> None:
+    """Twin."""
+    write(path, 1, 1, 40)
+    path.write_text("")
+    write(path, 2, 31, 50)
+    assert losses(path) == dict.fromkeys(range(31, 51), 2.0)
+
+
+def test_a_training_that_is_begun_anew_is_shown_alone(path: Path) -> None:
+    write(path, 1, 1, 40)
+    write(path, 2, 1, 20)
+    assert losses(path) == dict.fromkeys(range(1, 21), 2.0)
+    assert read(path).lines[0].at == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scheme": "exdyna"},
+        {"exchange": "gradients"},
+        {"density": 0.1},
+        {"world": 4},
+        {"parameters": 2000},
+        {"period": 30},
+        {"budget": "auto"},
+    ],
+)
+def test_another_training_is_not_mixed_in(
+    path: Path, change: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    write(path, 1, 1, 10)
+    before = path.read_bytes()
+    write(path, 2, 11, 20, **change)
+    assert losses(path) == dict.fromkeys(range(11, 21), 2.0)
+    [(number, aside)] = numbered(path)
+    assert (number, aside.read_bytes()) == (1, before)
+    assert f"it was moved to {aside.name}" in caplog.text
+    assert str(next(iter(change))) in caplog.text
+
+
+def test_without_looking_at_the_header_it_is_mixed_and_noticed(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twin."""
+    write(path, 1, 1, 10)
+    monkeypatch.setattr(record_file, "differences", lambda *_: [])
+    write(path, 2, 11, 20, world=4)
+    with pytest.raises(Malformed, match=r"two trainings: world 4, not 3"):
+        read(path)
+
+
+def test_how_often_norms_are_taken_may_change(path: Path) -> None:
+    write(path, 1, 1, 10)
+    write(path, 2, 11, 20, every=7)
+    assert len(losses(path)) == 20
+    assert read(path).header.every == 7
+
+
+def test_what_is_no_record_is_moved_aside_too(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_text(text_of(HEADER)[:30])
+    write(path, 1, 1, 3)
+    assert len(losses(path)) == 3
+    assert path.with_name(path.name + ".1").read_text() == text_of(HEADER)[:30]
+
+
+def test_a_former_life_that_still_runs_writes_no_more(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    old = RecordFile(path, header_of(1))
+    old.write(line_of(1))
+    new = RecordFile(path, header_of(2))
+    for step in (2, 3):
+        old.write(line_of(step + 50))
+        new.write(line_of(step))
+    assert list(losses(path)) == [1, 2, 3]
+    assert caplog.text.count("another process records to") == 1
+
+
+def test_if_it_did_the_record_would_be_spoilt(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twin."""
+    monkeypatch.setattr(RecordFile, "_look_for_successor", lambda _: None)
+    old = RecordFile(path, header_of(1))
+    old.write(line_of(1))
+    new = RecordFile(path, header_of(2))
+    old.write(line_of(52))
+    new.write(line_of(2))
+    with pytest.raises(Malformed, match="does not come after"):
+        read(path)
+
+
+# -- torn lines -------------------------------------------------------------------------------------------
+
+
+def test_a_torn_line_ends_its_life_with_a_sentence(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(path, 1, 1, 10, torn=True)
+    assert list(losses(path)) == list(range(1, 11))
+    assert "line 12 was not finished (a full disk, or a kill)" in caplog.text
+    write(path, 2, 11, 20, torn=True)
+    assert losses(path) == {step: 1.0 if step <= 10 else 2.0 for step in range(1, 21)}
+    (training,) = gather([path])
+    said = " ".join(training.notes)
+    assert "was started again once" in said
+    assert "A line of rank 0 was not finished" in said
+    assert "rank 0 ends in the middle of a line" in said
+
+
+def test_a_life_that_begins_on_the_torn_line_is_lost(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twin."""
+    write(path, 1, 1, 10, torn=True)
+    monkeypatch.setattr(RecordFile, "_ends_line", property(lambda _: True, lambda *_: None), raising=False)
+    write(path, 2, 11, 20)
+    with pytest.raises(Malformed, match="line 12"):
+        read(path)
+
+
+# -- long trainings ---------------------------------------------------------------------------------------
+
+
+def test_a_long_record_is_divided_and_its_oldest_pieces_go(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_file, "MOST_BYTES", 4_000)
+    write(path, 1, 1, 40)
+    write(path, 2, 31, 60)
+    assert losses(path) == {step: 1.0 if step <= 30 else 2.0 for step in range(1, 61)}
+    write(path, 3, 61, 300)
+    assert len(pieces(path)) == 1 + record_file.KEPT
+    assert sum(file.stat().st_size for file in path.parent.iterdir()) < 4_000 * (1 + record_file.KEPT)
+    shown = list(losses(path))
+    assert shown == list(range(shown[0], 301))
+    (training,) = gather(files_of([path.parent]))
+    assert training.steps.tolist() == shown
+
+
+def test_without_dividing_it_fills_the_disk(path: Path) -> None:
+    """Twin."""
+    write(path, 1, 1, 300)
+    assert path.stat().st_size > 4_000 * (1 + record_file.KEPT)
+
+
+def test_pieces_of_another_training_are_neither_read_nor_removed(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_file, "MOST_BYTES", 4_000)
+    write(path, 1, 1, 40, world=4)
+    others = {piece: piece.read_bytes() for _, piece in numbered(path)}
+    assert others
+    write(path, 2, 1, 300)
+    assert all(piece.read_bytes() == content for piece, content in others.items())
+    assert set(losses(path).values()) == {2.0}
+
+
+def test_a_look_follows_lives_and_pieces(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_file, "MOST_BYTES", 8_000)
+    folder = Folder(path.parent)
+    write(path, 1, 1, 10)
+    folder.look()
+    write(path, 2, 6, 30)
+    folder.look()
+    assert numbered(path), "so that the look had to follow"
+    ((rank,),) = folder.trainings()
+    steps, at = [line.step for line in rank.lines], [line.at for line in rank.lines]
+    assert (steps, at) == (sorted(set(steps)), sorted(at))
+    assert steps[-1] == 30
+    write(path, 3, 1, 2, world=4)
+    folder.look()
+    ((rank,),) = folder.trainings()
+    assert ([line.step for line in rank.lines], rank.header.world) == ([1, 2], 4)
+
+
+def test_a_tail_notices_a_longer_file_in_the_place_of_another(path: Path) -> None:
+    """Its size alone would not tell."""
+    write(path, 1, 1, 2)
+    tail = Tail(path)
+    assert len(tail.more()) == 2
+    write(path, 2, 1, 9, world=4)
+    assert [line.step for line in tail.more()] == list(range(1, 10))
+
+
+# -- full disks -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def small_disk(place: Path, size: str) -> Iterator[Path]:
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
+    if os.geteuid() or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def fill(path: Path) -> None:
+    with contextlib.suppress(OSError), path.open("wb", buffering=0) as film:
+        while film.write(b"x" * 512):
+            pass
+
+
+def test_a_full_disk_is_told_once_and_recording_goes_on_when_there_is_room(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        path = disk / "run.rank0.jsonl"
+        file = RecordFile(path, header_of(1))
+        for step in range(1, 5):
+            file.write(line_of(step))
+        fill(disk / "film")
+        for step in range(5, 41):
+            file.write(line_of(step))
+        assert not path.read_bytes().endswith(b"\n"), "the last line is torn"
+        assert [text for text in caplog.messages if "No space left on device" in text] == caplog.messages
+        assert len(caplog.messages) == 1
+        (reached,) = {line.step for line in read(path).lines[-1:]}
+        assert 4 <= reached < 40
+        (disk / "film").unlink()
+        for step in range(41, 51):
+            file.write(line_of(step))
+        file.close()
+        kept = [*range(1, reached + 1), *range(41, 51)]
+        assert list(losses(path)) == kept
+        assert [line.at for line in read(path).lines] == pytest.approx([0.1 * step for step in kept])
+        caplog.clear()
+        fill(disk / "film")
+        write(path, 2, 51, 90)
+        assert caplog.text.count("No space left on device") == 1, "nor does it keep one from starting"
+        (disk / "film").unlink()
+        write(path, 3, 51, 60)
+        assert list(losses(path)) == [*kept, *range(51, 61)]
+        assert main(["watch", str(disk), "--once"]) == 0
+        assert "not read" not in (shown := capsys.readouterr().out)
+        assert "60" in shown
+        assert main(["report", str(path), "-o", str(tmp_path / "page.html")]) == 0
+        assert "was not finished" in (tmp_path / "page.html").read_text()
+
+
+def test_a_buffer_would_give_up_the_record_or_the_training(tmp_path: Path) -> None:
+    """Twin: as it was written before."""
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        path = disk / "run.rank0.jsonl"
+        raw = path.open("w", buffering=1)
+        raw.write(text_of(HEADER))
+        fill(disk / "film")
+        texts = (text_of(line_of(step)) for step in range(1, 41))
+        with pytest.raises(OSError, match="No space left"):
+            raw.writelines(texts)
+        with pytest.raises(OSError, match="No space left"):
+            raw.close()
+
+
+def test_a_disk_that_is_full_from_the_beginning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with small_disk(tmp_path / "disk", "64k") as disk, caplog.at_level(logging.WARNING, "gradsieve"):
+        fill(disk / "film")
+        path = disk / "new" / "run.rank0.jsonl"
+        file = RecordFile(path, header_of(1))
+        file.write(line_of(1))
+        (disk / "film").unlink()
+        file.write(line_of(2))
+        file.close()
+        assert list(losses(path)) == [2]
+    assert len(caplog.messages) == 1
+
+
+def test_a_full_disk_leaves_the_long_file_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        path = disk / "run.rank0.jsonl"
+        monkeypatch.setattr(record_file, "MOST_BYTES", 4_000)
+        write(path, 1, 1, 5)
+        fill(disk / "film")
+        write(path, 2, 6, 40)
+        assert list(losses(path))[:5] == [1, 2, 3, 4, 5]
+        (disk / "film").unlink()
+        write(path, 3, 6, 40)
+        assert list(losses(path)) == list(range(1, 41))
+
+
+def test_a_piece_that_is_removed_while_it_is_read_is_left_out(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(path, 1, 1, 5)
+    gone = path.with_name(path.name + ".1")
+    monkeypatch.setattr(records, "pieces", lambda _: [gone, path])
+    assert len(losses(path)) == 5

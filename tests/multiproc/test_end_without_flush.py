@@ -1,0 +1,64 @@
+"""A program that ends without flush() says what its model lacks, as the last thing it says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from multiproc.outside import torchrun
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+import gradsieve
+
+def main(way):
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    sync = gradsieve.attach(ddp, optimizer, bits=0.75)
+    for _ in range(8):
+        optimizer.zero_grad()
+        ddp(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+    if way == "flushed":
+        sync.flush()
+    dist.barrier()
+    dist.destroy_process_group()
+    if way == "failed":
+        try:
+            raise RuntimeError("of the user's own")
+        except RuntimeError:
+            sys.excepthook(*sys.exc_info())
+            sys.last_value = sys.exc_info()[1]
+
+main(sys.argv[1])
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("end") / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+LINE = re.compile(
+    r"rank (\d), step 8: the training ended with steps of norm [\d.e-]+ that no exchange has carried; the "
+    r"model lacks them: call sync\.flush\(\) on all ranks at the end"
+)
+
+
+def test_an_end_without_flush_is_said_on_every_rank(script: Path) -> None:
+    assert sorted(LINE.findall(torchrun(script, "plain").stderr)) == ["0", "1"]
+
+
+@pytest.mark.parametrize("way", ["flushed", "failed"])
+def test_twin_not_where_nothing_is_lacking_or_the_program_failed(script: Path, way: str) -> None:
+    assert "the training ended with" not in torchrun(script, way).stderr
