@@ -129,7 +129,7 @@ def test_what_is_written_and_loaded_between_steps_is_the_shared_model(four: Rank
         assert torch.equal(said, plain(written))
         for name, each in before.items():
             assert torch.equal(written[name], 0.5 * each)
-            assert (after[name] - written[name]).norm() < 0.2 * written[name].norm() + 0.1, "it was forgotten"
+            assert (after[name] - written[name]).norm() < (after[name] - each).norm(), "it was forgotten"
         assert not any(bool(each.any()) for each in loaded.values())
         assert not silent.any()
         assert not waits

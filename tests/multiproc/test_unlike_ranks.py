@@ -138,7 +138,7 @@ SCENARIOS: dict[str, Any] = {
         ("other scheme", MismatchError, "differ in scheme: rank 0 has TopK; rank 1 has ExDyna"),
         ("other treatment", MismatchError, "differ in preset: .*small=1025"),
         ("other version", MismatchError, "version of gradsieve's messages: rank 0 has 7; rank 1 has 8"),
-        ("other weights", DivergenceError, r"different weights; .* in 2 of 2 parameters \(weight, bias\)"),
+        ("other weights", DivergenceError, r"different weights; .* in 2 of 2 tensors \(weight, bias\)"),
     ],
 )
 def test_both_are_told(two: Ranks, what: str, kind: type[Exception], words: str) -> None:

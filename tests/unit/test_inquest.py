@@ -309,7 +309,7 @@ def test_news_are_heard_once_also_where_two_tell_at_once() -> None:
 
 
 def pair(progress: Progress) -> tuple[list[int], list[int], list[Watch]]:
-    """How many programs each of two ranks has begun, for the test to change; who failed; and their watches."""
+    """How many programs each of two ranks has begun, for tests to change; who failed; their watches."""
     store, begun, failed = HashStore(), [4, 4], []
 
     def watch(rank: int) -> Watch:
