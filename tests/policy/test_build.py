@@ -90,3 +90,28 @@ def test_an_installation_needs_torch_and_numpy_only(released: tuple[Path, Path])
     metadata = archive.read(next(name for name in archive.namelist() if name.endswith("METADATA"))).decode()
     needed = re.findall(r"^Requires-Dist: ([a-z-]+)[^;\n]*$", metadata.replace("_", "-"), re.MULTILINE)
     assert sorted(needed) == ["numpy", "torch", "typing-extensions"]  # the last of which torch has anyway
+
+
+def unpinned(workflow: str) -> list[str]:
+    """Actions by a name that someone else can move, and not by a commit."""
+    used = re.findall(r"uses: (\S+)", workflow)
+    return [each for each in used if not each.startswith("./") and not re.search(r"@[0-9a-f]{40}$", each)]
+
+
+def test_actions_are_pinned_by_commit() -> None:
+    workflows = list((ROOT / ".github" / "workflows").glob("*.yml"))
+    assert len(workflows) == 3
+    assert [each for path in workflows for each in unpinned(path.read_text())] == []
+
+
+def test_twin_a_tag_is_no_commit() -> None:
+    assert unpinned("uses: ./a.yml\n- uses: actions/checkout@v4\n") == ["actions/checkout@v4"]
+
+
+def test_packages_of_the_gate_have_a_version_and_a_hash() -> None:
+    """That none is missing, pip finds out in `.ci/run`: it installs the wheel without an index."""
+    lines = (ROOT / ".ci" / "requirements.txt").read_text().splitlines()[1:]
+    assert len(lines) > 100
+    line = re.compile(r"[\w.-]+==\S+ --hash=sha256:[0-9a-f]{64}")
+    assert [each for each in lines if not line.fullmatch(each)] == []
+    assert not line.fullmatch("pip==26.0")
