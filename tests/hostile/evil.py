@@ -18,10 +18,10 @@ from gradsieve.comm import lockstep
 from gradsieve.comm.ops import AllReduce, AllToAll
 from gradsieve.schemes import make
 from gradsieve.schemes.base import Scheme
+from gradsieve.testing.gradients import Source
+from gradsieve.testing.laws import same_bits
+from gradsieve.testing.ranks import VirtualRanks
 from gradsieve.types import Ctx, Outcome, Program
-from laws.checks import same_bits
-from laws.driver import Fleet
-from laws.gradients import Source
 
 N, WORLD, EVIL, DENSITY = 240, 3, 1, 0.2
 COUNTS_FIRST = ["hard-threshold", "gaussiank", "sidco", "dgc", "exdyna-paper"]
@@ -79,7 +79,7 @@ def lying(program: Program[Any], forge: Forgery, rank: int = EVIL) -> Program[An
 def target(name: str, steps: int) -> Target:
     """After that many honest steps. None: schemes with a threshold look for one; four: they track it."""
     source = Source("normal", (N,), seed=7)
-    fleet = Fleet(make(name, DENSITY), [N], WORLD)
+    fleet = VirtualRanks(make(name, DENSITY), [N], WORLD)
     for _ in fleet.advance(source, steps):
         pass
     accs = [fleet.residuals[rank][0] + source(steps, rank, 0) for rank in range(WORLD)]

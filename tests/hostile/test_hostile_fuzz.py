@@ -14,10 +14,10 @@ from gradsieve.comm import lockstep
 from gradsieve.comm.ops import AllGather, AllReduce
 from gradsieve.errors import Malformed
 from gradsieve.schemes.exclusive import HEADER
+from gradsieve.testing.laws import check_indices, check_replicated
 from gradsieve.types import Ctx, Outcome, Program
 from hostile.evil import COUNTS_FIRST, EVIL, WORLD, Forgery, N, Target, bits_of, same_message, target
 from laws.cases import registered
-from laws.checks import check_indices, check_replicated
 
 GATHERING = [
     "topk",

@@ -13,9 +13,9 @@ from torch import Tensor
 from gradsieve.errors import Malformed
 from gradsieve.schemes import cltk, exclusive_paper, gathering, gtopk
 from gradsieve.schemes.exclusive import HEADER
+from gradsieve.testing.laws import check_indices, check_replicated
 from gradsieve.wire.check import inside_its_partition
 from hostile.evil import COUNTS_FIRST, EVIL, Forgery, N, bits_of, same_message, target
-from laws.checks import check_indices, check_replicated
 
 STEPS = [0, 3, 4, 5]
 """Looking for a threshold; then tracking it, with each rank at another partition."""

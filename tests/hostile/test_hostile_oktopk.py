@@ -21,10 +21,10 @@ from gradsieve.comm import lockstep
 from gradsieve.comm.ops import AllToAll, Exchange
 from gradsieve.errors import Malformed
 from gradsieve.schemes import oktopk, oktopk_parts
+from gradsieve.testing.laws import check_indices, check_replicated
 from gradsieve.types import Ctx, Program
 from hostile.evil import EVIL, WORLD, Forgery, N, Target, bits_of, same_message, target
 from hostile.test_hostile_messages import FORGERIES
-from laws.checks import check_indices, check_replicated
 
 STEPS = [0, 3, 4]
 """Exact, and following a threshold."""

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from gradsieve.errors import Malformed
 from gradsieve.schemes import deft_paper, exclusive_paper
+from gradsieve.testing.laws import check_indices, check_replicated
 from hostile.evil import EVIL, N, Target, bits_of, same_message, target
 from laws.cases import published
-from laws.checks import check_indices, check_replicated
 
 COUNTED_AT = {"exdyna-paper": [0], "micro-paper": [0], "deft-paper": [1, 2], "oktopk-paper": [0, 1, 3]}
 """Messages that say how long another one will be: a liar who keeps to what was said is another matter."""

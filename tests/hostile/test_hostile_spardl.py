@@ -7,8 +7,8 @@ from torch import Tensor
 
 from gradsieve.errors import Malformed
 from gradsieve.schemes import bags
+from gradsieve.testing.laws import check_indices, check_replicated
 from hostile.evil import Forgery, N, same_message, target
-from laws.checks import check_indices, check_replicated
 
 TURNS = [0, 1, 2]
 """Two rounds of the reduce-scatter among three, then the first of the all-gather."""

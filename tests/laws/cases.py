@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from gradsieve.schemes import SCHEMES, make
 from gradsieve.schemes.base import Scheme
-from laws.driver import Fleet
-from laws.gradients import EXACT, KINDS, Source
+from gradsieve.testing.gradients import EXACT, KINDS, Source
+from gradsieve.testing.ranks import VirtualRanks
 
 WORLDS = [*range(1, 10), 13, 16]
 DENSITIES = [0.001, 0.01, 0.05, 0.1, 0.29, 0.5, 0.9]
@@ -56,8 +56,8 @@ class Case:
     def scheme(self, name: str) -> Scheme[Any]:
         return make(name, self.density)
 
-    def fleet(self, name: str) -> Fleet:
-        return Fleet(self.scheme(name), self.sizes, self.world, self.dtype)
+    def fleet(self, name: str) -> VirtualRanks:
+        return VirtualRanks(self.scheme(name), self.sizes, self.world, self.dtype)
 
 
 @st.composite

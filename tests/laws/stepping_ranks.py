@@ -25,7 +25,7 @@ from gradsieve.integrations import gradient_sync
 from gradsieve.integrations.ddp import DdpSync
 from gradsieve.sync import StepPipeline
 from gradsieve.sync.fallback import Fallback
-from laws.checks import same_bits
+from gradsieve.testing.laws import same_bits
 from laws.virtual_engine import Room, VirtualEngine
 
 RATE = 2.0**-4

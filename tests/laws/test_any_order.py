@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from torch import Tensor
 
-from laws.checks import same_bits
+from gradsieve.testing.laws import same_bits
 from laws.stepping_ranks import SHAPES, Fleet, OneRank, virtual
 from laws.virtual_engine import PATIENCE
 

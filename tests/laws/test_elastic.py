@@ -19,7 +19,7 @@ from torch import Tensor
 from gradsieve import DivergenceError, MismatchError, Treatment
 from gradsieve.errors import ConfigError
 from gradsieve.integrations.elastic import Replica
-from laws.checks import same_bits
+from gradsieve.testing.laws import same_bits
 from laws.crew import Small, fake_group, sgd  # noqa: F401  # a fixture
 from laws.stepping_ranks import take_seat
 from laws.virtual_engine import Room

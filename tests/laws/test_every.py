@@ -15,8 +15,8 @@ from gradsieve.schemes.stripes import Stripes
 from gradsieve.sync import StepPipeline
 from gradsieve.sync.budget import Fixed
 from gradsieve.sync.fitted import Fitted
+from gradsieve.testing.laws import same_bits
 from laws.cases import registered
-from laws.checks import same_bits
 from laws.treated import (
     SMALL,
     Case,

@@ -15,11 +15,11 @@ from gradsieve.comm import lockstep
 from gradsieve.comm.meter import Meter
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Op
 from gradsieve.comm.rounds import directly, has_rounds, in_rounds
+from gradsieve.testing.gradients import KINDS
+from gradsieve.testing.laws import check_replicated, check_round, check_same_states, same_bits
+from gradsieve.testing.ranks import VirtualRanks
 from gradsieve.types import Outcome, Program, by_way_of
 from laws.cases import WORLDS, Case, cases, registered
-from laws.checks import check_replicated, check_round, check_same_states, same_bits
-from laws.driver import Fleet
-from laws.gradients import KINDS
 
 ODD = [1, 3, 7, 31, 1009]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8]
@@ -104,7 +104,7 @@ def test_bytes_are_those_of_the_best_algorithm(world: int) -> None:
         assert meter.moved == pytest.approx(times * op.tensor.numel() * 4)
 
 
-class InRounds(Fleet):
+class InRounds(VirtualRanks):
     """Every collective that can go in rounds does, whatever it costs; in every second step, directly."""
 
     def carried(self, program: Program[Outcome[Any]], rank: int) -> Program[Outcome[Any]]:
@@ -117,7 +117,7 @@ class InRounds(Fleet):
         return by_way_of(program, perform)
 
 
-class SummedFromOneself(Fleet):
+class SummedFromOneself(VirtualRanks):
     """The twin: a rank adds up what it is told from its own part on, so that ranks differ in the last bit."""
 
     def carried(self, program: Program[Outcome[Any]], rank: int) -> Program[Outcome[Any]]:
@@ -133,7 +133,7 @@ class SummedFromOneself(Fleet):
         return by_way_of(program, perform)
 
 
-def fleet(kind: type[Fleet], name: str, case: Case) -> Fleet:
+def fleet(kind: type[VirtualRanks], name: str, case: Case) -> VirtualRanks:
     return kind(case.scheme(name), case.sizes, case.world, case.dtype)
 
 
@@ -164,6 +164,6 @@ def test_sums_in_an_order_of_ones_own_are_seen(name: str) -> None:
         check_all_replicated(fleet(SummedFromOneself, name, case), case)
 
 
-def check_all_replicated(ranks: Fleet, case: Case) -> None:
+def check_all_replicated(ranks: VirtualRanks, case: Case) -> None:
     for round_ in ranks.advance(case.source, case.steps):
         check_replicated(round_.outcomes)

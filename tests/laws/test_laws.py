@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradsieve.schemes import make
-from laws.cases import WORLDS, Case, cases, has_its_turn, lengths, registered
-from laws.checks import (
+from gradsieve.testing.gradients import EXACT, KINDS, Source
+from gradsieve.testing.laws import (
     check_conservation,
     check_drained,
     check_indices,
@@ -27,8 +27,8 @@ from laws.checks import (
     check_same_states,
     rounds_freely,
 )
-from laws.driver import Fleet
-from laws.gradients import EXACT, KINDS, Source
+from gradsieve.testing.ranks import VirtualRanks
+from laws.cases import WORLDS, Case, cases, has_its_turn, lengths, registered
 
 every_scheme = pytest.mark.parametrize("name", registered())
 
@@ -91,7 +91,7 @@ def test_nothing_is_mutated_before_commit(name: str, case: Case) -> None:
 @given(case=cases())
 def test_density_one_is_the_dense_sum_bit_for_bit(name: str, case: Case) -> None:
     """Whatever the values otherwise travel as: a flush sends what waits as it is."""
-    fleet = Fleet(make(name, 1.0).whole(), case.sizes, case.world, case.dtype)
+    fleet = VirtualRanks(make(name, 1.0).whole(), case.sizes, case.world, case.dtype)
     for round_ in fleet.advance(case.source, min(case.steps, 4)):
         check_is_dense_sum(round_)
 
@@ -178,7 +178,7 @@ def test_laws_hold_when_fewer_elements_than_k_are_alive(
     def mostly_dead(step: int, rank: int, bucket: int) -> Tensor:
         return Source("normal", (600,), 5, dtype)(step, rank, bucket) * alive
 
-    for round_ in Fleet(make(name, density), [600], 4, dtype).advance(mostly_dead, 50):
+    for round_ in VirtualRanks(make(name, density), [600], 4, dtype).advance(mostly_dead, 50):
         check_round(round_, exact=False)
 
 
@@ -194,7 +194,7 @@ def test_a_residual_is_drained_to_the_end_when_gradients_stop(
     name: str, world: int, sizes: list[int], kind: str, density: float
 ) -> None:
     """Nothing starves, wherever it lies: after some steps of gradients and enough of silence all is sent."""
-    fleet = Fleet(make(name, density), sizes, world)
+    fleet = VirtualRanks(make(name, density), sizes, world)
     source = Source(kind, tuple(sizes))
 
     def then_silence(step: int, rank: int, bucket: int) -> Tensor:
@@ -217,7 +217,7 @@ def test_every_element_of_a_steady_gradient_is_sent_at_last(name: str) -> None:
     """Adversarial layout: half of the partitions hold ten times the other half."""
     n, world = 240, 4
     gradient = torch.where(torch.arange(n) % 120 < 60, 1.0, 10.0)
-    fleet, seen = Fleet(make(name, 0.1), [n], world), torch.zeros(n, dtype=torch.bool)
+    fleet, seen = VirtualRanks(make(name, 0.1), [n], world), torch.zeros(n, dtype=torch.bool)
     for round_ in fleet.advance(lambda step, rank, bucket: gradient, 400):
         seen |= round_.outcomes[0].update.to_dense() != 0
         if seen.all():

@@ -1,4 +1,4 @@
-"""Each check of `checks.py` is red on a scheme that breaks its law, and green on the honest one beside it."""
+"""Each law of `gradsieve.testing` is red on a scheme that breaks it, and green on an honest one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from gradsieve.schemes.base import Scheme
-from laws import toys
-from laws.checks import (
+from gradsieve.testing.gradients import Source
+from gradsieve.testing.laws import (
     check_conservation,
     check_drained,
     check_indices,
@@ -22,15 +22,15 @@ from laws.checks import (
     check_replicated,
     same_bits,
 )
-from laws.driver import Fleet, Round
-from laws.gradients import Source
+from gradsieve.testing.ranks import Round, VirtualRanks
+from laws import toys
 
 N, WORLD = 32, 3
 Check = Callable[[Round], None]
 
 
-def rounds_of(scheme: Scheme[Any], check: Check, kind: str = "normal", steps: int = 4) -> Fleet:
-    fleet = Fleet(scheme, [N], WORLD)
+def rounds_of(scheme: Scheme[Any], check: Check, kind: str = "normal", steps: int = 4) -> VirtualRanks:
+    fleet = VirtualRanks(scheme, [N], WORLD)
     for round_ in fleet.advance(Source(kind, (N,)), steps):
         check(round_)
     return fleet
@@ -94,7 +94,7 @@ def test_check_of_the_dense_sum_flags_a_sum_in_another_order() -> None:
 
 def test_check_of_one_threshold_flags_buckets_that_differ() -> None:
     for scheme, fails in ((toys.ThresholdPerBucket(), True), (toys.Toy(), False)):
-        fleet = Fleet(scheme, [5, 7], WORLD)
+        fleet = VirtualRanks(scheme, [5, 7], WORLD)
         for _ in fleet.advance(Source("normal", (5, 7)), 1):
             pass
         if fails:
@@ -117,7 +117,7 @@ def test_check_of_draining_flags_a_scheme_that_starves_elements() -> None:
 def test_check_of_a_run_flags_a_residual_that_was_dropped() -> None:
     source = Source("integers", (N,))
     gradients, updates = torch.zeros(N), torch.zeros(N)
-    fleet = Fleet(toys.Toy(), [N], WORLD)
+    fleet = VirtualRanks(toys.Toy(), [N], WORLD)
     for round_ in fleet.advance(source, 4):
         updates += round_.outcomes[0].update.to_dense()
         gradients += sum(source(round_.step, rank, 0) for rank in range(WORLD))
@@ -128,7 +128,7 @@ def test_check_of_a_run_flags_a_residual_that_was_dropped() -> None:
 
 
 def test_a_crash_on_nan_comes_through_the_driver() -> None:
-    fleet = Fleet(toys.FearsNan(), [N], WORLD)
+    fleet = VirtualRanks(toys.FearsNan(), [N], WORLD)
     with pytest.raises(ValueError, match=r"cannot convert float NaN"):
         list(fleet.advance(lambda *_: torch.full((N,), torch.nan), 1))
 

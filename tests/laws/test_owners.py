@@ -17,11 +17,11 @@ from gradsieve.errors import Malformed
 from gradsieve.schemes.exclusive import read_rows
 from gradsieve.schemes.exdyna import ExDyna
 from gradsieve.schemes.owners import MANY, Owners, partitions
+from gradsieve.testing.gradients import KINDS, Source
+from gradsieve.testing.laws import check_drained, check_round, check_same_states
+from gradsieve.testing.ranks import VirtualRanks
 from gradsieve.types import Ctx
 from gradsieve.wire import indices
-from laws.checks import check_drained, check_round, check_same_states
-from laws.driver import Fleet
-from laws.gradients import KINDS, Source
 
 
 @given(world=st.integers(1, 70), step=st.integers(0, 300), data=st.data())
@@ -58,7 +58,7 @@ def test_rows_hold_some_64_elements_or_all_ranks_own() -> None:
     density=st.sampled_from([0.01, 0.2, 0.7]),
 )
 def test_laws_hold(world: int, n: int, kind: str, density: float) -> None:
-    fleet, source = Fleet(ExDyna(density=density), [n], world), Source(kind, (n,))
+    fleet, source = VirtualRanks(ExDyna(density=density), [n], world), Source(kind, (n,))
     for round_ in fleet.advance(source, 3):
         check_round(round_, source.exact)
     check_same_states(fleet.states)
@@ -66,7 +66,7 @@ def test_laws_hold(world: int, n: int, kind: str, density: float) -> None:
 
 def test_what_waits_is_drained_at_last() -> None:
     world, source = 18, Source("integers", (60,))
-    fleet = Fleet(ExDyna(density=0.3), [60], world)
+    fleet = VirtualRanks(ExDyna(density=0.3), [60], world)
     assert fleet.states[0][0].cuts.numel() == 2, "one owner"
     for _ in fleet.advance(lambda step, rank, bucket: source(step, rank, bucket) * (step < 3), 60):
         pass

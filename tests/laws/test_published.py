@@ -13,8 +13,8 @@ from torch import Tensor
 
 from gradsieve.presets import published as treatment_of
 from gradsieve.schemes import make
-from laws.cases import WORLDS, Case, cases, lengths, published
-from laws.checks import (
+from gradsieve.testing.gradients import EXACT, KINDS, Source
+from gradsieve.testing.laws import (
     check_drained,
     check_indices,
     check_is_dense_sum,
@@ -25,8 +25,8 @@ from laws.checks import (
     check_round,
     check_same_states,
 )
-from laws.driver import Fleet
-from laws.gradients import EXACT, KINDS, Source
+from gradsieve.testing.ranks import VirtualRanks
+from laws.cases import WORLDS, Case, cases, lengths, published
 from laws.treated import Case as Training
 from laws.treated import Receiving, check_released, check_untouched
 
@@ -65,7 +65,7 @@ def test_every_round_is_lawful_nothing_is_lost_and_density_one_is_dense(
         check_round(round_, case.source.exact)
     for states in fleet.states:
         check_one_threshold(states)
-    whole = Fleet(make(name, 1.0).whole(), case.sizes, case.world, case.dtype)
+    whole = VirtualRanks(make(name, 1.0).whole(), case.sizes, case.world, case.dtype)
     for round_ in whole.advance(case.source, 1):
         check_is_dense_sum(round_)
 
@@ -115,13 +115,13 @@ def test_laws_hold_for_many_elements_and_where_fewer_than_k_are_alive(name: str)
     def mostly_dead(step: int, rank: int, bucket: int) -> Tensor:
         return Source("normal", (300,), 5)(step, rank, bucket) * alive
 
-    for round_ in Fleet(make(name, 0.5), [300], 3).advance(mostly_dead, 40):
+    for round_ in VirtualRanks(make(name, 0.5), [300], 3).advance(mostly_dead, 40):
         check_round(round_, exact=False)
 
 
 def left_waiting(name: str, world: int, sizes: list[int], kind: str) -> list[Tensor]:
     """On all ranks, after some steps of gradients and enough of silence."""
-    fleet, source = Fleet(make(name, 0.3), sizes, world), Source(kind, tuple(sizes))
+    fleet, source = VirtualRanks(make(name, 0.3), sizes, world), Source(kind, tuple(sizes))
 
     def then_silence(step: int, rank: int, bucket: int) -> Tensor:
         return source(step, rank, bucket) * (step < 12)
@@ -153,7 +153,10 @@ def test_what_is_never_sent_is_published_and_its_reason_holds(name: str) -> None
 
 def never_sent(name: str, gradient: Tensor) -> int:
     """Elements of a gradient that is the same in all steps."""
-    fleet, seen = Fleet(make(name, 0.1), [len(gradient)], 4), torch.zeros(len(gradient), dtype=torch.bool)
+    fleet, seen = (
+        VirtualRanks(make(name, 0.1), [len(gradient)], 4),
+        torch.zeros(len(gradient), dtype=torch.bool),
+    )
     for round_ in fleet.advance(lambda *_: gradient, 400):
         seen |= round_.outcomes[0].update.to_dense() != 0
         if seen.all():

@@ -11,7 +11,7 @@ from gradsieve import Malformed, MismatchError, Treatment
 from gradsieve.feedback.coherence import Coherence
 from gradsieve.schemes import SCHEMES
 from gradsieve.sync import parts
-from laws.checks import same_bits
+from gradsieve.testing.laws import same_bits
 from laws.crew import Crew, adamw, fake_group, sgd  # noqa: F401  # a fixture
 
 WAY = [4, 2, 3, 6, 4]

@@ -15,9 +15,9 @@ from gradsieve.feedback.treatment import Treatment
 from gradsieve.feedback.units import flat_view
 from gradsieve.schemes import SCHEMES, make
 from gradsieve.sync.fitted import Fitted
+from gradsieve.testing.laws import same_bits
 from gradsieve.types import Outcome, Sparse
 from laws.cases import WORLDS, registered
-from laws.checks import same_bits
 from laws.treated import (
     GRADIENTS,
     STEPS,

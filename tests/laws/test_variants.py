@@ -9,10 +9,16 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
+from gradsieve.testing.gradients import KINDS, Source
+from gradsieve.testing.laws import (
+    check_drained,
+    check_nothing_lost,
+    check_round,
+    check_same_states,
+    rounds_freely,
+)
+from gradsieve.testing.ranks import VirtualRanks
 from laws.cases import WORLDS, Case, cases, has_its_turn, lengths
-from laws.checks import check_drained, check_nothing_lost, check_round, check_same_states, rounds_freely
-from laws.driver import Fleet
-from laws.gradients import KINDS, Source
 from laws.variants import VARIANTS
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
@@ -22,7 +28,7 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS)
 @given(case=cases())
 def test_every_round_is_lawful(variant: str, case: Case) -> None:
     scheme = VARIANTS[variant](case.density, case.world)
-    fleet = Fleet(scheme, case.sizes, case.world, case.dtype)
+    fleet = VirtualRanks(scheme, case.sizes, case.world, case.dtype)
     for round_ in fleet.advance(case.source, min(case.steps, 6)):
         check_round(round_, case.source.exact and not rounds_freely(scheme))
     check_same_states(fleet.states)
@@ -37,7 +43,7 @@ def test_every_number_of_ranks_and_kind_of_gradient_is_lawful(variant: str) -> N
                 continue
             sizes = lengths(world)
             n = sizes[(row + column) % len(sizes)]
-            fleet = Fleet(VARIANTS[variant](0.1, world), [n], world)
+            fleet = VirtualRanks(VARIANTS[variant](0.1, world), [n], world)
             source = Source(kind, (n,), seed=row)
             for round_ in fleet.advance(source, 3):
                 check_round(round_, source.exact and not rounds_freely(fleet.scheme))
@@ -47,7 +53,7 @@ def test_every_number_of_ranks_and_kind_of_gradient_is_lawful(variant: str) -> N
 @pytest.mark.parametrize("world", [3, 8])
 def test_nothing_is_lost_and_all_is_sent_in_the_end(variant: str, world: int) -> None:
     n = 60
-    fleet = Fleet(VARIANTS[variant](0.1, world), [n], world)
+    fleet = VirtualRanks(VARIANTS[variant](0.1, world), [n], world)
     source = Source("integers", (n,), seed=world)
     gradients, updates = torch.zeros(n), torch.zeros(n)
     freely, most = rounds_freely(fleet.scheme), 0.0

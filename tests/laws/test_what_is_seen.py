@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from laws.checks import same_bits
+from gradsieve.testing.laws import same_bits
 from laws.stepping_ranks import RATE, Fleet, OneRank
 from laws.test_any_order import fake_group, numbers, run_machine
 

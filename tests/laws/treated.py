@@ -24,8 +24,8 @@ from gradsieve.feedback.velocity import Momentum
 from gradsieve.schemes import make
 from gradsieve.schemes.base import Scheme
 from gradsieve.sync import GradientPipeline, StepPipeline
+from gradsieve.testing.laws import same_bits, same_state
 from laws.cases import WORLDS
-from laws.checks import same_bits, same_state
 
 UNIT = 2.0**-6
 SMALL = 6

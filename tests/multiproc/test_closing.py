@@ -16,7 +16,7 @@ from torch.optim import optimizer as torch_optimizer
 
 import gradsieve
 from gradsieve.integrations import gradient_sync
-from laws.checks import same_bits
+from gradsieve.testing.laws import same_bits
 from multiproc.harness import Ranks
 from multiproc.outside import Lines, torchrun
 from multiproc.training import GRADIENTS

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 import gradsieve
 from gradsieve.integrations.ddp import DdpSync
 from gradsieve.sync import StepPipeline
-from laws.checks import same_bits
+from gradsieve.testing.laws import same_bits
 from multiproc.harness import Ranks
 
 WIDTH = 24

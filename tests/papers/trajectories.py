@@ -16,7 +16,7 @@ from gradsieve.schemes.exdyna_paper import ExDynaPaper
 from gradsieve.schemes.micro_paper import MicroPaper
 from gradsieve.schemes.oktopk_paper import OkTopkPaper
 from gradsieve.schemes.spardl_paper import SparDLPaper
-from laws.driver import Fleet, Round
+from gradsieve.testing.ranks import Round, VirtualRanks
 from papers.gradients import STEPS, Gradients
 from papers.pseudocode_deft import deft
 from papers.pseudocode_exclusive import exdyna, micro
@@ -41,7 +41,7 @@ class Paper:
     def steps(self) -> Iterator[Step]:
         """What the scheme does."""
         n, world = self.gradients.n, self.gradients.world
-        fleet = Fleet(self.scheme, [n], world, torch.float64)
+        fleet = VirtualRanks(self.scheme, [n], world, torch.float64)
         fleet.states = [[self.scheme.lay(self.tensors or [n], world)] for _ in range(world)]
         for round_ in fleet.advance(lambda t, r, _: torch.from_numpy(self.gradients(t, r)), STEPS):
             update = round_.outcomes[0].update

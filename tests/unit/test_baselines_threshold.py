@@ -20,8 +20,8 @@ from gradsieve.schemes.dgc import Dgc
 from gradsieve.schemes.gaussiank import GaussianK
 from gradsieve.schemes.hard_threshold import HardThreshold
 from gradsieve.schemes.sidco import Sidco
+from gradsieve.testing.ranks import VirtualRanks
 from gradsieve.types import Ctx, Outcome
-from laws.driver import Fleet
 
 N, K = 100_000, 1_000
 ESTIMATING = ["gaussiank", "sidco", "dgc"]
@@ -151,7 +151,7 @@ def test_what_stays_below_the_hard_threshold_is_never_sent() -> None:
     """By its nature it does not drain: other schemes send this element in the first silent step."""
     left = {}
     for name in ("hard-threshold", "gaussiank"):
-        fleet = Fleet(make(name, 0.01), [100], 2)
+        fleet = VirtualRanks(make(name, 0.01), [100], 2)
         for _ in fleet.advance(lambda step, rank, unit: torch.full((100,), 0.4 * (step == 0)), 100):
             pass
         left[name] = int(fleet.residuals[0][0].count_nonzero())
@@ -285,7 +285,7 @@ def test_the_published_rule_for_stages_has_no_answer_to_a_heavy_tail() -> None:
 
 def test_stages_are_each_ranks_own_and_each_units_own() -> None:
     """The published bug: one count of stages for all tensors."""
-    fleet = Fleet(Sidco(density=0.01), [N, N], 2)
+    fleet = VirtualRanks(Sidco(density=0.01), [N, N], 2)
 
     def gradients(step: int, rank: int, unit: int) -> Tensor:
         light = (rank, unit) == (1, 0)

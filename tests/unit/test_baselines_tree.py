@@ -17,11 +17,11 @@ from gradsieve.schemes.cltk import CltK
 from gradsieve.schemes.gtopk import GTopK
 from gradsieve.schemes.randomk import RandomK, turn
 from gradsieve.schemes.topk_union import TopKUnion
+from gradsieve.testing.gradients import Source
+from gradsieve.testing.laws import check_conservation
+from gradsieve.testing.ranks import VirtualRanks
 from gradsieve.types import Ctx, Outcome, Sparse
 from hostile.evil import lying
-from laws.checks import check_conservation
-from laws.driver import Fleet
-from laws.gradients import Source
 
 CPU = torch.device("cpu")
 
@@ -147,7 +147,7 @@ LOST = {2: 0.0, 4: 0.037, 8: 0.124, 16: 0.259, 32: 0.400}
 def lost_share(scheme: GTopK, world: int) -> float:
     """|spent - update| over |update|, summed over five steps of normal gradients with residuals carried."""
     n, lost, sent = 10_000, 0.0, 0.0
-    for round_ in Fleet(scheme, [n], world).advance(Source("normal", (n,)), 5):
+    for round_ in VirtualRanks(scheme, [n], world).advance(Source("normal", (n,)), 5):
         update = round_.outcomes[0].update.to_dense().double()
         spent = torch.stack([outcome.spent.to_dense() for outcome in round_.outcomes]).double().sum(0)
         lost += float((spent - update).abs().sum())
@@ -163,7 +163,7 @@ def test_gtopk_as_published_loses_more_the_more_ranks_there_are(world: int) -> N
 
 def test_gtopk_as_published_breaks_the_law_and_ours_does_not() -> None:
     def run(scheme: GTopK) -> None:
-        for round_ in Fleet(scheme, [500], 7).advance(Source("integers", (500,)), 4):
+        for round_ in VirtualRanks(scheme, [500], 7).advance(Source("integers", (500,)), 4):
             check_conservation(round_, exact=True)
 
     run(GTopK(density=0.05))

@@ -21,8 +21,8 @@ from gradsieve.kernels.blocks import BLOCK, Blocks, even, lay
 from gradsieve.schemes.agreed import Values
 from gradsieve.schemes.stripes import Stripes
 from gradsieve.sync.budget import cost
+from gradsieve.testing.laws import same_bits
 from gradsieve.types import Ctx, Outcome
-from laws.checks import same_bits
 from unit.test_kernels_compiled import alike
 
 Outcomes: TypeAlias = list[Outcome[Any]]

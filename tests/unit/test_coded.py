@@ -8,11 +8,11 @@ from torch import Tensor
 
 from gradsieve import kernels
 from gradsieve.kernels.blocks import lay
+from gradsieve.testing.laws import same_bits
 from gradsieve.types import Sparse
 from gradsieve.wire import coded
 from gradsieve.wire.coded import Coded, Shape, Sum
 from gradsieve.wire.values import VALUE_CODECS, ValueCodec
-from laws.checks import same_bits
 
 NAMES = ["bf16", "int8", "int4", "int2", "sign"]
 CPU = torch.device("cpu")

@@ -24,11 +24,11 @@ from gradsieve.feedback.digest import digest
 from gradsieve.kernels import fast, reference
 from gradsieve.schemes.base import Scheme
 from gradsieve.schemes.exdyna import ExDyna
+from gradsieve.testing.laws import same_bits
+from gradsieve.testing.ranks import VirtualRanks
 from gradsieve.wire.indices import INDEX_CODECS
 from gradsieve.wire.values import VALUE_CODECS
 from laws.cases import Case, published, registered
-from laws.checks import same_bits
-from laws.driver import Fleet
 from laws.treated import GRADIENTS, STEPS, Ranks, Receiving, Stepping
 from laws.treated import Case as Training
 from laws.variants import VARIANTS
@@ -171,7 +171,7 @@ def exchanged(scheme: Callable[[], Scheme[Any]], case: Case) -> Callable[[], lis
     }
 
     def run() -> list[Any]:
-        fleet = Fleet(scheme(), case.sizes, case.world)
+        fleet = VirtualRanks(scheme(), case.sizes, case.world)
         rounds = list(fleet.advance(lambda *place: gradients[place], case.steps))
         return [[round_.outcomes for round_ in rounds], fleet.residuals, fleet.states]
 

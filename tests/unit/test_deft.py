@@ -11,9 +11,9 @@ from gradsieve.comm import lockstep
 from gradsieve.errors import ConfigError
 from gradsieve.schemes import deft
 from gradsieve.schemes.deft import Deft
+from gradsieve.testing.gradients import Source
+from gradsieve.testing.ranks import VirtualRanks
 from gradsieve.types import Ctx
-from laws.driver import Fleet
-from laws.gradients import Source
 
 norms = st.lists(st.sampled_from([0.0, 1e-30, 0.1, 1.0, 3.0, 1e6]), min_size=1, max_size=12)
 
@@ -83,7 +83,7 @@ def test_with_unequal_speeds_every_rank_still_gets_every_layer_some_day() -> Non
 def test_exactly_k_elements_travel_while_there_are_as_many(speeds: tuple[float, ...] | None) -> None:
     """The release sends sum over ranks of each rank's own idea of its layers' counts."""
     scheme = Deft(density=0.037, speeds=speeds)
-    fleet = Fleet(scheme, [1000], 3)
+    fleet = VirtualRanks(scheme, [1000], 3)
     for round_ in fleet.advance(Source("normal", (1000,)), 20):
         assert round_.outcomes[0].update.count == 37
 

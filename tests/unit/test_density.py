@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradsieve.schemes import exdyna, make, threshold
-from laws.driver import Fleet, Gradients
+from gradsieve.testing.ranks import Gradients, VirtualRanks
 
 N, WORLD, STEPS, WINDOW, SETTLED, JUMP = 50_003, 4, 140, 50, 20, 70
 TOLERANCE = 0.1
@@ -41,7 +41,7 @@ def skewed(scale: float = 1.0, jump: float = 1.0, at: int = JUMP, drift: float =
 
 def counts(name: str, density: float, gradients: Gradients, steps: int = STEPS) -> list[float]:
     """Elements that travelled in each step, over k."""
-    fleet = Fleet(make(name, density), [N], WORLD)
+    fleet = VirtualRanks(make(name, density), [N], WORLD)
     k = fleet.scheme.k(N)
     return [round_.outcomes[0].update.count / k for round_ in fleet.advance(gradients, steps)]
 
@@ -119,7 +119,7 @@ def steady(steep: float) -> Gradients:
 
 def held(steep: float, world: int, density: float) -> tuple[float, float]:
     """Mean count over k, and share of the rows that were cut, from step 20 on."""
-    fleet = Fleet(make("exdyna", density), [FEW], world)
+    fleet = VirtualRanks(make("exdyna", density), [FEW], world)
     states = [round_.outcomes[0].state for round_ in fleet.advance(steady(steep), 70)][SETTLED:]
     count = statistics.fmean(state.sent for state in states) / fleet.scheme.k(FEW)
     return count, statistics.fmean(state.cut for state in states)

@@ -22,9 +22,9 @@ from gradsieve.schemes.exdyna import ExDyna
 from gradsieve.schemes.quota import quota
 from gradsieve.schemes.speeds import shares_of_work
 from gradsieve.schemes.threshold import FACTORS
+from gradsieve.testing.gradients import Source
+from gradsieve.testing.ranks import Gradients, VirtualRanks
 from gradsieve.types import Ctx
-from laws.driver import Fleet, Gradients
-from laws.gradients import Source
 
 N, WORLD, DENSITY = 65_537, 8, 0.05
 BALANCED = 1.15
@@ -49,7 +49,7 @@ def noise(envelope: Callable[[int], Tensor]) -> Gradients:
 def imbalances(name: str, density: float, gradients: Gradients, sizes: tuple[int, int, int]) -> list[float]:
     """Longest selection over the mean in each step; sizes: n, P and the number of steps."""
     n, world, steps = sizes
-    fleet = Fleet(make(name, density), [n], world)
+    fleet = VirtualRanks(make(name, density), [n], world)
     return [
         fleet.scheme.report(round_.outcomes[0].state)["imbalance"]
         for round_ in fleet.advance(gradients, steps)
@@ -112,7 +112,7 @@ def test_balancing_does_not_stall_where_the_published_rule_does() -> None:
 
 
 def test_cuts_stay_in_order_and_inside_the_vector() -> None:
-    fleet = Fleet(make("exdyna", DENSITY), [N], WORLD)
+    fleet = VirtualRanks(make("exdyna", DENSITY), [N], WORLD)
     for round_ in fleet.advance(noise(lambda step: hill(0.875 if step % 2 else 0.0)), 20):
         cuts = round_.outcomes[0].state.cuts
         assert cuts[0] == 0
@@ -198,7 +198,7 @@ def test_a_threshold_stays_a_normal_float32_whatever_the_count_asks_for(
 def test_a_rank_selects_in_proportion_to_its_speed(speeds: tuple[float, ...] | None, share: float) -> None:
     """Of elements to look at and of elements found, whichever partition it has."""
     scheme = ExDyna(density=0.05, speeds=speeds)
-    fleet, found = Fleet(scheme, [20_000], 2), torch.zeros(2)
+    fleet, found = VirtualRanks(scheme, [20_000], 2), torch.zeros(2)
     for round_ in fleet.advance(Source("skewed", (20_000,)), 30):
         if round_.step < 10:
             continue
@@ -222,7 +222,7 @@ def test_cuts_in_proportion_are_the_cuts_themselves_for_equal_parts() -> None:
 def test_a_slow_rank_looks_everywhere_in_the_end() -> None:
     """What waits on it alone is not passed over for ever because its partitions are small."""
     n, world = 60, 3
-    fleet = Fleet(ExDyna(density=0.1, speeds=(1.0, 4.0, 7.0)), [n], world)
+    fleet = VirtualRanks(ExDyna(density=0.1, speeds=(1.0, 4.0, 7.0)), [n], world)
 
     def once(step: int, rank: int, bucket: int) -> Tensor:
         return torch.arange(1.0, n + 1) * (step == 0 and rank == 0)
@@ -239,7 +239,7 @@ def test_without_balancing_cuts_stay_and_without_control_the_threshold_does() ->
         (ExDyna(density=0.05, control=False), "threshold"),
         (ExDyna(density=0.05), None),
     ):
-        fleet, seen = Fleet(scheme, [4000], 4), []
+        fleet, seen = VirtualRanks(scheme, [4000], 4), []
         for _ in range(6):
             for _ in fleet.advance(gradients, 1):
                 pass

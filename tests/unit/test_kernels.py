@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradsieve import kernels
 from gradsieve.kernels import fast, reference
-from laws.checks import same_bits
+from gradsieve.testing.laws import same_bits
 
 CHUNK = fast._CHUNK
 """Where the fast selection starts to work in pieces, and how long they are."""

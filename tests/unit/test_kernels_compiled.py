@@ -22,7 +22,7 @@ from torch import Tensor
 from gradsieve import kernels
 from gradsieve.errors import ConfigError
 from gradsieve.kernels import choice, compiled, fast, reference
-from laws.checks import same_bits
+from gradsieve.testing.laws import same_bits
 
 CHUNK = fast._CHUNK
 FORMS = ["torch", "compiled"]

@@ -22,7 +22,7 @@ os.environ[INTERPRET] = "1"  # read where a kernel is defined, Triton's own incl
 pytest.importorskip("triton", reason="Triton is not installed: pip install --no-deps triton")
 from gradsieve.kernels import fast, low_bit, reference, triton_kernels, triton_low_bit  # noqa: E402
 from gradsieve.kernels.blocks import Blocks, lay  # noqa: E402
-from laws.checks import same_bits  # noqa: E402
+from gradsieve.testing.laws import same_bits  # noqa: E402
 from unit.test_blocks import patterned  # noqa: E402
 
 if before is None:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradsieve.kernels.low_bit import BLOCK
+from gradsieve.testing.laws import same_bits
 from gradsieve.wire.values import VALUE_CODECS, ValueCodec
-from laws.checks import same_bits
 
 INT4, INT2, SIGN = LOW = [VALUE_CODECS[name] for name in ("int4", "int2", "sign")]
 BITS = {"int4": 4, "int2": 2, "sign": 1}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradsieve import kernels
 from gradsieve.kernels import choice, compiled_low_bit, low_bit
-from laws.checks import same_bits
+from gradsieve.testing.laws import same_bits
 from unit.test_kernels_compiled import ODD, alike, seen_while_running
 
 COUNTS = st.integers(0, 70) | st.sampled_from([255, 256, 257, 511, 512, 1031])

@@ -20,10 +20,10 @@ from gradsieve.errors import ConfigError, Malformed
 from gradsieve.schemes import oktopk, oktopk_balance, oktopk_parts
 from gradsieve.schemes.oktopk import OkTopk
 from gradsieve.schemes.oktopk_balance import balancing_pays, gather_lists
+from gradsieve.testing import VirtualRanks
+from gradsieve.testing.gradients import Source
 from gradsieve.types import Ctx, Outcome
 from gradsieve.wire.check import lists_increasing
-from laws import driver
-from laws.gradients import Source
 
 N, DENSITY, K = 20_000, 0.05, 1_000
 
@@ -239,7 +239,7 @@ def test_a_threshold_that_is_lost_is_found_in_the_same_step() -> None:
 
 def test_at_most_k_are_sent_and_only_an_exact_step_gathers_more() -> None:
     source = Source("normal", (2000,))
-    for round_ in driver.Fleet(OkTopk(density=0.05), [2000], 5).advance(source, 34):
+    for round_ in VirtualRanks(OkTopk(density=0.05), [2000], 5).advance(source, 34):
         assert all(outcome.spent.count <= 100 for outcome in round_.outcomes)
         assert round_.outcomes[0].update.count <= 100
         assert (round_.outcomes[0].state.gathered > 100) == (round_.step in (0, 32))

@@ -26,7 +26,7 @@ from gradsieve.presets import parse as treatment
 from gradsieve.records import Header, Line, Record, path_of, read, text_of
 from gradsieve.schemes.exdyna import ExDyna
 from gradsieve.schemes.spec import parse
-from laws.driver import Fleet
+from gradsieve.testing.ranks import VirtualRanks
 from tiny_task import TASK, tiny
 
 __all__ = ["tiny"]
@@ -166,7 +166,7 @@ def test_unbalanced_partitions_show_in_f_where_rows_that_were_cut_hid_them() -> 
 
     found = {}
     for balance in (True, False):
-        fleet = Fleet(ExDyna(density=0.05, balance=balance), [20_000], 4)
+        fleet = VirtualRanks(ExDyna(density=0.05, balance=balance), [20_000], 4)
         states = [round_.outcomes[0].state for round_ in fleet.advance(slope, 40)][20:]
         reports = [fleet.scheme.report(state) for state in states]
         rows = statistics.fmean(state.longest * 4 / state.sent for state in states)

@@ -19,8 +19,8 @@ from gradsieve.feedback.rider import carry
 from gradsieve.schemes import make
 from gradsieve.sync.gradients import GradientPipeline
 from gradsieve.sync.ledger import WORDS, Ledger
+from gradsieve.testing.gradients import Source
 from gradsieve.types import Ctx, Outcome, Program, by_way_of
-from laws.gradients import Source
 
 MS = 1e-3
 DIRECT, ENGINE = ["direct", "direct", "engine"], ["engine"] * 3

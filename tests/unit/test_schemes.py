@@ -15,10 +15,10 @@ from gradsieve.schemes import SCHEMES, make
 from gradsieve.schemes.base import Scheme
 from gradsieve.schemes.exdyna import ExDyna
 from gradsieve.schemes.topk import TopK
+from gradsieve.testing.gradients import Source
+from gradsieve.testing.ranks import VirtualRanks
 from gradsieve.types import Ctx
 from laws.cases import registered
-from laws.driver import Fleet
-from laws.gradients import Source
 
 N, WORLD = 40_009, 4
 
@@ -69,7 +69,7 @@ def test_noop_asks_for_nothing_and_keeps_its_own_gradient() -> None:
     assert all(torch.equal(out.update.to_dense(), acc) for out, acc in zip(outcomes, accs, strict=True))
 
 
-def of_formula(scheme: Scheme[Any], fleet: Fleet, steps: int) -> float:
+def of_formula(scheme: Scheme[Any], fleet: VirtualRanks, steps: int) -> float:
     """Words that the busiest rank moves over those of the formula, mean over steps, after ten of settling."""
     source = Source("normal", (N,))
     for _ in fleet.advance(source, 10):
@@ -90,21 +90,21 @@ def of_formula(scheme: Scheme[Any], fleet: Fleet, steps: int) -> float:
 @pytest.mark.parametrize("name", ["dense", "topk"])
 def test_traffic_is_exactly_what_the_formula_says(name: str) -> None:
     scheme = make(name, 0.01)
-    assert of_formula(scheme, Fleet(scheme, [N], WORLD), 3) == pytest.approx(1.0)
+    assert of_formula(scheme, VirtualRanks(scheme, [N], WORLD), 3) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("name", registered())
 def test_traffic_is_within_a_quarter_of_the_formula(name: str) -> None:
     """At the count and imbalance that the scheme reports; rows have an eighth of room over the mean."""
     scheme = make(name, 0.01)
-    assert of_formula(scheme, Fleet(scheme, [N], WORLD), 10) == pytest.approx(1.0, rel=0.25)
+    assert of_formula(scheme, VirtualRanks(scheme, [N], WORLD), 10) == pytest.approx(1.0, rel=0.25)
 
 
 @pytest.mark.parametrize("name", ["exdyna-paper", "micro-paper", "deft-paper", "spardl-paper"])
 def test_traffic_of_published_rules_follows_the_formula_at_the_count_they_send(name: str) -> None:
     """The count is off target for hundreds of steps, so that the formula is asked for the count seen."""
     scheme = make(name, 0.01)
-    assert of_formula(scheme, Fleet(scheme, [N], WORLD), 1) == pytest.approx(1.0, rel=0.02)
+    assert of_formula(scheme, VirtualRanks(scheme, [N], WORLD), 1) == pytest.approx(1.0, rel=0.02)
 
 
 def test_topk_sends_exactly_the_k_largest_of_each_rank() -> None:
@@ -120,7 +120,7 @@ def test_topk_sends_exactly_the_k_largest_of_each_rank() -> None:
 
 @pytest.mark.parametrize("name", ["micro", "exdyna", "exdyna-paper", "micro-paper"])
 def test_a_threshold_is_taken_over_when_buckets_are_rebuilt(name: str) -> None:
-    fleet = Fleet(make(name, 0.01), [700, 300], 3)
+    fleet = VirtualRanks(make(name, 0.01), [700, 300], 3)
     for _ in fleet.advance(Source("normal", (700, 300)), 5):
         pass
     threshold = fleet.states[0][0].threshold

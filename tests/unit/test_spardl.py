@@ -16,9 +16,9 @@ from gradsieve.schemes.bags import Bags, Entries
 from gradsieve.schemes.base import log2_ceil
 from gradsieve.schemes.spardl import SparDL
 from gradsieve.schemes.teams import best_teams
+from gradsieve.testing.gradients import Source
+from gradsieve.testing.ranks import VirtualRanks
 from gradsieve.types import Ctx, Outcome
-from laws.driver import Fleet
-from laws.gradients import Source
 
 N = 2000
 
@@ -59,7 +59,7 @@ def test_r_sag_takes_the_rounds_and_words_of_its_formula(world: int, teams: int)
 @pytest.mark.parametrize(("world", "teams"), [(4, 2), (6, 3), (12, 3), (12, 4), (10, 5)])
 def test_b_sag_stays_in_its_band_and_learns_how_many_elements_fit(world: int, teams: int) -> None:
     scheme = SparDL(density=0.1, teams=teams)
-    fleet = Fleet(scheme, [N], world)
+    fleet = VirtualRanks(scheme, [N], world)
     k = scheme.k(N)
     least, most = 2 * k * (2 * world - teams - 1) / world, 2 * k * (teams**2 + 2 * world - 3 * teams) / world
     for round_ in fleet.advance(Source("normal", (N,)), 30):
@@ -98,7 +98,7 @@ def test_two_ranks_by_hand() -> None:
 
 def lost(scheme: SparDL, world: int, steps: int = 8) -> float:
     """Gradient that is in no update and in no residual, over what was sent."""
-    fleet = Fleet(scheme, [N], world, torch.float64)
+    fleet = VirtualRanks(scheme, [N], world, torch.float64)
     source = Source("integers", (N,), dtype=torch.float64)
     balance, moved = torch.zeros(N, dtype=torch.float64), 0.0
     for round_ in fleet.advance(source, steps):
@@ -181,7 +181,7 @@ def test_only_divisors_and_where_needed_powers_of_two_are_candidates() -> None:
 
 
 def test_auto_is_decided_once_and_alike_on_all_ranks() -> None:
-    fleet = Fleet(SparDL(density=0.05, teams="auto"), [N], 6)
+    fleet = VirtualRanks(SparDL(density=0.05, teams="auto"), [N], 6)
     for _ in fleet.advance(Source("normal", (N,)), 1):
         pass
     chosen = {states[0].teams for states in fleet.states}

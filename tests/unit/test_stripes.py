@@ -14,13 +14,13 @@ from gradsieve.comm.meter import Meter
 from gradsieve.kernels.blocks import BLOCK
 from gradsieve.schemes.agreed import sum_agreed
 from gradsieve.schemes.stripes import Stripes
+from gradsieve.testing.gradients import Source
+from gradsieve.testing.ranks import VirtualRanks
 from gradsieve.types import Ctx
-from laws.driver import Fleet
-from laws.gradients import Source
 
 
 def stretches(n: int, density: float, steps: int, world: int = 4) -> list[tuple[int, int]]:
-    fleet = Fleet(Stripes(density=density), [n], world)
+    fleet = VirtualRanks(Stripes(density=density), [n], world)
     rounds = fleet.advance(Source("normal", (n,)), steps)
     return [(each.outcomes[0].update.start, each.outcomes[0].update.stop) for each in rounds]
 

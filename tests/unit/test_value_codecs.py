@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gradsieve.testing.laws import same_bits
 from gradsieve.wire.values import BLOCK, VALUE_CODECS, ValueCodec
-from laws.checks import same_bits
 
 EXACT, BF16, INT8, *LOW = VALUE_CODECS.values()
 

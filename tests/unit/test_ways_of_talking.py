@@ -7,8 +7,8 @@ from torch import Tensor
 from gradsieve.comm import lockstep
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op
 from gradsieve.schemes import SCHEMES, make
+from gradsieve.testing.gradients import Source
 from gradsieve.types import Ctx, Program, by_way_of
-from laws.gradients import Source
 from multiproc.training import TYPICAL
 
 N, WORLD = 500, 4

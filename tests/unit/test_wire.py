@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradsieve.errors import Malformed
+from gradsieve.testing.laws import same_bits
 from gradsieve.wire import check
 from gradsieve.wire.frame import from_bits, index_dtype, to_bits
-from laws.checks import same_bits
 
 LARGEST_INT32 = 2**31 - 1
 

@@ -1,6 +1,7 @@
-"""Runs a scheme as the pipeline does: P virtual ranks, residuals carried, all buckets settled together.
+"""Virtual ranks: P ranks in one process that run a scheme as the pipeline does.
 
-What a step did is kept as a `Round`, for the functions in `checks.py` to look at before it is committed.
+Each rank carries its own residual; the states of all buckets are settled together. What a step did is kept
+as a `Round`, which the functions of `laws.py` examine before it is committed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Gradients = Callable[[int, int, int], Tensor]
 
 @dataclass(frozen=True)
 class Round:
-    """One exchange of one bucket, before commit. Every list is in rank order."""
+    """One exchange of one bucket, before it is committed. Every list is in rank order."""
 
     step: int
     bucket: int
@@ -34,7 +35,7 @@ class Round:
     outcomes: list[Outcome[Any]]
 
 
-class Fleet:
+class VirtualRanks:
     """P ranks that train together. `states` and `residuals` are indexed by rank, then by bucket."""
 
     def __init__(
@@ -46,11 +47,23 @@ class Fleet:
         self.step = 0
 
     def advance(self, gradients: Gradients, steps: int) -> Iterator[Round]:
-        """The rounds of the next steps; a step is committed when its last round has been looked at."""
+        """Yields the rounds of the next steps. A step is committed after its last round was consumed."""
         for _ in range(steps):
             rounds = [self._exchange(gradients, bucket) for bucket in range(len(self.sizes))]
             yield from rounds
             self._commit(rounds)
+
+    def rebuild(self, sizes: Sequence[int]) -> None:
+        """Changes the buckets, as DDP does after its first iteration: residuals follow their elements."""
+        for rank in range(self.world):
+            self.residuals[rank] = list(torch.split(torch.cat(self.residuals[rank]), list(sizes)))
+            previous = self.states[rank][0]
+            self.states[rank] = [self.scheme.begin(n, self.world, previous) for n in sizes]
+        self.sizes = list(sizes)
+
+    def carried(self, program: Program[Outcome[Any]], rank: int) -> Program[Outcome[Any]]:
+        """Subclasses override this to carry ops in another way."""
+        return program
 
     def _exchange(self, gradients: Gradients, bucket: int) -> Round:
         ranks = range(self.world)
@@ -65,10 +78,6 @@ class Fleet:
         ]
         return Round(self.step, bucket, accs, before[0], states, before[1], lockstep.run(programs))
 
-    def carried(self, program: Program[Outcome[Any]], rank: int) -> Program[Outcome[Any]]:
-        """For fleets whose ops are carried in another way."""
-        return program
-
     def _commit(self, rounds: list[Round]) -> None:
         for rank in range(self.world):
             for bucket, round_ in enumerate(rounds):
@@ -76,11 +85,3 @@ class Fleet:
                 self.residuals[rank][bucket] = round_.accs[rank]
             self.states[rank] = self.scheme.settle([round_.outcomes[rank].state for round_ in rounds])
         self.step += 1
-
-    def rebuild(self, sizes: Sequence[int]) -> None:
-        """Other buckets from now on, as after DDP's first iteration: residuals follow their elements."""
-        for rank in range(self.world):
-            self.residuals[rank] = list(torch.cat(self.residuals[rank]).split(list(sizes)))
-            previous = self.states[rank][0]
-            self.states[rank] = [self.scheme.begin(n, self.world, previous) for n in sizes]
-        self.sizes = list(sizes)

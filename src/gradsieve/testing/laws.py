@@ -1,4 +1,4 @@
-"""The laws, each a function that raises AssertionError where it is broken (see `test_laws_can_fail.py`)."""
+"""The laws: functions that raise AssertionError where one is broken. The message begins with its name."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradsieve.testing.ranks import Round
 from gradsieve.types import Outcome, Sparse, replicated_fields
-from laws.driver import Round
 
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
@@ -53,47 +53,55 @@ def check_conservation(round_: Round, exact: bool) -> None:
     touched = (torch.stack(spent) != 0).any(0) | (update != 0)
     added = torch.stack([*spent, *round_.accs_before]).double().abs().sum(0) * touched
     room = _rounding(update.dtype, len(spent), added, exact)
-    _within(total - update.double(), room, f"step {round_.step}: spent and update differ")
+    _within(total - update.double(), room, f"conservation: in step {round_.step} spent and update differ")
 
 
 def check_nothing_lost(gradients: Tensor, updates: Tensor, residuals: Tensor, room: Tensor) -> None:
     """Over a whole run: all gradients of all ranks == all updates + what all ranks still hold."""
-    _within(gradients - updates - residuals, room, "gradient lost or made up over the run")
+    _within(
+        gradients - updates - residuals, room, "nothing lost: a gradient was lost or made up over the run"
+    )
 
 
 def check_replicated(outcomes: Sequence[Outcome[Any]]) -> None:
     """Update and state are bit-identical on every rank."""
     for rank, outcome in enumerate(outcomes):
-        assert same_bits(outcome.update, outcomes[0].update), f"rank {rank} has another update than rank 0"
-        assert same_state(outcome.state, outcomes[0].state), f"rank {rank} has another state than rank 0"
+        assert same_bits(outcome.update, outcomes[0].update), (
+            f"identical ranks: rank {rank} has another update than rank 0"
+        )
+        assert same_state(outcome.state, outcomes[0].state), (
+            f"identical ranks: rank {rank} has another state than rank 0"
+        )
 
 
 def check_same_states(states: Sequence[Sequence[Any]]) -> None:
     """After `settle`, every rank's states of all buckets."""
     for rank, own in enumerate(states):
-        assert all(map(same_state, own, states[0])), f"rank {rank} has another state after settle"
+        assert all(map(same_state, own, states[0])), (
+            f"identical ranks: rank {rank} has another state after settle"
+        )
 
 
 def check_indices(sparse: Sparse, n: int) -> None:
     """Sorted, unique, within 0..n-1, one value each."""
-    assert sparse.numel == n, f"speaks of {sparse.numel} elements, not {n}"
+    assert sparse.numel == n, f"valid indices: the vector has {n} elements, not {sparse.numel}"
     if sparse.indices is None:
-        assert 0 <= sparse.start <= sparse.stop <= n, "a run beyond the vector"
+        assert 0 <= sparse.start <= sparse.stop <= n, "valid indices: a run beyond the vector"
         return
-    assert sparse.indices.dtype == torch.int64
-    assert sparse.indices.shape == sparse.values.shape, "not one value for each index"
+    assert sparse.indices.dtype == torch.int64, f"valid indices: {sparse.indices.dtype} is not int64"
+    assert sparse.indices.shape == sparse.values.shape, "valid indices: not one value for each index"
     if sparse.indices.numel():
-        assert int(sparse.indices.min()) >= 0, "negative index"
-        assert int(sparse.indices.max()) < n, "index beyond the vector"
-    assert bool((sparse.indices[1:] > sparse.indices[:-1]).all()), "not sorted and unique"
+        assert int(sparse.indices.min()) >= 0, "valid indices: negative index"
+        assert int(sparse.indices.max()) < n, "valid indices: index beyond the vector"
+    assert bool((sparse.indices[1:] > sparse.indices[:-1]).all()), "valid indices: not sorted and unique"
 
 
 def check_nothing_mutated(round_: Round) -> None:
     """`acc` and the state handed in are as they were."""
     for rank, (acc, before) in enumerate(zip(round_.accs, round_.accs_before, strict=True)):
-        assert same_bits(acc, before), f"rank {rank}: acc was changed"
+        assert same_bits(acc, before), f"inputs unchanged: rank {rank}: acc was changed"
     for rank, (state, before) in enumerate(zip(round_.states, round_.states_before, strict=True)):
-        assert same_bits(state, before), f"rank {rank}: the state handed in was changed"
+        assert same_bits(state, before), f"inputs unchanged: rank {rank}: the state handed in was changed"
 
 
 def check_is_dense_sum(round_: Round) -> None:
@@ -102,14 +110,16 @@ def check_is_dense_sum(round_: Round) -> None:
     for acc in round_.accs_before[1:]:
         total += acc
     for outcome, acc in zip(round_.outcomes, round_.accs_before, strict=True):
-        assert same_bits(outcome.update.to_dense(), total), "update is not the dense sum"
-        assert same_bits(outcome.spent.to_dense(), acc), "not everything was spent"
+        assert same_bits(outcome.update.to_dense(), total), "dense at 1: update is not the dense sum"
+        assert same_bits(outcome.spent.to_dense(), acc), "dense at 1: not everything was spent"
 
 
 def check_one_threshold(states: Sequence[Any]) -> None:
     """After `settle` all buckets of the model select by the same threshold."""
     thresholds = [state.threshold for state in states if hasattr(state, "threshold")]
-    assert all(same_bits(threshold, thresholds[0]) for threshold in thresholds), f"thresholds {thresholds}"
+    assert all(same_bits(threshold, thresholds[0]) for threshold in thresholds), (
+        f"one threshold: buckets have different thresholds {thresholds}"
+    )
 
 
 def rounds_freely(scheme: Any) -> bool:
@@ -122,20 +132,20 @@ def check_drained(residuals: Sequence[Tensor], most: float | None = None) -> Non
     """Nothing waits to be sent any more; or, of what waited at `most`, next to nothing."""
     if most is not None:
         left = max((float(residual.abs().max()) for residual in residuals if len(residual)), default=0.0)
-        assert left <= 0.05 * most, f"{left} of {most} is still waiting"
+        assert left <= 0.05 * most, f"all is sent: {left} of {most} is still waiting"
         return
     left = sum(int(residual.count_nonzero()) for residual in residuals)
-    assert left == 0, f"{left} elements are still waiting"
+    assert left == 0, f"all is sent: {left} elements are still waiting"
 
 
 def check_round(round_: Round, exact: bool) -> None:
-    """Every law that one round can show."""
-    check_conservation(round_, exact)
-    check_replicated(round_.outcomes)
+    """Every law that one round can show, those first without which the others make no sense."""
     check_nothing_mutated(round_)
     for outcome, acc in zip(round_.outcomes, round_.accs_before, strict=True):
         check_indices(outcome.update, acc.numel())
         check_indices(outcome.spent, acc.numel())
+    check_replicated(round_.outcomes)
+    check_conservation(round_, exact)
 
 
 def _rounding(dtype: torch.dtype, additions: int, magnitude: Tensor, exact: bool) -> Tensor:

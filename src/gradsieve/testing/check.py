@@ -1,0 +1,126 @@
+"""`check_scheme`: all laws for one scheme, in a few seconds, with the same gradients every time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain, cycle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradsieve.schemes.base import Scheme
+from gradsieve.testing import laws
+from gradsieve.testing.gradients import KINDS, Source
+from gradsieve.testing.ranks import VirtualRanks
+
+WORLDS = (1, 2, 3, 4, 7, 8)
+DRAIN_STEPS = 400
+"""Steps without a gradient, after which a scheme has sent every residual."""
+
+
+def check_scheme(scheme: Scheme[Any]) -> None:
+    """Runs the scheme on 1 to 8 virtual ranks and raises AssertionError where it breaks a law.
+
+    conservation       what ranks spent adds up to the update, exactly where numbers do not round
+    nothing lost       all gradients of a run equal all updates plus all residuals
+    identical ranks    every rank has the same update and the same replicated state, bit for bit
+    valid indices      they are sorted, unique and in range
+    inputs unchanged   neither the vector nor the state that were passed in is changed
+    dense at 1         with density 1 the update is the sum of everything
+    one threshold      all buckets select by the same threshold after `settle`
+    bad values         NaN and infinity raise nothing; the pipeline rejects them before they are applied
+    all is sent        once gradients stop, every residual reaches zero
+
+    The message names the law, the ranks, the elements and the gradients. Schemes with a fixed layout of the
+    whole model get one bucket; the others several, which are also rebuilt in mid-run.
+    """
+    for kind in KINDS:
+        with _described(scheme, 3, (127,), kind):
+            _check_run(scheme, 3, 127, kind)
+    kinds = cycle(KINDS)  # 36 lengths and numbers of ranks: each kind meets three of them
+    for world in WORLDS:
+        for n, kind in zip((0, 1, world - 1, world + 1, 61, 1009), kinds, strict=False):
+            with _described(scheme, world, (n,), kind):
+                _check_run(scheme, world, n, kind)
+        with _described(scheme, world, (509,), "normal, with NaN and infinity in one step"):
+            _check_bad_values(scheme, world, 509)
+        if not scheme.whole_model:
+            with _described(scheme, world, (61, 0, 127), "integers"):
+                _check_buckets(scheme, world, (61, 0, 127))
+    with _described(scheme, 3, (40,), "constant for 12 steps, then none"):
+        _check_all_is_sent(scheme, 3, 40)
+
+
+@contextlib.contextmanager
+def _described(scheme: Scheme[Any], world: int, sizes: tuple[int, ...], kind: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        elements = " + ".join(map(str, sizes))
+        raise AssertionError(
+            f"{error}\n{scheme} with {world} ranks, {elements} elements, gradients: {kind}"
+        ) from error
+
+
+def _check_run(scheme: Scheme[Any], world: int, n: int, kind: str) -> None:
+    source, steps = Source(kind, (n,)), 3
+    gradients, updates, moved = (torch.zeros(n, dtype=torch.float64, device="cpu") for _ in range(3))
+    ranks = VirtualRanks(scheme, [n], world)
+    for round_ in ranks.advance(source, steps):
+        laws.check_round(round_, source.exact and not laws.rounds_freely(scheme))
+        updates += round_.outcomes[0].update.to_dense().double()
+        for rank in range(world):
+            gradient = source(round_.step, rank, 0).double()
+            gradients += gradient
+            moved += gradient.abs() + round_.outcomes[rank].spent.to_dense().double().abs()
+    laws.check_same_states(ranks.states)
+    residuals = torch.stack([buckets[0].double() for buckets in ranks.residuals]).sum(0)
+    room = moved * (2 * steps + world) * torch.finfo(torch.float32).eps
+    laws.check_nothing_lost(gradients, updates, residuals, room)
+    for round_ in VirtualRanks(scheme.whole(), [n], world).advance(source, 1):
+        laws.check_is_dense_sum(round_)
+
+
+def _check_bad_values(scheme: Scheme[Any], world: int, n: int) -> None:
+    source = Source("normal", (n,))
+
+    def poisoned(step: int, rank: int, bucket: int) -> Tensor:
+        gradient = source(step, rank, bucket)
+        if step == 1 and rank == world - 1:
+            gradient[0], gradient[n // 2] = torch.nan, torch.inf
+        return gradient
+
+    for round_ in VirtualRanks(scheme, [n], world).advance(poisoned, 2):
+        laws.check_replicated(round_.outcomes)
+        laws.check_nothing_mutated(round_)
+        laws.check_indices(round_.outcomes[0].update, n)
+
+
+def _check_buckets(scheme: Scheme[Any], world: int, sizes: tuple[int, ...]) -> None:
+    ranks = VirtualRanks(scheme, sizes, world)
+    for layout in (sizes, sizes[::-1]):
+        ranks.rebuild(layout)
+        for round_ in ranks.advance(replace(Source("integers", sizes), sizes=layout), 3):
+            laws.check_round(round_, not laws.rounds_freely(scheme))
+        laws.check_same_states(ranks.states)
+        for states in ranks.states:
+            laws.check_one_threshold(states)
+
+
+def _check_all_is_sent(scheme: Scheme[Any], world: int, n: int) -> None:
+    ranks, source, most = VirtualRanks(scheme, [n], world), Source("constant", (n,)), 0.0
+
+    def then_none(step: int, rank: int, bucket: int) -> Tensor:
+        return source(step, rank, bucket) * (step < 12)
+
+    while ranks.step < DRAIN_STEPS:
+        for _ in ranks.advance(then_none, 20):
+            pass
+        residuals = list(chain(*ranks.residuals))
+        most = max(most, *(float(residual.abs().max()) for residual in residuals))
+        if not any(bool(residual.any()) for residual in residuals):
+            break
+    laws.check_drained(list(chain(*ranks.residuals)), most if laws.rounds_freely(scheme) else None)
