@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import textwrap
 import threading
@@ -59,6 +60,49 @@ def closed_then_dense(rank: int, exchange: str) -> bool:
 @pytest.mark.parametrize("exchange", PRESETS)
 def test_after_close_ddp_is_plain(two: Ranks, exchange: str) -> None:
     assert two.run(closed_then_dense, exchange) == [True, True]
+
+
+def in_a_block(rank: int, exchange: str) -> list[list[Tensor]]:
+    """The model after a `with` block, and after the calls that it stands for."""
+    out = []
+    for block in (True, False):
+        model, optimizer = new_model()
+        ddp = DistributedDataParallel(model)
+        sync = gradsieve.attach(ddp, optimizer, density=0.1, preset=PRESETS[exchange], dense_if_faster=False)
+        if block:
+            with sync as same:
+                assert same is sync
+                train(ddp, optimizer, rank, range(5))
+        else:
+            train(ddp, optimizer, rank, range(5))
+            sync.flush()
+            if exchange == "gradients":
+                optimizer.step()
+            sync.close()
+        assert sync.is_closed
+        out.append([p.detach().clone() for p in model.parameters()])
+    return out
+
+
+@pytest.mark.parametrize("exchange", PRESETS)
+def test_a_block_ends_with_all_residuals_sent(two: Ranks, exchange: str) -> None:
+    (block, calls), other = two.run(in_a_block, exchange)
+    assert same_bits(block, calls)
+    assert same_bits([block, calls], other)
+
+
+def block_that_raises(rank: int) -> list[bool]:
+    model, optimizer = new_model()
+    ddp = DistributedDataParallel(model)
+    sync = gradsieve.attach(ddp, optimizer, density=0.1, dense_if_faster=False)
+    with mock.patch.object(sync, "flush", wraps=sync.flush) as flush, contextlib.suppress(KeyError), sync:
+        train(ddp, optimizer, rank, range(3))
+        raise KeyError
+    return [sync.is_closed, flush.called]
+
+
+def test_a_block_that_raises_is_closed_and_not_flushed(two: Ranks) -> None:
+    assert two.run(block_that_raises) == [[True, False]] * 2
 
 
 def attached_twice(rank: int) -> list[Tensor]:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Self
 
 from gradsieve import kernels
 from gradsieve.comm.c10d import Engine
@@ -404,7 +405,7 @@ class GradientSync:
         """What does so, later: it needs no sync. Weak: DDP's hook, which may hold it, is held by parameters,
         in a way that the collector cannot see."""
         names = {id(parameter): name for name, parameter in self.held.items()}
-        every = self._given if self._optimizers is None else self._optimizers.known(self._given)
+        every = self._every_optimizer()
         references, group, device = [weakref.ref(one) for one in every], self._users, self.device
 
         def share() -> None:
@@ -412,6 +413,9 @@ class GradientSync:
             make_equal(alive, names, group(), device)
 
         return share
+
+    def _every_optimizer(self) -> Sequence[Any]:
+        return self._given if self._optimizers is None else self._optimizers.known(self._given)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Residual, models and scheme state of this rank, without optimizers: tensors only, for `torch.save`
@@ -494,6 +498,21 @@ class GradientSync:
             sayings.what_is_left(self.pipeline)
             self.models.end()
         self.abandon()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Flushes and closes at the end of a `with` block; where the block raised, closes only: the other
+        ranks may not have come this far."""
+        try:
+            if kind is None and not self.is_closed:
+                self.flush()
+                if not self.exchanges_steps:
+                    for optimizer in self._every_optimizer():
+                        optimizer.step()
+        finally:
+            self.close()
 
     def abandon(self) -> None:
         """Close where nobody wants the model any more, nor what waits for it."""
