@@ -344,6 +344,11 @@ def wrap_backward(around: Callable[[Callable[..., Any]], Callable[..., Any]]) ->
     return unwrap
 
 
+def keeps_graph(*args: Any, **_: Any) -> bool:
+    """Whether a backward pass of these arguments leaves its graph for another one."""
+    return bool(args[2]) if len(args) > 2 else True
+
+
 def calls_hooks(optimizer: Any) -> bool:
     """Whether torch calls hooks around its steps: it wraps them where `super().__init__()` was called."""
     step = getattr(type(optimizer), "step", None)

@@ -102,9 +102,9 @@ def an_interrupted_wait_forgets_the_exchange(patch: pytest.MonkeyPatch) -> None:
 def the_end_of_a_backward_does_not_take_over(patch: pytest.MonkeyPatch) -> None:
     end_backward = DdpSync.end_backward
 
-    def without(self: DdpSync, completed: bool) -> None:
+    def without(self: DdpSync, completed: bool, frees_graph: bool) -> None:
         self._belongs = False
-        end_backward(self, completed)
+        end_backward(self, completed, frees_graph)
 
     patch.setattr(DdpSync, "end_backward", without)
 

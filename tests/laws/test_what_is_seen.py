@@ -167,8 +167,8 @@ class Seen(RuleBasedStateMachine):
             other.ddp(numbers(seed + 3 + rank)).backward()
             other.both.step()
             self._note(other.both, other, numbers(seed + 3 + rank))
-            loss.backward()
             assert same_bits([*one.own().values()], [*before.values()]), "written while a graph waits"
+            loss.backward()
             one.both.step()
             self._note(one.both, one, factors)
 

@@ -43,7 +43,7 @@ def a_backward_runs_on_the_shared_model(patch: pytest.MonkeyPatch) -> None:
 def who_skips_a_step_takes_over_later(patch: pytest.MonkeyPatch) -> None:
     """As it was: with the optimizer's step."""
 
-    def end_backward(self: DdpSync, completed: bool) -> None:
+    def end_backward(self: DdpSync, completed: bool, frees_graph: bool) -> None:
         self.models.show_shared(self._in_backward, raise_version=False)
         self._in_backward, self._belongs = frozenset(), False
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import gradsieve
+from gradsieve import torch_names
 from gradsieve.errors import ConfigError
 from gradsieve.feedback import step_length
 from gradsieve.feedback.local_steps import LocalSteps
@@ -74,10 +75,18 @@ def _hooks_last(optimizer: Any) -> None:
         optimizers._after_handles[optimizer] = optimizer.register_step_post_hook(optimizers._after)
 
 
-def _no_taking_over(self: ModelSync, completed: bool) -> None:
+def _no_taking_over(self: ModelSync, completed: bool, frees_graph: bool) -> None:
     self._belongs = False
     changed, self._in_backward = self._in_backward, frozenset()
     self.models.show_shared(changed, raise_version=False)
+
+
+_before_forward = ModelSync.before_forward
+
+
+def _one_graph(self: ModelSync, module: torch.nn.Module) -> None:
+    _before_forward(self, module)
+    self._graphs = 1
 
 
 def _by_lengths(self: Any, optimizer: Any) -> Any:
@@ -99,6 +108,8 @@ UNDONE: dict[str, list[tuple[Any, str, Any]]] = {
     "writing is not compared": [
         (LocalSteps, "_take_from_narrow", lambda self, name: bool(self._narrow[name].sum() > -torch.inf)),
     ],
+    "graphs are taken for freed": [(torch_names, "keeps_graph", lambda *_, **__: False)],
+    "forwards are not counted": [(ModelSync, "before_forward", _one_graph)],
     "moments stay": [(Door, "catch_up", lambda self: None)],
     "all gradients are large": [(step_length, "_SIZES", 1e30)],
     "copies stay": [(StepLength, "bring_along", lambda self, optimizer: None)],
@@ -638,6 +649,42 @@ def gradient_in_evaluation_mode(rank: int, undo: str) -> tuple[bool, bool]:
 
 def test_one_backward_in_evaluation_mode_makes_no_training_of_evaluations(two: Ranks) -> None:
     assert two.run(gradient_in_evaluation_mode, "nothing") == [(True, True)] * 2
+
+
+def graphs_that_are_left(rank: int, undo: str) -> list[bool]:
+    """Whether a graph that outlives the exchange's backward has the gradient of the model with which it was
+    recorded: one that was kept, and one of a second forward."""
+    alike = []
+    with undone(undo):
+        for second in (False, True):
+            draw, net = noise(rank), DistributedDataParallel(network())
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+            sync = gradsieve.attach(net, optimizer, bits=2.0)
+            for _ in range(5):
+                step(net, optimizer, draw())
+            optimizer.zero_grad()
+            batch, target = draw(), draw()
+            with net.no_sync():
+                later = (net(batch) - target).square().mean() if second else None
+            loss = (net(batch) - target).square().mean()
+            gradients = []
+            loss.backward(retain_graph=not second)
+            for left in (loss if later is None else later, None):
+                gradients.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
+                optimizer.zero_grad()
+                if left is not None:
+                    with net.no_sync():
+                        left.backward()
+            alike.append(torch.equal(*gradients))
+            sync.close()
+    return alike
+
+
+@pytest.mark.parametrize("undo", ["nothing", "graphs are taken for freed", "forwards are not counted"])
+def test_graphs_that_are_left_have_the_model_they_were_recorded_with(two: Ranks, undo: str) -> None:
+    for kept, of_a_second_forward in two.run(graphs_that_are_left, undo):
+        assert kept == (undo != "graphs are taken for freed")
+        assert of_a_second_forward == (undo != "forwards are not counted")
 
 
 def test_a_rank_that_fails_is_named(two: Ranks) -> None:

@@ -25,8 +25,8 @@ class Listener(Protocol):
         """A pass begins that may be of this listener's graph."""
         ...
 
-    def end_backward(self, completed: bool) -> None:
-        """It has ended, or broken off."""
+    def end_backward(self, completed: bool, frees_graph: bool) -> None:
+        """It has ended, or broken off; whether no other pass can run through the same graph."""
         ...
 
 
@@ -73,7 +73,7 @@ def _around(run: Callable[..., Any]) -> Callable[..., Any]:
             return result
         finally:
             _depth.value = 0
-            _end(concerned, completed)
+            _end(concerned, completed, completed and not torch_names.keeps_graph(*args, **kwargs))
 
     return watched
 
@@ -85,10 +85,10 @@ def _concerned(thread: int) -> list[Any]:
     return here or [each for each in alive if each.graph_of is not None]
 
 
-def _end(concerned: list[Any], completed: bool) -> None:
+def _end(concerned: list[Any], completed: bool, frees_graph: bool) -> None:
     """All are told, also if one of them raises."""
     if concerned:
         try:
-            concerned[0].end_backward(completed)
+            concerned[0].end_backward(completed, frees_graph)
         finally:
-            _end(concerned[1:], completed)
+            _end(concerned[1:], completed, frees_graph)

@@ -63,6 +63,8 @@ class ModelSync(GradientSync):
         self._graph_is_own = self._graph_is_due = False
         """Whether that, or one before it that still waits for its backward, was on this rank's own model; and
         whether one waits."""
+        self._graphs = 0
+        """Training forwards of which a graph may be left that remembers this rank's own model."""
         self._in_backward: Set[str] = frozenset()
         self._stepping: Set[str] = frozenset()
         """Parameters that an optimizer is writing, or was when it raised."""
@@ -106,6 +108,7 @@ class ModelSync(GradientSync):
             self._graph_is_own = trains or (self._graph_is_own and self._graph_is_due)
         if trains:
             self._graph_is_due = True
+            self._graphs += 1
             self._forwards.append((True, self.models.show_own()))
             self._begin()
         else:
@@ -160,14 +163,18 @@ class ModelSync(GradientSync):
         assert self.models is not None
         self._in_backward = self.models.show_own() if self._graph_is_own else frozenset()
 
-    def end_backward(self, completed: bool) -> None:
+    def end_backward(self, completed: bool, frees_graph: bool) -> None:
+        """Takes over what was exchanged. Where no graph is left that this rank's own model could be read for,
+        that is written too, in the same pass over memory; otherwise with the optimizer's step."""
         assert self.models is not None
         belongs, self._belongs = self._belongs, False
         try:
             if belongs:
                 self._graph_is_due = False
+                was_last = frees_graph and self._graphs == 1
+                self._graphs -= was_last
                 with contextlib.nullcontext() if completed else contextlib.suppress(Exception):
-                    self.take_over_if_ripe()
+                    self.take_over_if_ripe(self.parameters.keys() if was_last else frozenset())
         finally:
             changed, self._in_backward = self._in_backward, frozenset()
             self.models.show_shared(changed, raise_version=False)
@@ -204,3 +211,5 @@ class ModelSync(GradientSync):
         self._stepping -= names
         if self.models is not None:
             self.models.show_shared(names)
+            if names >= self.parameters.keys():
+                self._graphs = 0  # autograd refuses graphs from before: versions were raised
