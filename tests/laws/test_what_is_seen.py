@@ -260,6 +260,9 @@ class Seen(RuleBasedStateMachine):
     def call(self, which: str, what: str, looked: bool) -> None:
         """On all ranks; `looked`: after one of them called its model for itself."""
         looked = looked and what == "flush" and self._may_be_late(which)
+        begun = {player.nets[which].sync.has_begun_tentatively for player in self.players}
+        if what == "verify" and len(begun) > 1:  # ADR 40's limit
+            return
 
         def do(player: Player, rank: int) -> None:
             net = player.nets[which]
