@@ -15,28 +15,32 @@ _SMALLEST = 2.0**-149
 """The smallest denormal float32."""
 
 
+def _uniform(source: Generator, n: int) -> Tensor:
+    return torch.rand(n, generator=source, dtype=torch.float32, device="cpu")
+
+
 def _integers(source: Generator, n: int) -> Tensor:
-    return torch.randint(-8, 9, (n,), generator=source).double()
+    return torch.randint(-8, 9, (n,), generator=source, dtype=torch.float64, device="cpu")
 
 
 def _sparse_integers(source: Generator, n: int) -> Tensor:
-    return _integers(source, n) * (torch.rand(n, generator=source) < 0.1)
+    return _integers(source, n) * (_uniform(source, n) < 0.1)
 
 
 def _zeros(source: Generator, n: int) -> Tensor:
-    return torch.zeros(n, dtype=torch.float64)
+    return torch.zeros(n, dtype=torch.float64, device="cpu")
 
 
 def _negative_zeros(source: Generator, n: int) -> Tensor:
-    return torch.where(torch.rand(n, generator=source) < 0.5, -0.0, _integers(source, n))
+    return torch.where(_uniform(source, n) < 0.5, -0.0, _integers(source, n))
 
 
 def _constant(source: Generator, n: int) -> Tensor:
-    return torch.full((n,), 3.0, dtype=torch.float64)
+    return torch.full((n,), 3.0, dtype=torch.float64, device="cpu")
 
 
 def _two_valued(source: Generator, n: int) -> Tensor:
-    return torch.where(torch.rand(n, generator=source) < 0.5, -1.0, 2.0).double()
+    return torch.where(_uniform(source, n) < 0.5, -1.0, 2.0).double()
 
 
 def _denormal(source: Generator, n: int) -> Tensor:
@@ -45,24 +49,24 @@ def _denormal(source: Generator, n: int) -> Tensor:
 
 def _sometimes_silent(source: Generator, n: int) -> Tensor:
     """Nothing at all, on some ranks in some steps."""
-    return _integers(source, n) * float(torch.rand(1, generator=source) < 0.4)
+    return _integers(source, n) * float(_uniform(source, 1) < 0.4)
 
 
 def _one_place(source: Generator, n: int) -> Tensor:
     """All the mass in the last sixteenth."""
-    return _integers(source, n) * (torch.arange(n) >= n - max(1, n // 16))
+    return _integers(source, n) * (torch.arange(n, dtype=torch.int64, device="cpu") >= n - max(1, n // 16))
 
 
 def _normal(source: Generator, n: int) -> Tensor:
-    return torch.randn(n, generator=source, dtype=torch.float64)
+    return torch.randn(n, generator=source, dtype=torch.float64, device="cpu")
 
 
 def _skewed(source: Generator, n: int) -> Tensor:
-    return _normal(source, n) * torch.exp(8 * torch.linspace(0, -1, n, dtype=torch.float64))
+    return _normal(source, n) * torch.exp(8 * torch.linspace(0, -1, n, dtype=torch.float64, device="cpu"))
 
 
 def _huge_range(source: Generator, n: int) -> Tensor:
-    power = torch.rand(n, generator=source, dtype=torch.float64) * 72 - 37
+    power = torch.rand(n, generator=source, dtype=torch.float64, device="cpu") * 72 - 37
     return _normal(source, n).sign() * 10.0**power
 
 
