@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain
-from typing import Any
 
 import pytest
 import torch
@@ -13,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradsieve.schemes import make
+from gradsieve.testing.check import check_drains, totals
 from gradsieve.testing.gradients import EXACT, KINDS, Source
 from gradsieve.testing.laws import (
     check_conservation,
-    check_drained,
     check_indices,
     check_is_dense_sum,
     check_nothing_lost,
@@ -25,7 +23,6 @@ from gradsieve.testing.laws import (
     check_replicated,
     check_round,
     check_same_states,
-    rounds_freely,
 )
 from gradsieve.testing.ranks import VirtualRanks
 from laws.cases import WORLDS, Case, cases, has_its_turn, lengths, registered
@@ -50,14 +47,14 @@ def test_spent_adds_up_to_update_within_rounding(name: str, case: Case) -> None:
 @every_scheme
 @given(case=cases(exact=True))
 def test_no_gradient_is_lost_over_a_run_of_whole_numbers(name: str, case: Case) -> None:
-    gradients, updates, residuals, _ = whole_run(name, case)
+    gradients, updates, residuals, _ = totals(case.fleet(name), case.source, case.steps)
     check_nothing_lost(gradients, updates, residuals, room=torch.zeros_like(gradients))
 
 
 @every_scheme
 @given(case=cases())
 def test_no_gradient_is_lost_over_a_run_within_rounding(name: str, case: Case) -> None:
-    gradients, updates, residuals, moved = whole_run(name, case)
+    gradients, updates, residuals, moved = totals(case.fleet(name), case.source, case.steps)
     additions = 2 * case.steps + case.world
     check_nothing_lost(gradients, updates, residuals, moved * additions * torch.finfo(case.dtype).eps)
 
@@ -194,22 +191,7 @@ def test_a_residual_is_drained_to_the_end_when_gradients_stop(
     name: str, world: int, sizes: list[int], kind: str, density: float
 ) -> None:
     """Nothing starves, wherever it lies: after some steps of gradients and enough of silence all is sent."""
-    fleet = VirtualRanks(make(name, density), sizes, world)
-    source = Source(kind, tuple(sizes))
-
-    def then_silence(step: int, rank: int, bucket: int) -> Tensor:
-        return source(step, rank, bucket) * (step < 12)
-
-    most = 0.0
-    while fleet.step < 400:
-        for _ in fleet.advance(then_silence, 20):
-            pass
-        most = max(
-            [most, *(float(residual.abs().max()) for residual in chain(*fleet.residuals) if len(residual))]
-        )
-        if not any(bool(residual.any()) for residual in chain(*fleet.residuals)):
-            break
-    check_drained(list(chain(*fleet.residuals)), most if rounds_freely(fleet.scheme) else None)
+    check_drains(VirtualRanks(make(name, density), sizes, world), Source(kind, tuple(sizes)))
 
 
 @every_scheme
@@ -223,17 +205,3 @@ def test_every_element_of_a_steady_gradient_is_sent_at_last(name: str) -> None:
         if seen.all():
             break
     assert seen.all(), f"{int((~seen).sum())} elements were never sent"
-
-
-def whole_run(name: str, case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Over all steps and ranks: gradients, updates, residuals at the end, and the sum of all magnitudes."""
-    fleet: Any = case.fleet(name)
-    gradients, updates, moved = (torch.zeros(case.sizes[0], dtype=torch.float64) for _ in range(3))
-    for round_ in fleet.advance(case.source, case.steps):
-        updates += round_.outcomes[0].update.to_dense().double()
-        for rank in range(case.world):
-            gradient = case.source(round_.step, rank, 0).double()
-            gradients += gradient
-            moved += gradient.abs() + round_.outcomes[rank].spent.to_dense().double().abs()
-    residuals = torch.stack([buckets[0].double() for buckets in fleet.residuals]).sum(0)
-    return gradients, updates, residuals, moved

@@ -196,6 +196,17 @@ def test_a_look_in_the_middle_of_a_step_changes_nothing(two: Ranks, how: str) ->
     assert two.run(in_the_middle, how) == [True, True]
 
 
+def plain_model(values: list[Tensor]) -> nn.Module:
+    model = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, 8))
+    for parameter, value in zip(model.parameters(), values, strict=True):
+        parameter.data = value.view_as(parameter)
+    return model
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
 def in_evaluation_mode(rank: int, micro: int) -> list[bool]:
     """A model trained in evaluation mode, as people fine-tune; every backward is synchronised."""
     run = Training(rank)
@@ -204,7 +215,12 @@ def in_evaluation_mode(rank: int, micro: int) -> list[bool]:
     for step in range(6):
         run.optimizer.zero_grad()
         for part in range(micro):
+            own, before = run.own, gradients_of(run.model)
             run.loss(10 * step + part).backward()
+            alone = plain_model(own)
+            run.loss(10 * step + part, alone).backward()
+            summed = [old + new for old, new in zip(before, gradients_of(alone), strict=True)]
+            right.append(same_bits(gradients_of(run.model), summed))
             with torch.no_grad():
                 value = run.model(torch.ones(1, WIDTH))
             shared = copy.deepcopy(run.model)

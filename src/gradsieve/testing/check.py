@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain, cycle
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from gradsieve.schemes.base import Scheme
 from gradsieve.testing import laws
 from gradsieve.testing.gradients import KINDS, Source
-from gradsieve.testing.ranks import VirtualRanks
+from gradsieve.testing.ranks import Round, VirtualRanks
 
 WORLDS = (1, 2, 3, 4, 7, 8)
 DRAIN_STEPS = 400
@@ -51,7 +51,7 @@ def check_scheme(scheme: Scheme[Any]) -> None:
             with _described(scheme, world, (61, 0, 127), "integers"):
                 _check_buckets(scheme, world, (61, 0, 127))
     with _described(scheme, 3, (40,), "constant for 12 steps, then none"):
-        _check_all_is_sent(scheme, 3, 40)
+        check_drains(VirtualRanks(scheme, [40], 3), Source("constant", (40,)))
 
 
 @contextlib.contextmanager
@@ -65,19 +65,50 @@ def _described(scheme: Scheme[Any], world: int, sizes: tuple[int, ...], kind: st
         ) from error
 
 
-def _check_run(scheme: Scheme[Any], world: int, n: int, kind: str) -> None:
-    source, steps = Source(kind, (n,)), 3
-    gradients, updates, moved = (torch.zeros(n, dtype=torch.float64, device="cpu") for _ in range(3))
-    ranks = VirtualRanks(scheme, [n], world)
+def totals(
+    ranks: VirtualRanks, source: Source, steps: int, look: Callable[[Round], None] = lambda round_: None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Over these steps and all ranks, for one bucket: gradients, updates, residuals at the end, and the sum
+    of all magnitudes, in float64. `look` is called with every round before it is committed."""
+    gradients, updates, moved = (
+        torch.zeros(ranks.sizes[0], dtype=torch.float64, device="cpu") for _ in range(3)
+    )
     for round_ in ranks.advance(source, steps):
-        laws.check_round(round_, source.exact and not laws.rounds_freely(scheme))
+        look(round_)
         updates += round_.outcomes[0].update.to_dense().double()
-        for rank in range(world):
+        for rank, outcome in enumerate(round_.outcomes):
             gradient = source(round_.step, rank, 0).double()
             gradients += gradient
-            moved += gradient.abs() + round_.outcomes[rank].spent.to_dense().double().abs()
-    laws.check_same_states(ranks.states)
+            moved += gradient.abs() + outcome.spent.to_dense().double().abs()
     residuals = torch.stack([buckets[0].double() for buckets in ranks.residuals]).sum(0)
+    return gradients, updates, residuals, moved
+
+
+def check_drains(ranks: VirtualRanks, source: Source) -> None:
+    """After 12 steps with gradients and enough without, every residual was sent."""
+    most = 0.0
+
+    def then_none(step: int, rank: int, bucket: int) -> Tensor:
+        return source(step, rank, bucket) * (step < 12)
+
+    while ranks.step < DRAIN_STEPS:
+        for _ in ranks.advance(then_none, 20):
+            pass
+        left = [float(residual.abs().max()) for residual in chain(*ranks.residuals) if len(residual)]
+        most = max([most, *left])
+        if not any(left):
+            break
+    rounds = laws.rounds_freely(ranks.scheme)
+    laws.check_drained(list(chain(*ranks.residuals)), most if rounds else None)
+
+
+def _check_run(scheme: Scheme[Any], world: int, n: int, kind: str) -> None:
+    source, steps, ranks = Source(kind, (n,)), 3, VirtualRanks(scheme, [n], world)
+    exact = source.exact and not laws.rounds_freely(scheme)
+    gradients, updates, residuals, moved = totals(
+        ranks, source, steps, lambda round_: laws.check_round(round_, exact)
+    )
+    laws.check_same_states(ranks.states)
     room = moved * (2 * steps + world) * torch.finfo(torch.float32).eps
     laws.check_nothing_lost(gradients, updates, residuals, room)
     for round_ in VirtualRanks(scheme.whole(), [n], world).advance(source, 1):
@@ -108,19 +139,3 @@ def _check_buckets(scheme: Scheme[Any], world: int, sizes: tuple[int, ...]) -> N
         laws.check_same_states(ranks.states)
         for states in ranks.states:
             laws.check_one_threshold(states)
-
-
-def _check_all_is_sent(scheme: Scheme[Any], world: int, n: int) -> None:
-    ranks, source, most = VirtualRanks(scheme, [n], world), Source("constant", (n,)), 0.0
-
-    def then_none(step: int, rank: int, bucket: int) -> Tensor:
-        return source(step, rank, bucket) * (step < 12)
-
-    while ranks.step < DRAIN_STEPS:
-        for _ in ranks.advance(then_none, 20):
-            pass
-        residuals = list(chain(*ranks.residuals))
-        most = max(most, *(float(residual.abs().max()) for residual in residuals))
-        if not any(bool(residual.any()) for residual in residuals):
-            break
-    laws.check_drained(list(chain(*ranks.residuals)), most if laws.rounds_freely(scheme) else None)
