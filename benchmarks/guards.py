@@ -22,11 +22,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from gradsieve.bench.common.workloads import batch_for, build
-from gradsieve.bench.step.worker import Arena, Contestant
-from gradsieve.integrations.ddp import DdpSync
-from gradsieve.integrations.two_models import TwoModels
-from gradsieve.sync import base
+from gradsieve.parallel.ddp import DdpSync
+from gradsieve.pipeline import base
+from gradsieve.replica.parameter_views import ParameterViews
+from gradsieve_lab.bench.common.workloads import batch_for, build
+from gradsieve_lab.bench.step.worker import Arena, Contestant
 
 SYNCS = ("noop", "exdyna", "exdyna without guards")
 
@@ -42,8 +42,8 @@ def no_words(tag: Any, rank: int, idle: int, like: torch.Tensor) -> torch.Tensor
 GUARDS = [
     (base, "words", no_words),
     (base, "agree", unchecked),
-    (TwoModels, "show_own", mock.Mock(return_value=None)),
-    (TwoModels, "show_shared", mock.Mock(return_value=None)),
+    (ParameterViews, "show_own", mock.Mock(return_value=None)),
+    (ParameterViews, "show_shared", mock.Mock(return_value=None)),
     (DdpSync, "_refuse_unfrozen", mock.Mock(return_value=None)),
 ]
 

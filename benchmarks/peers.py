@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from gradsieve.bench.common import results
-from gradsieve.bench.tasks import training as tasks
 from gradsieve.comm import lockstep
-from gradsieve.feedback.treatment import Treatment
+from gradsieve.pipeline.budget import Fixed
+from gradsieve.pipeline.steps import StepPipeline
+from gradsieve.pipeline.treatment import Treatment
 from gradsieve.schemes.spec import parse
-from gradsieve.sync.budget import Fixed
-from gradsieve.sync.steps import StepPipeline
+from gradsieve.tools import results
+from gradsieve_lab.bench.tasks import training as tasks
 
 EVERY, EXCHANGES = 30, 12
 WAYS = {

@@ -2,8 +2,8 @@
 
     for P in 2 4; do gradsieve lab run --hosts $P -- python benchmarks/plan_computed.py >> F; done
 
-One line of JSON for each scheme, size and density, of the mean rank: milliseconds, and what `costs.py` says
-from the host's speed at that moment.
+One line of JSON for each scheme, size and density, of the mean rank: milliseconds, and what the cost model
+says from the host's speed at that moment.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import Tensor
 from gradsieve.comm.c10d import Engine
 from gradsieve.comm.links import nominal
 from gradsieve.comm.ops import Op
-from gradsieve.costs import Costs, Host
-from gradsieve.doctor import speed
-from gradsieve.plan.options import PASSES
-from gradsieve.plan.validation.worker import Alone
+from gradsieve.pipeline.costs import Costs, Host
+from gradsieve.tools.doctor import speed
+from gradsieve.tools.plan.options import PASSES
 from gradsieve.types import Program, by_way_of
+from gradsieve_lab.plan_validation.worker import Alone
 
 SCHEMES = ("topk", "exdyna", "deft", "oktopk", "spardl", "stripes")
 SIZES, DENSITIES = (2_000_000, 8_000_000), (0.01, 0.001)
@@ -65,8 +65,8 @@ def main() -> None:
                 alone = Alone(sync, n, density, engine, None)
                 mean = torch.tensor([computed(alone)], dtype=torch.float64) / engine.world
                 dist.all_reduce(mean)
-                pipeline = alone.fitted.pipeline
-                size = sum(parameter.numel() for parameter in alone.fitted.parameters.values())
+                pipeline = alone.adapter.pipeline
+                size = sum(parameter.numel() for parameter in alone.adapter.parameters.values())
                 told = costs.of_scheme(pipeline.scheme, size, len(pipeline.units), PASSES).computed
                 row = {"world": engine.world, "sync": sync, "n": size, "density": density}
                 row |= {"ms": 1e3 * mean.item(), "predicted_ms": 1e3 * told, "off": told / mean.item() - 1}

@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from gradsieve.bench.common import results
 from gradsieve.comm.links import Links
-from gradsieve.costs import Costs, Host, with_rings
-from gradsieve.lab.units import parse_rate
-from gradsieve.plan.options import Model, named
-from gradsieve.plan.predict import predict
+from gradsieve.pipeline.costs import Costs, Host, with_rings
+from gradsieve.tools import results
+from gradsieve.tools.plan.options import Model, named
+from gradsieve.tools.plan.predict import predict
+from gradsieve_lab.emulation.units import parse_rate
 
 FOLDER = Path(__file__).parent / "results"
 FILES = ["step-mlp", "step-transformer"]

@@ -9,10 +9,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gradsieve.bench import traffic
-from gradsieve.bench.step import timeline_plot
-from gradsieve.bench.step.measure import Plan
-from gradsieve.bench.step.timeline import THREADS, Event, Step
+from gradsieve_lab.bench import traffic
+from gradsieve_lab.bench.step import timeline_plot
+from gradsieve_lab.bench.step.measure import Plan
+from gradsieve_lab.bench.step.timeline import THREADS, Event, Step
 
 RESULTS = Path(__file__).parent / "results"
 DATE = "2026-11-15"

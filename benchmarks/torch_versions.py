@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from gradsieve.bench.common import results
-from gradsieve.cli.progress import progress
 from gradsieve.errors import ConfigError
+from gradsieve.tools import results
+from gradsieve.tools.cli.progress import progress
 
 ROOT = Path(__file__).parents[1]
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"

@@ -17,7 +17,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, ProgressCallback, Trainer, TrainerCallback
 from transformers import TrainingArguments as Settings
 
-from gradsieve.integrations.trainer import attach
+from gradsieve.frameworks.trainer import attach
 
 CONTEXT = 64
 UNSEEN = 5
@@ -44,7 +44,7 @@ class Lines(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **_):
         if state.is_world_process_zero and "loss" in logs:
-            bits = gradsieve.sync.metrics()["bits"]
+            bits = gradsieve.pipeline.metrics()["bits"]
             print(f"step {state.global_step}: loss {logs['loss']:.3f}, {bits:.2f} bits", flush=True)
 
 

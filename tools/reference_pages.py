@@ -18,7 +18,7 @@ WIDTH = "100"
 
 
 def parser() -> argparse.ArgumentParser:
-    from gradsieve.cli import main
+    from gradsieve.tools.cli import main
 
     return main.parser_for(None)
 

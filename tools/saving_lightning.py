@@ -13,7 +13,7 @@ from saving_ranks import SETTINGS, Rank, batch, model, tensors_of
 from torch import Tensor, nn
 
 from gradsieve.feedback.digest import digest
-from gradsieve.integrations.lightning import GradsieveStrategy
+from gradsieve.frameworks.lightning import GradsieveStrategy
 
 
 class Learner(lightning.LightningModule):

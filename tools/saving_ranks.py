@@ -32,7 +32,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
-import gradsieve.integrations.shard_folder  # once, in the fork server
+import gradsieve.checkpoint.sharded_directory  # once, in the fork server
 from gradsieve.feedback.digest import digest
 from gradsieve.kernels import choice
 

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from gradsieve.lab import Lab
-from gradsieve.lab.namespaces import entering
+from gradsieve_lab.emulation import Lab
+from gradsieve_lab.emulation.namespaces import entering
 
 ROOT = Path(__file__).parents[1]
 PORT = 51820

@@ -8,7 +8,7 @@ import task
 import torch
 from accelerate import Accelerator, skip_first_batches
 
-from gradsieve.integrations.accelerate import attach
+from gradsieve.frameworks.accelerate import attach
 
 
 def main(words=None):

@@ -9,7 +9,7 @@ import task
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from gradsieve.integrations.lightning import GradsieveStrategy
+from gradsieve.frameworks.lightning import GradsieveStrategy
 
 
 class Learner(lightning.LightningModule):

@@ -8,7 +8,7 @@ import task
 import torch
 from transformers import Trainer, TrainingArguments
 
-from gradsieve.integrations.trainer import attach
+from gradsieve.frameworks.trainer import attach
 
 
 class Rows(torch.utils.data.Dataset):
@@ -48,7 +48,7 @@ def main(words=None):
     trainer = Trainer(model, settings, train_dataset=Rows(task.training_data(args.steps)))
     gradsieve = attach(trainer, **task.EXCHANGE)  # the one line
     trainer.train(str(args.folder / f"checkpoint-{args.save_at}") if args.resume else None)
-    task.report("trainer", model, gradsieve.sync)
+    task.report("trainer", model, gradsieve.pipeline)
 
 
 if __name__ == "__main__":

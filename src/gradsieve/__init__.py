@@ -2,89 +2,89 @@
 
 sync = gradsieve.attach(ddp, optimizer)
 
-What needs torch is loaded when it is first used (PEP 562): `gradsieve --help`, the lab and the readers of
-records do not wait for it.
+What needs torch is loaded when it is first used (PEP 562): `gradsieve --help` and the readers of records
+do not wait for it.
 """
 
 import importlib
 import typing
 
+from gradsieve import version
 from gradsieve.errors import (
     ConfigError,
     DivergenceError,
     GradsieveError,
-    LabError,
     Malformed,
     MismatchError,
     PeerError,
     ProtocolError,
     RefusedError,
-    SimulationError,
 )
 
 if typing.TYPE_CHECKING:
-    from gradsieve.feedback.treatment import Treatment
-    from gradsieve.integrations.ddp import attach
-    from gradsieve.integrations.gradient_sync import GradientSync
-    from gradsieve.integrations.hosts import host_mesh
-    from gradsieve.integrations.recorder import record
+    from gradsieve.parallel.ddp import attach
+    from gradsieve.parallel.hosts import host_mesh
+    from gradsieve.pipeline.treatment import Treatment
     from gradsieve.schemes import SCHEMES
     from gradsieve.schemes.base import Scheme
-    from gradsieve.schemes.cltk import CltK
+    from gradsieve.schemes.baselines.cltk import CltK
+    from gradsieve.schemes.baselines.dense import Dense
+    from gradsieve.schemes.baselines.dgc import Dgc
+    from gradsieve.schemes.baselines.gaussiank import GaussianK
+    from gradsieve.schemes.baselines.gtopk import GTopK
+    from gradsieve.schemes.baselines.hard_threshold import HardThreshold
+    from gradsieve.schemes.baselines.noop import Noop
+    from gradsieve.schemes.baselines.randomk import RandomK
+    from gradsieve.schemes.baselines.sidco import Sidco
+    from gradsieve.schemes.baselines.topk import TopK
+    from gradsieve.schemes.baselines.topk_union import TopKUnion
     from gradsieve.schemes.deft import Deft
-    from gradsieve.schemes.deft_paper import DeftPaper
-    from gradsieve.schemes.dense import Dense
-    from gradsieve.schemes.dgc import Dgc
     from gradsieve.schemes.exdyna import ExDyna
-    from gradsieve.schemes.exdyna_paper import ExDynaPaper
-    from gradsieve.schemes.gaussiank import GaussianK
-    from gradsieve.schemes.gtopk import GTopK
-    from gradsieve.schemes.hard_threshold import HardThreshold
     from gradsieve.schemes.micro import Micro
-    from gradsieve.schemes.micro_paper import MicroPaper
-    from gradsieve.schemes.noop import Noop
     from gradsieve.schemes.oktopk import OkTopk
-    from gradsieve.schemes.oktopk_paper import OkTopkPaper
-    from gradsieve.schemes.randomk import RandomK
-    from gradsieve.schemes.sidco import Sidco
+    from gradsieve.schemes.papers.deft import DeftPaper
+    from gradsieve.schemes.papers.exdyna import ExDynaPaper
+    from gradsieve.schemes.papers.micro import MicroPaper
+    from gradsieve.schemes.papers.oktopk import OkTopkPaper
+    from gradsieve.schemes.papers.spardl import SparDLPaper
     from gradsieve.schemes.spardl import SparDL
-    from gradsieve.schemes.spardl_paper import SparDLPaper
     from gradsieve.schemes.stripes import Stripes
-    from gradsieve.schemes.topk import TopK
-    from gradsieve.schemes.topk_union import TopKUnion
+    from gradsieve.sync.gradient_sync import GradientSync
+    from gradsieve.sync.recording import record
 
-__version__ = "0.1.0.dev0"
+
+__version__ = version.VERSION
 
 _WHERE = {
     "SCHEMES": "schemes",
-    "CltK": "schemes.cltk",
+    "CltK": "schemes.baselines.cltk",
     "Deft": "schemes.deft",
-    "DeftPaper": "schemes.deft_paper",
-    "Dense": "schemes.dense",
-    "Dgc": "schemes.dgc",
+    "DeftPaper": "schemes.papers.deft",
+    "Dense": "schemes.baselines.dense",
+    "Dgc": "schemes.baselines.dgc",
     "ExDyna": "schemes.exdyna",
-    "ExDynaPaper": "schemes.exdyna_paper",
-    "GTopK": "schemes.gtopk",
-    "GaussianK": "schemes.gaussiank",
-    "GradientSync": "integrations.gradient_sync",
-    "HardThreshold": "schemes.hard_threshold",
+    "ExDynaPaper": "schemes.papers.exdyna",
+    "GTopK": "schemes.baselines.gtopk",
+    "GaussianK": "schemes.baselines.gaussiank",
+    "GradientSync": "sync.gradient_sync",
+    "HardThreshold": "schemes.baselines.hard_threshold",
     "Micro": "schemes.micro",
-    "MicroPaper": "schemes.micro_paper",
-    "Noop": "schemes.noop",
+    "MicroPaper": "schemes.papers.micro",
+    "Noop": "schemes.baselines.noop",
     "OkTopk": "schemes.oktopk",
-    "OkTopkPaper": "schemes.oktopk_paper",
-    "RandomK": "schemes.randomk",
+    "OkTopkPaper": "schemes.papers.oktopk",
+    "RandomK": "schemes.baselines.randomk",
     "Scheme": "schemes.base",
-    "Sidco": "schemes.sidco",
+    "Sidco": "schemes.baselines.sidco",
     "SparDL": "schemes.spardl",
-    "SparDLPaper": "schemes.spardl_paper",
+    "SparDLPaper": "schemes.papers.spardl",
     "Stripes": "schemes.stripes",
-    "TopK": "schemes.topk",
-    "TopKUnion": "schemes.topk_union",
-    "Treatment": "feedback.treatment",
-    "attach": "integrations.ddp",
-    "host_mesh": "integrations.hosts",
-    "record": "integrations.recorder",
+    "TopK": "schemes.baselines.topk",
+    "TopKUnion": "schemes.baselines.topk_union",
+    "Treatment": "pipeline.treatment",
+    "attach": "parallel.ddp",
+    "host_mesh": "parallel.hosts",
+    "record": "sync.recording",
 }
 """Which module of the package has a name; the imports above are for those who read types."""
 
@@ -104,7 +104,6 @@ __all__ = [
     "GradientSync",
     "GradsieveError",
     "HardThreshold",
-    "LabError",
     "Malformed",
     "Micro",
     "MicroPaper",
@@ -118,7 +117,6 @@ __all__ = [
     "RefusedError",
     "Scheme",
     "Sidco",
-    "SimulationError",
     "SparDL",
     "SparDLPaper",
     "Stripes",

@@ -7,9 +7,7 @@
     |   `-- DivergenceError    replicas are no longer bit-identical
     |-- Malformed          bytes from a peer or a file failed their check; nothing was applied
     |   `-- RefusedError       a save or load that a rank could not do, so that none did; training can go on
-    |-- PeerError          a collective failed or timed out; the step was rolled back
-    |-- LabError           the test network cannot be built here (root or `ip` missing, bad name)
-    `-- SimulationError    the network simulator is missing or broke off
+    `-- PeerError          a collective failed or timed out; the step was rolled back
 
 Each message names the rank, the step, the cause and, where there is one, the fix.
 """
@@ -52,14 +50,6 @@ class PeerError(GradsieveError, RuntimeError):
         super().__init__(message)
         self.ranks = ranks
         """Who is to blame, the same on all survivors; empty where nobody could find out."""
-
-
-class LabError(GradsieveError, RuntimeError):
-    """The test network cannot be built on this machine."""
-
-
-class SimulationError(GradsieveError, RuntimeError):
-    """The network simulator is missing or broke off."""
 
 
 def printable(content: bytes | str) -> str:

@@ -123,11 +123,13 @@ class Stream(Protocol):
         ...
 
 
-def gathered(source: Tensor | Stream, room: Tensor | None = None) -> Tensor:
+def gathered(source: Tensor | Stream, buffer: Tensor | None = None) -> Tensor:
     """All values, in memory: where they have to be computed, in this one, if there is some."""
     if isinstance(source, Tensor):
         return source
-    values = torch.empty(source.numel(), dtype=source.dtype, device=source.device) if room is None else room
+    values = (
+        torch.empty(source.numel(), dtype=source.dtype, device=source.device) if buffer is None else buffer
+    )
     start = 0
     for piece in source.pieces():
         values[start : start + piece.numel()] = piece

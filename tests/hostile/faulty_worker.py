@@ -9,8 +9,8 @@ import time
 import numpy as np
 
 from gradsieve.errors import Malformed
-from gradsieve.fuzz import targets, worker
-from gradsieve.fuzz.door import Door
+from gradsieve_lab.fuzz import targets, worker
+from gradsieve_lab.fuzz.entry_point import EntryPoint
 
 HANGS = 6
 """What number 6 does: the last, so that no process has to go on after it."""
@@ -38,16 +38,16 @@ def enter(forged: bytearray) -> None:
 class Scripted(targets.Cases):
     """Message n does what stands at place n; the warm-up does nothing."""
 
-    def case(self, number: int) -> tuple[int, Door, bytearray]:
+    def case(self, number: int) -> tuple[int, EntryPoint, bytearray]:
         content = bytearray(4 << 20 if number in LARGE else 1)
         content[0] = number if number <= HANGS else 0
-        return 0, self.doors[0][0], content
+        return 0, self.entries[0][0], content
 
 
 if __name__ == "__main__":
-    harmless = Door("it", (b"\0",), (), enter)
+    harmless = EntryPoint("it", (b"\0",), (), enter)
     targets.TARGETS["faulty"] = (
-        targets.Family("faulty", 1.0, lambda: [harmless], lambda source, door: bytearray(1)),
+        targets.Family("faulty", 1.0, lambda: [harmless], lambda source, entry: bytearray(1)),
     )
     worker.Cases = Scripted  # type: ignore[misc]
     sys.exit(worker.main("faulty", "0", *sys.argv[1:]))

@@ -9,19 +9,19 @@ from random import Random
 
 import pytest
 
-from gradsieve.cli.main import main
 from gradsieve.errors import ConfigError
-from gradsieve.fuzz import files, guided, pipelines, readers, targets
-from gradsieve.fuzz.door import REFUSED, Door
-from gradsieve.fuzz.forge import altered
-from gradsieve.fuzz.mutate import mutant
-from gradsieve.fuzz.run import Fuzz
+from gradsieve.tools.cli.main import main
+from gradsieve_lab.fuzz import files, guided, pipelines, readers, targets
+from gradsieve_lab.fuzz.entry_point import REFUSED, EntryPoint
+from gradsieve_lab.fuzz.forge import altered
+from gradsieve_lab.fuzz.mutate import mutant
+from gradsieve_lab.fuzz.run import Fuzz
 
-DOORS = [*readers.on_the_host(), *readers.on_the_device(), *pipelines.doors()]
+DOORS = [*readers.on_the_host(), *readers.on_the_device(), *pipelines.entries()]
 FILES = [*files.of_tensors(), *files.of_folders()]
 A_FEW = (
     targets.Family("readers", 0.9, readers.on_the_host),
-    targets.Family("pipelines", 0.1, pipelines.doors),
+    targets.Family("pipelines", 0.1, pipelines.entries),
 )
 
 
@@ -30,28 +30,28 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(targets.TARGETS, "few", A_FEW)
 
 
-@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.name)
-def test_honest_messages_are_let_in_and_altered_ones_read_or_refused(door: Door) -> None:
-    door.enter(bytearray(door.honest[0]))
+@pytest.mark.parametrize("entry", DOORS, ids=lambda entry: entry.name)
+def test_honest_messages_are_let_in_and_altered_ones_read_or_refused(entry: EntryPoint) -> None:
+    entry.enter(bytearray(entry.honest[0]))
     source = Random(0)
     for _ in range(20):
-        forged = mutant(source, door)
-        assert len(forged) == len(door.honest[0])
+        forged = mutant(source, entry)
+        assert len(forged) == len(entry.honest[0])
         try:
-            door.enter(forged)
+            entry.enter(forged)
         except REFUSED:
             continue
 
 
-@pytest.mark.parametrize("door", FILES, ids=lambda door: door.name)
-def test_honest_files_are_let_in_and_altered_ones_read_or_refused(door: Door) -> None:
+@pytest.mark.parametrize("entry", FILES, ids=lambda entry: entry.name)
+def test_honest_files_are_let_in_and_altered_ones_read_or_refused(entry: EntryPoint) -> None:
     source, refused, lengths = Random(0), set[int | None](), set[int]()
-    door.enter(bytearray(door.honest[0]))
+    entry.enter(bytearray(entry.honest[0]))
     for _ in range(60):
-        forged = altered(source, door)
-        lengths.add(len(forged) - len(door.honest[0]))
+        forged = altered(source, entry)
+        lengths.add(len(forged) - len(entry.honest[0]))
         try:
-            door.enter(forged)
+            entry.enter(forged)
         except REFUSED as error:
             refused.add(traceback.extract_tb(error.__traceback__)[-1].lineno)
     assert min(lengths) < 0 < max(lengths)
@@ -76,7 +76,7 @@ def test_the_same_seed_and_number_are_the_same_message() -> None:
     cases, again, other = targets.Cases("few", 3), targets.Cases("few", 3), targets.Cases("few", 4)
     made = [cases.case(number) for number in range(50)]
     assert [(each[1].name, each[2]) for each in made] == [
-        (door.name, frame) for _, door, frame in map(again.case, range(50))
+        (entry.name, frame) for _, entry, frame in map(again.case, range(50))
     ]
     assert [each[2] for each in made] != [other.case(number)[2] for number in range(50)]
     for number in (300, 7, 256, 8):  # in any order: the one that was found is made again without the others
@@ -96,11 +96,11 @@ def test_a_target_that_is_none_is_named() -> None:
 
 
 def test_guided_inputs_choose_a_door_and_fill_its_message() -> None:
-    door, frame = guided.chosen(DOORS, b"\x01\x00\xff")
-    assert door is DOORS[1]
+    entry, frame = guided.chosen(DOORS, b"\x01\x00\xff")
+    assert entry is DOORS[1]
     assert frame[:1] == b"\xff"
-    assert frame[1:] == door.honest[0][1:]
-    assert len(guided.chosen(DOORS, b"\x01\x00" + b"\xff" * 9999)[1]) == len(door.honest[0])
+    assert frame[1:] == entry.honest[0][1:]
+    assert len(guided.chosen(DOORS, b"\x01\x00" + b"\xff" * 9999)[1]) == len(entry.honest[0])
 
 
 def test_guided_without_atheris_says_what_to_install(

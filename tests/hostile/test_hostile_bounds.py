@@ -14,12 +14,12 @@ from torch import Tensor
 from gradsieve.comm.links import measure_links
 from gradsieve.comm.ops import AllReduce
 from gradsieve.errors import Malformed
-from gradsieve.fuzz import exchanges
-from gradsieve.fuzz.exchanges import Victim, as_bytes, liars_part, trained
+from gradsieve.pipeline.tags import WORDS
 from gradsieve.schemes.spec import parse
-from gradsieve.sync.tags import WORDS
 from gradsieve.types import Ctx
 from gradsieve.wire.indices import INDEX_CODECS
+from gradsieve_lab.fuzz import exchanges
+from gradsieve_lab.fuzz.exchanges import Victim, as_bytes, liars_part, trained
 from hostile.test_hostile_pipelines import attacked, victim
 
 

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from gradsieve.errors import Malformed
-from gradsieve.schemes import cltk, exclusive_paper, gathering, gtopk
+from gradsieve.schemes import gathering
+from gradsieve.schemes.baselines import cltk, gtopk
 from gradsieve.schemes.exclusive import HEADER
+from gradsieve.schemes.papers import exclusive as exclusive_paper
 from gradsieve.testing.laws import check_indices, check_replicated
 from gradsieve.wire.check import inside_its_partition
 from hostile.evil import COUNTS_FIRST, EVIL, Forgery, N, bits_of, same_message, target
@@ -226,8 +228,8 @@ def test_without_the_door_the_forgery_gets_in(
     name: str, forgery: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mutant: it is the check that refuses, not luck. What it lets in breaks a law or crashes."""
-    module, door = DOORS[name]
-    monkeypatch.setattr(module, door, lambda *_: None)
+    module, entry = DOORS[name]
+    monkeypatch.setattr(module, entry, lambda *_: None)
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
         check_indices(target(name, 3).attack(forged_indices(name, FORGERIES[forgery]))[0].update, N)
 

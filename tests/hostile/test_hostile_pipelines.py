@@ -12,10 +12,10 @@ from torch import Tensor
 
 from gradsieve.comm.ops import AllReduce
 from gradsieve.errors import MismatchError
-from gradsieve.fuzz.exchanges import WORLD, Heard, as_bytes, replayed
-from gradsieve.fuzz.pipelines import Rank, gradients, trained, with_budget, with_fallback
-from gradsieve.sync.ledger import WORDS as LEDGER_WORDS
-from gradsieve.sync.tags import WORDS
+from gradsieve.pipeline.checksum import WORDS as CHECKSUM_WORDS
+from gradsieve.pipeline.tags import WORDS
+from gradsieve_lab.fuzz.exchanges import WORLD, Heard, as_bytes, replayed
+from gradsieve_lab.fuzz.pipelines import Rank, gradients, trained, with_budget, with_fallback
 
 Victim = tuple[Rank, list[Heard]]
 
@@ -34,7 +34,7 @@ def attacked(target: Victim, change: Callable[[Tensor], object]) -> Rank:
     frame = bytearray(as_bytes(heard[number].reply))
     change(torch.frombuffer(frame, dtype=heard[number].reply.dtype))
     replayed(rank.pipeline.program(0, rank.tensors), heard, number, frame)
-    rank.take_over()
+    rank.complete()
     rank.check()
     return rank
 
@@ -48,7 +48,7 @@ def test_unforged_it_is_a_step(gradient: bool) -> None:
 
 def test_another_tag_is_found_out() -> None:
     with pytest.raises(MismatchError):
-        attacked(victim("stripes", budget=True), lambda ride: ride[-LEDGER_WORDS - 4 - WORDS].add_(1))
+        attacked(victim("stripes", budget=True), lambda ride: ride[-CHECKSUM_WORDS - 4 - WORDS].add_(1))
 
 
 @pytest.mark.parametrize("gradient", [False, True])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gradsieve.lab import available
+from gradsieve_lab.emulation import available
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from gradsieve.bench.common.in_lab import rows_from_hosts
-from gradsieve.cli.main import main
 from gradsieve.errors import GradsieveError
+from gradsieve.tools.cli.main import main
+from gradsieve_lab.bench.common.in_lab import rows_from_hosts
 from processes import SOURCE, running, wait_until
 
 pytestmark = pytest.mark.lab
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.lab
 WORKER = """
 import os
 import torch.distributed as dist
-from gradsieve.bench.common import in_lab
+from gradsieve_lab.bench.common import in_lab
 
 def dies(config):
     if dist.get_rank() == config["odd"]:

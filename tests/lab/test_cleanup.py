@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import gradsieve.errors
-from gradsieve.cli.main import main
-from gradsieve.lab import Lab
+from gradsieve.tools.cli.main import main
+from gradsieve_lab.emulation import Lab
 
 pytestmark = pytest.mark.lab
 
@@ -34,14 +34,14 @@ STUBBORN_RANK = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN){R
 
 LAB = """
 import sys
-from gradsieve.lab import Lab
+from gradsieve_lab.emulation import Lab
 with Lab(2, "1gbit", sys.argv[1] or None) as lab:
     lab.run([sys.executable, "-c", sys.argv[2], sys.argv[3]])
 """
 
 COMMAND_LINE = """
 import sys
-from gradsieve.cli.main import main
+from gradsieve.tools.cli.main import main
 sys.exit(main(["lab", "run", "--hosts", "2", "--", sys.executable, "-c", *sys.argv[2:]]))
 """
 
@@ -123,7 +123,7 @@ def test_nothing_stays_when_building_fails_half_way(
         seen.append(traces_of(os.getpid()))
         return ["link set no-such-device up"]
 
-    monkeypatch.setattr("gradsieve.lab.network.host_lines", fail)
+    monkeypatch.setattr("gradsieve_lab.emulation.network.host_lines", fail)
     with (
         pytest.raises(gradsieve.errors.LabError, match=r"`ip` failed in gs.*no-such-device"),
         Lab(2, None, "1ms"),

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from gradsieve.errors import ConfigError, LabError
-from gradsieve.lab import Lab, ranks
+from gradsieve.errors import ConfigError
+from gradsieve_lab.emulation import Lab, ranks
+from gradsieve_lab.errors import LabError
 
 pytestmark = pytest.mark.lab
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gradsieve.lab import Lab, quotas
-from gradsieve.lab.topology import Host, Link, Topology
+from gradsieve_lab.emulation import Lab, quotas
+from gradsieve_lab.emulation.topology import Host, Link, Topology
 from lab.test_network import played, python
 
 pytestmark = pytest.mark.lab
@@ -70,7 +70,7 @@ def test_the_doctor_names_what_is_wrong_and_nothing_where_all_is_well(
     sample: str, code: int, rules: set[tuple[str, int]], tmp_path: Path
 ) -> None:
     out = tmp_path / "doctor.json"
-    gradsieve = [sys.executable, "-m", "gradsieve.cli.main"]
+    gradsieve = [sys.executable, "-m", "gradsieve.tools.cli.main"]
     lab = [*gradsieve, "lab", "run", "--network", str(SAMPLES / f"{sample}.toml"), "--timeout", "240", "--"]
     doctor = [*gradsieve, "doctor", "--json", str(out)]
     done = subprocess.run([*lab, *doctor], capture_output=True, text=True)

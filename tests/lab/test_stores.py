@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from torch.distributed import TCPStore
 
-from gradsieve.lab.stores import store_at
+from gradsieve_lab.emulation.stores import store_at
 
 
 def at_every_address(host: str) -> TCPStore:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gradsieve.cli.main import main
+from gradsieve.tools.cli.main import main
 
 pytestmark = pytest.mark.lab
 

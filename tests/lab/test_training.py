@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
-from gradsieve.lab import Lab
+from gradsieve_lab.emulation import Lab
 
 pytestmark = pytest.mark.lab
 

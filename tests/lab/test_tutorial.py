@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from documents import ROOT, Block, blocks, commands
-from gradsieve.lab import Lab
+from gradsieve_lab.emulation import Lab
 from processes import SOURCE
 
 pytestmark = pytest.mark.lab

@@ -21,7 +21,7 @@ LARGE = [4099, 16411, 65537, 100_000]
 
 def registered() -> list[str]:
     """Every scheme that communicates, read at collection: a new one needs only its line in the registry."""
-    return [name for name, kind in SCHEMES.items() if not kind.silent and not kind.whole_model]
+    return [name for name, kind in SCHEMES.items() if not kind.no_comm and not kind.whole_model]
 
 
 def published() -> list[str]:

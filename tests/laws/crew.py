@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import gradsieve
 from gradsieve import kernels
-from gradsieve.sync import StepPipeline
+from gradsieve.pipeline import StepPipeline
 from laws.stepping_ranks import take_seat, virtual
 from laws.virtual_engine import PATIENCE, Room
 

@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
-from gradsieve.integrations import gradient_sync
-from gradsieve.integrations.ddp import DdpSync
-from gradsieve.sync import StepPipeline
-from gradsieve.sync.fallback import Fallback
+from gradsieve.parallel.ddp import DdpSync
+from gradsieve.pipeline import StepPipeline, gradient_sync
+from gradsieve.pipeline.fallback import Fallback
 from gradsieve.testing.laws import same_bits
 from laws.virtual_engine import Room, VirtualEngine
 
@@ -251,7 +250,7 @@ class Fleet:
     def load_model(self, numbers: dict[str, Tensor]) -> None:
         """Of one that is the shared model already nobody takes notice: what waits goes on waiting."""
         for rank in self.ranks:
-            rank.sync.take_over()
+            rank.sync.complete()
         shared = self.ranks[0].shared()
         same = all(torch.equal(shared[name], part / 4) for name, part in numbers.items())
         for rank in self.ranks:

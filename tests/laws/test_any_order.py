@@ -180,7 +180,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def copy_models(self) -> None:
         for rank in self.ranks:
-            at_rest = rank.sync.models is not None and not rank.sync.models.shows_own
+            at_rest = rank.sync.replica.views is not None and not rank.sync.replica.views.shows_own
             self.fleet.save_model(rank, at_rest)
 
     @rule()
@@ -218,9 +218,9 @@ class AnyOrder(RuleBasedStateMachine):
     def write(self, seed: int) -> None:
         self.fleet.write(numbers(seed))
         for rank in self.fleet.ranks:
-            if rank.sync.models is not None:
-                rank.sync.models.show_own()  # as the next forward does
-                rank.sync.models.show_shared()
+            if rank.sync.replica.views is not None:
+                rank.sync.replica.views.show_own()  # as the next forward does
+                rank.sync.replica.views.show_shared()
         self.fleet.check()
 
     @rule(dense=st.booleans())

@@ -13,11 +13,10 @@ from torch import Tensor
 from gradsieve import MismatchError
 from gradsieve.feedback import local_steps
 from gradsieve.feedback.local_steps import LocalSteps
-from gradsieve.integrations import gradient_sync, optimizers
-from gradsieve.integrations.ddp import DdpSync
-from gradsieve.integrations.gradient_sync import GradientSync
-from gradsieve.sync import StepPipeline, base
-from gradsieve.sync.tags import Tag
+from gradsieve.parallel.ddp import DdpSync
+from gradsieve.pipeline import StepPipeline, base, gradient_sync, optimizer_hooks
+from gradsieve.pipeline.tags import Tag
+from gradsieve.sync.gradient_sync import GradientSync
 from laws.stepping_ranks import Fleet
 from laws.test_any_order import AnyOrder, fake_group, numbers, run_machine
 
@@ -29,13 +28,13 @@ TRIES = 300
 def x_becomes_w(patch: pytest.MonkeyPatch) -> None:
     """Where all was sent, what an optimizer did meanwhile is overwritten."""
 
-    def settle(
+    def apply(
         shared: Tensor, own: Tensor, mark: Tensor, update: Tensor, spent: Tensor, world: int, _: Any
     ) -> None:
         shared -= update / world
         mark.copy_(own)
 
-    patch.setattr(local_steps, "settle", settle)
+    patch.setattr(local_steps, "apply", apply)
 
 
 def closures_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
@@ -43,7 +42,7 @@ def closures_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
         then()
         return closure
 
-    patch.setattr(optimizers, "_followed_by", at_once)
+    patch.setattr(optimizer_hooks, "_followed_by", at_once)
 
 
 def no_gradient_is_looked_at(patch: pytest.MonkeyPatch) -> None:
@@ -51,17 +50,17 @@ def no_gradient_is_looked_at(patch: pytest.MonkeyPatch) -> None:
 
 
 def every_step_writes_all_parameters(patch: pytest.MonkeyPatch) -> None:
-    fold = StepPipeline.fold
-    patch.setattr(StepPipeline, "fold", lambda self, own, names=None: fold(self, own))
+    rebase = StepPipeline.rebase
+    patch.setattr(StepPipeline, "rebase", lambda self, names=None: rebase(self))
 
 
 def taking_over_writes_parameters(patch: pytest.MonkeyPatch) -> None:
-    take_over = GradientSync.take_over
+    complete = GradientSync.complete
 
     def and_write(self: GradientSync, names: Set[str] = frozenset()) -> bool:
-        return take_over(self, self.parameters.keys())
+        return complete(self, self.parameters.keys())
 
-    patch.setattr(GradientSync, "take_over", and_write)
+    patch.setattr(GradientSync, "complete", and_write)
 
 
 def a_step_leaves_the_own_model_in_place(patch: pytest.MonkeyPatch) -> None:
@@ -77,26 +76,26 @@ def a_loaded_model_is_taken_for_a_step(patch: pytest.MonkeyPatch) -> None:
 
 
 def only_optimizers_that_were_given_are_heard(patch: pytest.MonkeyPatch) -> None:
-    names_in = optimizers.Optimizers.names_in
+    names_in = optimizer_hooks.OptimizerHooks.names_in
 
-    def of_given(self: optimizers.Optimizers, optimizer: Any) -> Set[str]:
+    def of_given(self: optimizer_hooks.OptimizerHooks, optimizer: Any) -> Set[str]:
         sync: Any = self.listener()
-        return names_in(self, optimizer) if optimizer in sync._given else frozenset()
+        return names_in(self, optimizer) if optimizer in sync.replica.optimizers else frozenset()
 
-    patch.setattr(optimizers.Optimizers, "names_in", of_given)
+    patch.setattr(optimizer_hooks.OptimizerHooks, "names_in", of_given)
 
 
 def an_interrupted_wait_forgets_the_exchange(patch: pytest.MonkeyPatch) -> None:
-    take_over = GradientSync.take_over
+    complete = GradientSync.complete
 
     def forgetful(self: GradientSync, names: Set[str] = frozenset()) -> bool:
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            gradient_sync.wait(under_way.futures)
-        self._under_way = under_way
-        return take_over(self, names)
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            gradient_sync.wait(pending.futures)
+        self._pending = pending
+        return complete(self, names)
 
-    patch.setattr(GradientSync, "take_over", forgetful)
+    patch.setattr(GradientSync, "complete", forgetful)
 
 
 def the_end_of_a_backward_does_not_take_over(patch: pytest.MonkeyPatch) -> None:
@@ -110,9 +109,9 @@ def the_end_of_a_backward_does_not_take_over(patch: pytest.MonkeyPatch) -> None:
 
 
 def nothing_is_folded(patch: pytest.MonkeyPatch) -> None:
-    settle = LocalSteps.settle
-    patch.setattr(LocalSteps, "settle", lambda self, *arguments: settle(self, *arguments[:7]))  # no names
-    patch.setattr(LocalSteps, "fold", lambda *_: None)
+    apply = LocalSteps.apply
+    patch.setattr(LocalSteps, "apply", lambda self, *arguments: apply(self, *arguments[:7]))  # no names
+    patch.setattr(LocalSteps, "rebase", lambda *_: None)
 
 
 MUTANTS = [
@@ -159,7 +158,7 @@ def flush_on_rank_0_alone() -> list[str]:
     fleet.room.abandon()
     said = [future.exception(timeout=30.0) for future in futures]
     for one in fleet.ranks:
-        one.sync._under_way = None
+        one.sync._pending = None
     fleet.close()
     assert all(isinstance(error, MismatchError) for error in said), said
     return [str(error) for error in said]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradsieve import DivergenceError, MismatchError, Treatment
 from gradsieve.errors import ConfigError
-from gradsieve.integrations.elastic import Replica
+from gradsieve.sync.elastic import Replica
 from gradsieve.testing.laws import same_bits
 from laws.crew import Small, fake_group, sgd  # noqa: F401  # a fixture
 from laws.stepping_ranks import take_seat
@@ -209,7 +209,7 @@ def test_an_exchange_that_only_some_committed_is_counted_once(committed_by: int)
             else:
                 one.hold()
                 assert one.sync is not None
-                assert one.sync._under_way is None, "an optimizer's step would apply it"
+                assert one.sync._pending is None, "an optimizer's step would apply it"
     for one in ones[committed_by:] if committed_by else ():
         assert not one.take(copy.deepcopy(ones[0].state())), "its gradient would be thrown away"
     with Group(2, ones) as group:

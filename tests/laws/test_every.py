@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradsieve.errors import ConfigError, MismatchError
-from gradsieve.feedback.treatment import Treatment
+from gradsieve.pipeline import StepPipeline
+from gradsieve.pipeline.budget import Fixed
+from gradsieve.pipeline.optimizer_adapter import adapt
+from gradsieve.pipeline.treatment import Treatment
 from gradsieve.schemes.stripes import Stripes
-from gradsieve.sync import StepPipeline
-from gradsieve.sync.budget import Fixed
-from gradsieve.sync.fitted import Fitted
 from gradsieve.testing.laws import same_bits
 from laws.cases import registered
 from laws.treated import (
@@ -59,14 +59,14 @@ class Lasting(Periods):
         if self.pipelines[0].since == self.every - 1:
             for pipeline, own in zip(self.pipelines, self.flat, strict=True):
                 pipeline.begins_exchange()
-                pipeline.put_aside(own, everything=False)
+                pipeline.snapshot(own, everything=False)
             self.under_way = True
             if self.at_once:
                 self.run(self.flat)
         else:
             for pipeline in self.pipelines:
                 pipeline.begins_exchange()
-        ripe = self.under_way and self.pipelines[0].is_ripe
+        ripe = self.under_way and self.pipelines[0].is_exchange_due
         if ripe:
             if not self.at_once:
                 self.run(self.flat)
@@ -115,7 +115,7 @@ def test_one_that_reads_later_is_found_out(monkeypatch: pytest.MonkeyPatch) -> N
     def nothing(self: StepPipeline, own: Any, everything: bool) -> None:
         self.began_at = self.since
 
-    monkeypatch.setattr(StepPipeline, "put_aside", nothing)
+    monkeypatch.setattr(StepPipeline, "snapshot", nothing)
     with pytest.raises(AssertionError, match="written after it began"):
         check_lasting(Case(world=2), "topk", 3, 3)
 
@@ -234,7 +234,7 @@ def test_a_lossless_scheme_exchanges_steps_only_where_there_are_periods(every: i
     optimizer = torch.optim.SGD(model.values(), lr=0.1)
     from gradsieve.schemes import make
 
-    fitted = Fitted(model, [optimizer], make("dense"), Treatment(every=every), 0, 2)
+    fitted = adapt(model, [optimizer], make("dense"), Treatment(every=every), 0, 2)
     assert isinstance(fitted.pipeline, StepPipeline) is kind
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from gradsieve import DivergenceError, MismatchError, RefusedError
-from gradsieve.integrations import fencing
-from gradsieve.integrations import folder as files
-from gradsieve.integrations.fencing import MANIFEST, Stamp, Writer
+from gradsieve.checkpoint import directory as files
+from gradsieve.checkpoint import fencing
+from gradsieve.checkpoint.fencing import MANIFEST, Stamp, Writer
 from laws.crew import Crew, fake_group  # noqa: F401  # a fixture
 from laws.test_folder import load, save
 

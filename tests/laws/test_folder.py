@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from gradsieve import ConfigError, Malformed, MismatchError, Treatment
-from gradsieve.integrations import fencing, saving
-from gradsieve.integrations import folder as files
+from gradsieve.checkpoint import directory as files
+from gradsieve.checkpoint import fencing
+from gradsieve.checkpoint import state as saving
 from laws.crew import ELEMENTS, Crew, Hand, adamw, fake_group, sgd  # noqa: F401  # a fixture
 
 KEPT = Path(__file__).parents[1] / "data" / "checkpoint-1"
@@ -117,7 +118,7 @@ def test_a_distributed_checkpoint_as_one_file_loads_on_another_number_of_ranks(t
 
 def elements(hand: Hand, optimizers: bool) -> int:
     """Of vectors, but for the few gradients that the next exchange tells."""
-    parts = saving.shard_of(hand.sync, optimizers)
+    parts = saving.shard_of(hand.sync.replica, optimizers)
     vectors = [p for key, p in parts.items() if p.dtype == torch.float32 and p.dim() and "/noted/" not in key]
     return sum(part.numel() for part in vectors)
 

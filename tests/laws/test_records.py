@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 
-from gradsieve import records
-from gradsieve.cli.main import main
 from gradsieve.errors import Malformed
-from gradsieve.integrations import record_file
-from gradsieve.integrations.record_file import RecordFile
-from gradsieve.records import Header, Tail, numbered, pieces, read, text_of
-from gradsieve.views.follow import Folder
-from gradsieve.views.gathered import files_of, gather
+from gradsieve.observe import record_file, records
+from gradsieve.observe.record_file import RecordFile
+from gradsieve.observe.records import Header, Tail, numbered, pieces, read, text_of
+from gradsieve.tools.cli.main import main
+from gradsieve.tools.report.gathered import files_of, gather
+from gradsieve.tools.watch.follow import Folder
 from unit.recorded import HEADER, line_of
 
 

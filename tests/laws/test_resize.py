@@ -9,8 +9,8 @@ import torch
 
 from gradsieve import Malformed, MismatchError, Treatment
 from gradsieve.feedback.coherence import Coherence
+from gradsieve.pipeline import parts
 from gradsieve.schemes import SCHEMES
-from gradsieve.sync import parts
 from gradsieve.testing.laws import same_bits
 from laws.crew import Crew, adamw, fake_group, sgd  # noqa: F401  # a fixture
 

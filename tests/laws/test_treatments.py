@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradsieve.feedback.local_steps import WINDOWS
-from gradsieve.feedback.treatment import Treatment
 from gradsieve.feedback.units import flat_view
+from gradsieve.pipeline.optimizer_adapter import adapt
+from gradsieve.pipeline.treatment import Treatment
 from gradsieve.schemes import SCHEMES, make
-from gradsieve.sync.fitted import Fitted
 from gradsieve.testing.laws import same_bits
 from gradsieve.types import Outcome, Sparse
 from laws.cases import WORLDS, registered
@@ -150,8 +150,8 @@ def test_rounding_to_a_narrow_parameter_is_not_a_step(dtype: torch.dtype) -> Non
             local = pipeline.local[0]
             nothing = Sparse(torch.empty(0, dtype=torch.long), torch.empty(0), local.unit.n)
             none = Sparse.full(torch.empty(0))
-            local.settle(nothing, nothing, Outcome(none, none, None), own, 2, window)
-            local.fold(own, 0.5)
+            local.apply(nothing, nothing, Outcome(none, none, None), own, 2, window)
+            local.rebase(own, 0.5)
     assert same_bits([next(pipeline.waiting()) for pipeline in ranks.pipelines], kept)
 
 
@@ -245,7 +245,7 @@ def test_with_everything_sent_local_momentum_is_sgd(
     models = [{n: p.double().requires_grad_() for n, p in case.model().items()} for _ in range(world + 1)]
     optimizers = [torch.optim.SGD(model.values(), **settings) for model in models]
     fitted = [
-        Fitted(models[rank], [optimizers[rank]], make(scheme, 1.0).whole(), treatment, rank, world)
+        adapt(models[rank], [optimizers[rank]], make(scheme, 1.0).whole(), treatment, rank, world)
         for rank in range(world)
     ]
     ranks = Ranks()

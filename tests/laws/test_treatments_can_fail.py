@@ -35,16 +35,16 @@ CASE = Case(world=4, density=0.3)
 
 
 class KeepsWhatItSpent(LocalSteps):
-    def settle(self, update: Sparse, spent: Sparse, *others: Any) -> None:
-        super().settle(update, replace(spent, source=torch.zeros_like(spent.values)), *others)
+    def apply(self, update: Sparse, spent: Sparse, *others: Any) -> None:
+        super().apply(update, replace(spent, source=torch.zeros_like(spent.values)), *others)
 
 
 class ForgetsToWrite(LocalSteps):
-    def settle(self, update: Sparse, spent: Sparse, dense: Any, parameters: Any, *others: Any) -> None:
-        super().settle(update, spent, dense, _copied(parameters), *others)
+    def apply(self, update: Sparse, spent: Sparse, dense: Any, parameters: Any, *others: Any) -> None:
+        super().apply(update, spent, dense, _copied(parameters), *others)
 
-    def fold(self, parameters: Mapping[str, Tensor], *others: Any) -> None:
-        super().fold(_copied(parameters), *others)
+    def rebase(self, parameters: Mapping[str, Tensor], *others: Any) -> None:
+        super().rebase(_copied(parameters), *others)
 
 
 def _copied(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -52,8 +52,8 @@ def _copied(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class SharesItsOwn(LocalSteps):
-    def settle(self, *others: Any) -> None:
-        super().settle(*others)
+    def apply(self, *others: Any) -> None:
+        super().apply(*others)
         self.shared += others[3][self.unit.sparse[0].name].sum()
 
 
@@ -84,7 +84,7 @@ def test_a_broken_memory_of_steps_is_flagged(
         return ranks
 
     check(trained())
-    monkeypatch.setattr("gradsieve.sync.steps.LocalSteps", broken)
+    monkeypatch.setattr("gradsieve.pipeline.steps.LocalSteps", broken)
     with pytest.raises(AssertionError, match=said):
         check(trained())
 
@@ -97,7 +97,7 @@ def test_a_model_that_is_never_folded_is_flagged(monkeypatch: pytest.MonkeyPatch
             models(ranks)
 
     train()
-    monkeypatch.setattr(LocalSteps, "_fold_due", lambda *_: None)
+    monkeypatch.setattr(LocalSteps, "_rebase_due", lambda *_: None)
     with pytest.raises(AssertionError, match="from w - preview e"):
         train()
 
@@ -127,7 +127,7 @@ def test_a_broken_velocity_is_flagged(
             check_velocities(ranks, before, [CASE.numbers(step, rank) for rank in range(4)])
 
     train()
-    monkeypatch.setattr("gradsieve.sync.gradients.Velocity", broken)
+    monkeypatch.setattr("gradsieve.pipeline.gradients.Velocity", broken)
     with pytest.raises(AssertionError, match="another velocity"):
         train()
 
@@ -146,7 +146,7 @@ def test_a_total_that_misses_an_update_is_flagged(monkeypatch: pytest.MonkeyPatc
         check_estimates(ranks, exact=True)
 
     train()
-    monkeypatch.setattr("gradsieve.sync.gradients.Estimate", MissesAnUpdate)
+    monkeypatch.setattr("gradsieve.pipeline.gradients.Estimate", MissesAnUpdate)
     with pytest.raises(AssertionError, match="estimates and total differ"):
         train()
 

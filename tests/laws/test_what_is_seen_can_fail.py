@@ -9,11 +9,11 @@ import pytest
 from hypothesis import Phase
 
 from gradsieve.errors import MismatchError
-from gradsieve.integrations import gradient_sync, optimizers
-from gradsieve.integrations.ddp import DdpSync
-from gradsieve.integrations.gradient_sync import GradientSync
-from gradsieve.integrations.two_models import TwoModels
-from gradsieve.sync import tags
+from gradsieve.parallel.ddp import DdpSync
+from gradsieve.pipeline import tags
+from gradsieve.replica.parameter_views import ParameterViews
+from gradsieve.sync import gradient_sync, optimizer_hooks
+from gradsieve.sync.gradient_sync import GradientSync
 from laws.test_any_order import fake_group, run_machine
 from laws.test_what_is_seen import Seen
 
@@ -27,13 +27,13 @@ def a_forward_leaves_the_own_model_in_place(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_backward_leaves_the_own_model_in_place(patch: pytest.MonkeyPatch) -> None:
-    show_shared = TwoModels.show_shared
+    show_shared = ParameterViews.show_shared
 
-    def after_steps_only(self: TwoModels, names: Any = None, *, raise_version: bool = True) -> None:
+    def after_steps_only(self: ParameterViews, names: Any = None, *, raise_version: bool = True) -> None:
         if raise_version:
             show_shared(self, names)
 
-    patch.setattr(TwoModels, "show_shared", after_steps_only)
+    patch.setattr(ParameterViews, "show_shared", after_steps_only)
 
 
 def a_backward_runs_on_the_shared_model(patch: pytest.MonkeyPatch) -> None:
@@ -44,7 +44,7 @@ def who_skips_a_step_takes_over_later(patch: pytest.MonkeyPatch) -> None:
     """As it was: with the optimizer's step."""
 
     def end_backward(self: DdpSync, completed: bool, frees_graph: bool) -> None:
-        self.models.show_shared(self._in_backward, raise_version=False)
+        self.replica.views.show_shared(self._in_backward, raise_version=False)
         self._in_backward, self._belongs = frozenset(), False
 
     patch.setattr(DdpSync, "end_backward", end_backward)
@@ -52,10 +52,12 @@ def who_skips_a_step_takes_over_later(patch: pytest.MonkeyPatch) -> None:
 
 def hooks_of_users_come_first(patch: pytest.MonkeyPatch) -> None:
     def behind(optimizer: Any) -> None:
-        if optimizer not in optimizers._after_handles:
-            optimizers._after_handles[optimizer] = optimizer.register_step_post_hook(optimizers._after)
+        if optimizer not in optimizer_hooks._after_handles:
+            optimizer_hooks._after_handles[optimizer] = optimizer.register_step_post_hook(
+                optimizer_hooks._after
+            )
 
-    patch.setattr(optimizers, "_be_first_after", behind)
+    patch.setattr(optimizer_hooks, "_be_first_after", behind)
 
 
 def a_step_that_raised_is_not_put_right(patch: pytest.MonkeyPatch) -> None:
@@ -83,8 +85,8 @@ def a_forward_counts_as_a_step(patch: pytest.MonkeyPatch) -> None:
 
 def optimizers_own_what_they_had_at_first(patch: pytest.MonkeyPatch) -> None:
     """Of one optimizer for two networks, one network's sync alone hears."""
-    concerned = optimizers._concerned
-    patch.setattr(optimizers, "_concerned", lambda optimizer: concerned(optimizer)[:1])
+    concerned = optimizer_hooks._concerned
+    patch.setattr(optimizer_hooks, "_concerned", lambda optimizer: concerned(optimizer)[:1])
 
 
 def a_backward_in_evaluation_mode_is_remembered(patch: pytest.MonkeyPatch) -> None:
@@ -93,7 +95,7 @@ def a_backward_in_evaluation_mode_is_remembered(patch: pytest.MonkeyPatch) -> No
     def sticky(self: DdpSync, module: Any) -> None:
         before_forward(self, module)
         if not module.training:
-            self.models.show_own()
+            self.replica.views.show_own()
 
     patch.setattr(DdpSync, "before_forward", sticky)
 
@@ -101,11 +103,11 @@ def a_backward_in_evaluation_mode_is_remembered(patch: pytest.MonkeyPatch) -> No
 def nobody_waits_for_an_exchange(patch: pytest.MonkeyPatch) -> None:
     """Not even at the end of the backward that it belongs to."""
 
-    def take_over_if_ripe(self: GradientSync, names: Set[str] = frozenset()) -> None:
-        if self._under_way is None:
-            self.take_over(names)
+    def complete_if_due(self: GradientSync, names: Set[str] = frozenset()) -> None:
+        if self._pending is None:
+            self.complete(names)
 
-    patch.setattr(GradientSync, "take_over_if_ripe", take_over_if_ripe)
+    patch.setattr(GradientSync, "complete_if_due", complete_if_due)
 
 
 def idle_exchanges_move_the_step(patch: pytest.MonkeyPatch) -> None:

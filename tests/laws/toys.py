@@ -148,7 +148,7 @@ class NeverDense(Toy):
 
 @dataclass(frozen=True, kw_only=True)
 class ThresholdPerBucket(Toy):
-    def settle(self, states: Sequence[State]) -> list[State]:
+    def apply(self, states: Sequence[State]) -> list[State]:
         return [replace(state, threshold=float(number)) for number, state in enumerate(states)]
 
 

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from gradsieve.comm import lockstep
 from gradsieve.feedback.local_steps import WINDOWS
-from gradsieve.feedback.treatment import Treatment
 from gradsieve.feedback.units import flat_view, parts_of
 from gradsieve.feedback.velocity import Momentum
+from gradsieve.pipeline import GradientPipeline, StepPipeline
+from gradsieve.pipeline.treatment import Treatment
 from gradsieve.schemes import make
 from gradsieve.schemes.base import Scheme
-from gradsieve.sync import GradientPipeline, StepPipeline
 from gradsieve.testing.laws import same_bits, same_state
 from laws.cases import WORLDS
 
@@ -234,7 +234,7 @@ def check_models(ranks: Stepping, exact: bool) -> None:
         }
         for unit, outcome in zip(pipeline.units, pipeline.outcomes, strict=True):
             here: Any = slice(unit.n * window // WINDOWS, unit.n * (window + 1) // WINDOWS)
-            if pipeline.scheme.in_turn:
+            if pipeline.scheme.round_robin:
                 here = outcome.update.where
             sparse = torch.cat([x[:0] for x in flat.values()] + [off[slot.name] for slot in unit.sparse])
             for part in (sparse[here], *(off[slot.name] for slot in unit.dense)):

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 import gradsieve
-from gradsieve.integrations import accelerate, beside, trainer
-from gradsieve.integrations import lightning as ours
-from gradsieve.integrations.lightning import GradsieveStrategy
-from gradsieve.integrations.optimizers import as_list
+from gradsieve.frameworks import accelerate, sidecar, trainer
+from gradsieve.frameworks import lightning as ours
+from gradsieve.frameworks.lightning import GradsieveStrategy
+from gradsieve.sync.optimizer_hooks import as_list
 from multiproc.outside import Lines
 
 SETTINGS: dict[str, Any] = {"bits": 0.75, "dense_if_faster": False}
@@ -352,7 +352,7 @@ def torn_lightning(folder: Path) -> dict[str, Any]:
     def again() -> None:
         found.append(fitted(3, ckpt_path=str(folder / "x.ckpt"), weights_only=True))
 
-    for finish in (beside.finish, lambda *_: None):
+    for finish in (sidecar.finish, lambda *_: None):
         with mock.patch.object(ours, "finish", finish):
             fitted(4, SavedTwice(folder))
         copied_by_rank_0(folder / "2.ckpt", folder / "x.ckpt")

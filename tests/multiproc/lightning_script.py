@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
 from gradsieve.feedback.digest import digest
-from gradsieve.integrations.lightning import GradsieveStrategy
+from gradsieve.frameworks.lightning import GradsieveStrategy
 
 STEPS, ACCUMULATED, CLIP, VALIDATED_EVERY = 40, 2, 1.0, 10
 SETTINGS: dict[str, Any] = {"density": 0.05, "dense_if_faster": False}

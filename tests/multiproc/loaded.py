@@ -5,7 +5,7 @@ import torch
 import torch._dynamo
 import torch.distributed.checkpoint
 
-import gradsieve.integrations.ddp  # noqa: F401
+import gradsieve.parallel.ddp  # noqa: F401
 from gradsieve.kernels import choice
 
 choice.active()

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradsieve.bench.accuracy import measure as accuracy
-from gradsieve.bench.accuracy import rivals
-from gradsieve.bench.accuracy.measure import Case
-from gradsieve.bench.common import virtual
-from gradsieve.bench.rivals.base import RivalRun
-from gradsieve.bench.tasks import training as tasks
-from gradsieve.bench.tasks.data import Data, DataSet
+from gradsieve_lab.bench.accuracy import measure as accuracy
+from gradsieve_lab.bench.accuracy import rivals
+from gradsieve_lab.bench.accuracy.measure import Case
+from gradsieve_lab.bench.common import virtual
+from gradsieve_lab.bench.rivals.base import RivalRun
+from gradsieve_lab.bench.tasks import training as tasks
+from gradsieve_lab.bench.tasks.data import Data, DataSet
 from multiproc.harness import Ranks
 
 TASK = "tiny"

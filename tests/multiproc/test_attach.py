@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
 from gradsieve import ConfigError
-from gradsieve.integrations import gradient_sync
+from gradsieve.sync import gradient_sync
 from multiproc.harness import Ranks
 from multiproc.models import Whole
 from multiproc.training import (

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from gradsieve.bench.common.ranks import run_ranks
+from gradsieve_lab.bench.common.ranks import run_ranks
 from processes import SOURCE, running, wait_until
 
 BUSY_RANK = """
 import threading, torch
-from gradsieve.bench.common.in_lab import run_rank
+from gradsieve_lab.bench.common.in_lab import run_rank
 
 def work():
     while True:

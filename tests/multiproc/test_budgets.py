@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
-from gradsieve.sync import StepPipeline
-from gradsieve.sync.budget import Adaptive
+from gradsieve.pipeline import StepPipeline
+from gradsieve.pipeline.budget import Adaptive
 from multiproc.harness import Ranks
 from multiproc.models import Mlp, batch
 
@@ -102,7 +102,7 @@ def with_a_pause(rank: int) -> float:
         optimizers[0].step()
         time.sleep(0.5)
         optimizers[1].step()
-    return sync.watch.begin().waited
+    return sync.timer.begin().waited
 
 
 def test_what_is_done_between_two_optimizers_is_not_waited_for_the_exchange(two: Ranks) -> None:

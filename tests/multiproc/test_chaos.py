@@ -8,14 +8,14 @@ from unittest import mock
 
 import torch
 
-from gradsieve.integrations import folder as files
-from gradsieve.integrations import replicas
-from gradsieve.integrations.fencing import Stamp
-from gradsieve.lab.chaos.campaign import Campaign
-from gradsieve.lab.chaos.judge import HARMLESS, NAMED, Line
-from gradsieve.lab.chaos.rank import Episode, be_rank
-from gradsieve.lab.chaos.schedule import Chance
-from gradsieve.sync.ledger import Ledger
+from gradsieve.checkpoint import directory as files
+from gradsieve.checkpoint.fencing import Stamp
+from gradsieve.consensus import replica_check
+from gradsieve.pipeline.checksum import Checksum
+from gradsieve_lab.chaos.campaign import Campaign
+from gradsieve_lab.chaos.judge import HARMLESS, NAMED, Line
+from gradsieve_lab.chaos.rank import Episode, be_rank
+from gradsieve_lab.chaos.schedule import Chance
 
 BEFORE_OPEN = 6
 """Of a manifest: which operation it is follows from the bit."""
@@ -40,7 +40,7 @@ def test_a_training_goes_on_through_faults() -> None:
 
 
 def be_rank_unchecked(rank: int, episode: Episode, pipe: Any) -> None:
-    with mock.patch.object(Ledger, "check"):
+    with mock.patch.object(Checksum, "check"):
         be_rank(rank, episode, pipe)
 
 
@@ -79,7 +79,7 @@ def be_rank_careless(rank: int, episode: Episode, pipe: Any) -> None:
     alike = {"everything": torch.zeros(1)}
     with (
         mock.patch.object(files, "write_manifest", put_over),
-        mock.patch.object(replicas, "replicated", return_value=alike),
+        mock.patch.object(replica_check, "replicated", return_value=alike),
     ):
         be_rank(rank, episode, pipe)
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as torch_optimizer
 
 import gradsieve
-from gradsieve.integrations import gradient_sync
+from gradsieve.sync import gradient_sync
 from gradsieve.testing.laws import same_bits
 from multiproc.harness import Ranks
 from multiproc.outside import Lines, torchrun
@@ -168,7 +168,7 @@ def failed_attach(rank: int, where: str) -> tuple[dict[str, int], dict[str, int]
     return before, left_behind(ddp), [group["momentum"] for group in optimizer.param_groups]
 
 
-@pytest.mark.parametrize("where", ["Fitted", "TwoModels", "know_the_links", "Advisor"])
+@pytest.mark.parametrize("where", ["OptimizerAdapter", "ParameterViews", "know_the_links", "Advisor"])
 def test_an_attach_that_failed_leaves_nothing_behind(two: Ranks, where: str) -> None:
     for before, after, momentum in two.run(failed_attach, where):
         assert before == after

@@ -41,7 +41,7 @@ def train_frozen(rank: int, plan: Plan) -> tuple[Seen, list[str]]:
 
 @every_scheme
 def test_frozen_parameters_stay_and_the_rest_keeps_the_laws(two: Ranks, scheme: str) -> None:
-    enough = 0.5 if SCHEMES[scheme].in_turn else 0.05  # within its few steps
+    enough = 0.5 if SCHEMES[scheme].round_robin else 0.05  # within its few steps
     seen, changed = zip(*two.run(train_frozen, Plan(scheme, density=enough)), strict=True)
     check_laws(seen)
     assert "tensors.0" not in seen[0].residuals

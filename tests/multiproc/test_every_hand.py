@@ -21,9 +21,9 @@ from gradsieve.errors import ConfigError
 from gradsieve.feedback import step_length
 from gradsieve.feedback.local_steps import LocalSteps
 from gradsieve.feedback.step_length import Habit, StepLength
-from gradsieve.integrations import optimizers
-from gradsieve.integrations.door import Door
-from gradsieve.integrations.model_sync import ModelSync
+from gradsieve.parallel.hooks import Door
+from gradsieve.parallel.model_sync import ModelSync
+from gradsieve.sync import optimizer_hooks
 from multiproc.harness import RankFailure, Ranks
 from unit.test_step_length import Averaged, Master
 
@@ -71,14 +71,14 @@ def _scaled_rates(self: StepLength, optimizer: Any, names: Any, rho: float, size
 
 
 def _hooks_last(optimizer: Any) -> None:
-    if optimizer not in optimizers._after_handles:
-        optimizers._after_handles[optimizer] = optimizer.register_step_post_hook(optimizers._after)
+    if optimizer not in optimizer_hooks._after_handles:
+        optimizer_hooks._after_handles[optimizer] = optimizer.register_step_post_hook(optimizer_hooks._after)
 
 
 def _no_taking_over(self: ModelSync, completed: bool, frees_graph: bool) -> None:
     self._belongs = False
     changed, self._in_backward = self._in_backward, frozenset()
-    self.models.show_shared(changed, raise_version=False)
+    self.replica.views.show_shared(changed, raise_version=False)
 
 
 _before_forward = ModelSync.before_forward
@@ -100,7 +100,7 @@ def _by_lengths(self: Any, optimizer: Any) -> Any:
 UNDONE: dict[str, list[tuple[Any, str, Any]]] = {
     "nothing": [],
     "rates are scaled": [(StepLength, "begin", _scaled_rates)],
-    "users' hooks come first": [(optimizers, "_be_first_after", _hooks_last)],
+    "users' hooks come first": [(optimizer_hooks, "_be_first_after", _hooks_last)],
     "a step takes over": [(ModelSync, "end_backward", _no_taking_over)],
     "a forward leaves its model": [(ModelSync, "after_forward", lambda self, _: self._forwards.clear())],
     "casts are kept": [(torch, "clear_autocast_cache", lambda: None)],
@@ -114,9 +114,9 @@ UNDONE: dict[str, list[tuple[Any, str, Any]]] = {
     "all gradients are large": [(step_length, "_SIZES", 1e30)],
     "copies stay": [(StepLength, "bring_along", lambda self, optimizer: None)],
     "anything may keep weights": [(step_length, "copies_of", lambda optimizer, group: ())],
-    "groups are counted": [(optimizers.Optimizers, "names_in", _by_lengths)],
+    "groups are counted": [(optimizer_hooks.Optimizers, "names_in", _by_lengths)],
     "a parameter may have two owners": [
-        (gradsieve.integrations.gradient_sync.GradientSync, "_refuse_taken", lambda self: None)
+        (gradsieve.sync.gradient_sync, "_refuse_taken", lambda held, exchange: None)
     ],
 }
 
@@ -187,7 +187,7 @@ def fused_with_an_overflow(rank: int, undo: str) -> Habit:
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
-        (habits,) = sync.fitted._length._habits.values()
+        (habits,) = sync.replica.adapter._length._habits.values()
         sync.close()
         return next(iter(habits.values()))
 
@@ -560,8 +560,8 @@ def written_without_change(rank: int, undo: str) -> float:
         with torch.no_grad():
             for parameter in net.parameters():
                 parameter.clamp_(-10, 10)
-        sync.models.show_own()
-        sync.models.show_shared()
+        sync.replica.views.show_own()
+        sync.replica.views.show_shared()
         change = max(
             float((a.shared - b).abs().max()) for a, b in zip(sync.pipeline.local, before, strict=True)
         )

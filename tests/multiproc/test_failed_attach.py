@@ -11,16 +11,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import gradsieve
-from gradsieve.integrations import gradient_sync, model_sync, sayings
-from gradsieve.integrations.ddp import DdpSync
+from gradsieve.observe import startup_log
+from gradsieve.parallel import model_sync
+from gradsieve.parallel.ddp import DdpSync
+from gradsieve.sync import gradient_sync
 from multiproc.harness import Ranks
 
 MOVED = gradsieve.Treatment(exchange="gradients", momentum="local")
 PLACES: dict[str, tuple[Any, str]] = {
-    "the hooks on the model": (model_sync, "watch"),
-    "the hooks on optimizers": (gradient_sync, "Optimizers"),
-    "what is looked at first": (gradient_sync.replicas, "start_alike"),
-    "what is said at the end": (sayings, "what_is_set"),
+    "the hooks on the model": (model_sync, "register_hooks"),
+    "the hooks on optimizers": (gradient_sync, "OptimizerHooks"),
+    "what is looked at first": (gradient_sync.replica_check, "start_alike"),
+    "what is said at the end": (startup_log, "report_settings"),
 }
 
 

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
-from gradsieve.integrations.hosts import by_host
-from gradsieve.integrations.shards import ShardedModels
-from gradsieve.integrations.two_models import TwoModels
+from gradsieve.parallel.hosts import by_host
+from gradsieve.replica.parameter_views import ParameterViews
+from gradsieve.replica.shards import ShardedViews
 from gradsieve.torch_names import SHARD_PARTS
 from multiproc.harness import Ranks
 from multiproc.models import batch
@@ -73,7 +73,7 @@ def test_replicas_show_the_same_bits_and_evaluate_them(four: Ranks) -> None:
 
 
 def forgets_what_fsdp_gathers(rank: int) -> list[Any]:
-    with mock.patch.object(ShardedModels, "point", TwoModels.point):
+    with mock.patch.object(ShardedViews, "point", ParameterViews.point):
         training = Training(bits=1.0)
         training.train(0, 10)
         return [training.evaluated(), training.shown()]
@@ -164,7 +164,7 @@ def one_bad_gradient(rank: int) -> tuple[int, list[bool]]:
         gradient = training.model.first.weight.grad
         assert gradient is not None
         gradient._local_tensor[0, 0] = torch.nan
-    training.sync.take_over(training.sync.parameters.keys())
+    training.sync.complete(training.sync.parameters.keys())
     before = [own.clone() for own in training.sync.pipeline.own.values()]
     training.optimizer.step()
     moved = [
@@ -268,7 +268,7 @@ def test_what_cannot_work_is_refused_with_the_mend(four: Ranks) -> None:
         assert "close() it" in said["twice"]
 
 
-def starts_unlike(rank: int) -> str:
+def starts_differently(rank: int) -> str:
     mesh = mesh_of(2, 2)
     model = sharded(Odd(), mesh["shard"])
     with torch.no_grad():
@@ -282,7 +282,7 @@ def starts_unlike(rank: int) -> str:
 
 
 def test_shards_that_start_unlike_are_named(four: Ranks) -> None:
-    said = four.run(starts_unlike)
+    said = four.run(starts_differently)
     assert ["first.weight" in each for each in said] == [False, True, False, True]
 
 

@@ -14,9 +14,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import gradsieve
-from gradsieve.integrations import shard_folder
-from gradsieve.integrations.fencing import Stamp
-from gradsieve.integrations.hsdp import add_what_waits
+from gradsieve.checkpoint import sharded_directory
+from gradsieve.checkpoint.fencing import Stamp
+from gradsieve.parallel.hsdp import add_residual
 from gradsieve.torch_names import SHARD_PARTS
 from multiproc.harness import Ranks
 from multiproc.sharded import Training, full
@@ -103,7 +103,7 @@ def saved_twice_in_a_period(rank: int, path: Path) -> tuple[int, int, str]:
     before = training.sync.pipeline.step, training.sync.pipeline.since
     training.train(6, 7)
     assert training.sync.pipeline.step == before[0], "an exchange came in between"
-    with mock.patch.object(shard_folder, "_commit", side_effect=OSError("killed")):
+    with mock.patch.object(sharded_directory, "_commit", side_effect=OSError("killed")):
         try:
             training.sync.save(path)
             said = ""
@@ -121,8 +121,10 @@ def test_two_saves_between_two_exchanges_have_folders_of_their_own(four: Ranks, 
 
 
 def with_one_folder_for_a_step(rank: int, path: Path) -> Any:
-    usual = shard_folder._name
-    with mock.patch.object(shard_folder, "_name", lambda step, stamp, *rest: usual(step, Stamp(1, 1), *rest)):
+    usual = sharded_directory._name
+    with mock.patch.object(
+        sharded_directory, "_name", lambda step, stamp, *rest: usual(step, Stamp(1, 1), *rest)
+    ):
         return saved_twice_in_a_period(rank, path)
 
 
@@ -143,7 +145,7 @@ def on_one_host(rank: int, path: Path) -> list[dict[str, Tensor]]:
     for way in ("what waits", "flushed"):
         training = Training(1, 4, attached=False)
         if way == "what waits":
-            add_what_waits(training.model, path / "sync")
+            add_residual(training.model, path / "sync")
         else:
             state = training.model.state_dict()
             dcp.load({"model": state}, checkpoint_id=path / "flushed")

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from gradsieve.comm.c10d import Engine
 from gradsieve.comm.ops import AllReduce
 from gradsieve.errors import PeerError
-from gradsieve.lab.faults.fleet import Ending
-from gradsieve.lab.faults.kinds import STOP, Fault
-from gradsieve.lab.faults.matrix import WORLD, Clean, Matrix
-from gradsieve.lab.faults.trained import DONE, PEER_FAILED
 from gradsieve.types import Program
+from gradsieve_lab.faults.fleet import Ending
+from gradsieve_lab.faults.kinds import STOP, Fault
+from gradsieve_lab.faults.matrix import WORLD, Clean, Matrix
+from gradsieve_lab.faults.trained import DONE, PEER_FAILED
 
 DEADLINE = 2.0
 

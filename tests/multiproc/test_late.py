@@ -82,7 +82,7 @@ def test_nothing_is_lost_also_where_a_rank_skips_its_step(two: Ranks, scheme: st
 def accumulated(rank: int) -> tuple[int, bool]:
     run = Run(rank, Plan(preset=NOW, micro=3, steps=4)).train()
     loss = run.ddp(run.plan.gradients(4, rank))
-    under_way = run.sync._under_way is not None
+    under_way = run.sync._pending is not None
     loss.backward()
     return run.sync.pipeline.step, under_way
 

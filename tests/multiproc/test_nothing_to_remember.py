@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import gradsieve
-from gradsieve.integrations.ddp import DdpSync
-from gradsieve.sync import StepPipeline
+from gradsieve.parallel.ddp import DdpSync
+from gradsieve.pipeline import StepPipeline
 from gradsieve.testing.laws import same_bits
 from multiproc.harness import Ranks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import gradsieve
-from gradsieve.presets import PUBLISHED
+from gradsieve.pipeline.presets import PUBLISHED
 from multiproc.harness import Ranks
 from multiproc.training import Plan, Run, Seen, check_laws
 

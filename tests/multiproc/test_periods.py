@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import gradsieve
-from gradsieve.sync import StepPipeline
+from gradsieve.pipeline import StepPipeline
 from multiproc.harness import Ranks
 from multiproc.resumable import Resumable
 from multiproc.training import RATE, Plan, Run, differing
@@ -113,7 +113,7 @@ def looked_at_in_the_middle(rank: int, late: int) -> tuple[list[bool], list[dict
     run, under_way, seen = Run(rank, plan), [], []
     for step in range(2 * EVERY):
         run.train(1)
-        under_way.append(run.sync._under_way is not None)
+        under_way.append(run.sync._pending is not None)
         if rank == 0 or step == 2 * EVERY - 1:
             seen.append({name: part.clone() for name, part in run.model.state_dict().items()})
     run.sync.flush()

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
 from gradsieve.errors import ConfigError
-from gradsieve.integrations.gradient_sync import GradientSync
-from gradsieve.integrations.hsdp import HsdpSync
+from gradsieve.parallel.hsdp import HsdpSync
+from gradsieve.sync.gradient_sync import GradientSync
 from gradsieve.torch_names import SHARD_PARTS
 from multiproc.conftest import Pool
 from multiproc.harness import Ranks

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gradsieve import Treatment, kernels
 from gradsieve.comm.c10d import Engine
+from gradsieve.pipeline import GradientPipeline
 from gradsieve.schemes.spec import parse
-from gradsieve.sync import GradientPipeline
 from multiproc.harness import Ranks
 
 UNITS, STEPS, N = 8, 125, 64

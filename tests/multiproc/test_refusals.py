@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import gradsieve
+from gradsieve.checkpoint import directory as files
 from gradsieve.comm import c10d
-from gradsieve.integrations import folder as files
 from multiproc.harness import Ranks
 from multiproc.resumable import Resumable
 from multiproc.training import differing

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gradsieve import SCHEMES, DivergenceError
-from gradsieve.integrations import gradient_sync
+from gradsieve.sync import gradient_sync
 from multiproc.harness import Ranks
 from multiproc.training import Plan, Run, registered, usual
 

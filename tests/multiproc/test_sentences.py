@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
 from gradsieve import ConfigError, GradsieveError, MismatchError
-from gradsieve.integrations.elastic import PreparedSync
+from gradsieve.sync.elastic import PreparedSync
 from multiproc.conftest import Pool
 from multiproc.harness import Ranks
 from multiproc.outside import Lines

@@ -71,7 +71,7 @@ def train_without_the_vote(rank: int, plan: Plan, bad: float, place: int) -> Ski
         return True
 
     with (
-        mock.patch("gradsieve.sync.gradients.is_finite", return_value=True),
+        mock.patch("gradsieve.pipeline.gradients.is_finite", return_value=True),
         mock.patch("gradsieve.feedback.residual.accumulate", blind),
     ):
         return train_with_a_bad_step(rank, plan, bad, place)

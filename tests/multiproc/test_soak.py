@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 from unittest import mock
 
 from gradsieve import kernels
-from gradsieve.lab.soak import rank as ranks
-from gradsieve.lab.soak.rank import Soak, SoakTraining, be_rank
-from gradsieve.lab.soak.run import soaked
+from gradsieve_lab.soak import rank as ranks
+from gradsieve_lab.soak.rank import Soak, SoakTraining, be_rank
+from gradsieve_lab.soak.run import soaked
 
 
 class Leaking(SoakTraining):

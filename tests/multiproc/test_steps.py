@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
-from gradsieve.integrations.ddp import DdpSync
-from gradsieve.sync import StepPipeline
+from gradsieve.parallel.ddp import DdpSync
+from gradsieve.pipeline import StepPipeline
 from multiproc.harness import Ranks
 from multiproc.outside import Lines
 from multiproc.training import RATE, Plan, Run, differing, usual
@@ -181,8 +181,8 @@ def begins(rank: int) -> dict[str, bool]:
     seen = {}
 
     def look(after: str) -> object:
-        seen[after] = sync._under_way is not None
-        return sync._under_way
+        seen[after] = sync._pending is not None
+        return sync._pending
 
     ddp.eval()
     ddp(inputs)
@@ -194,7 +194,7 @@ def begins(rank: int) -> dict[str, bool]:
     ddp(inputs)
     first = look("a forward to train")
     loss = ddp(inputs).sum()
-    seen["and a second one begins no other"] = sync._under_way is first
+    seen["and a second one begins no other"] = sync._pending is first
     loss.backward()
     optimizer.step()
     look("the optimizer's step")

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from gradsieve.bench.elastic import measure as elastic
-from gradsieve.bench.elastic.replica import Plan
 from gradsieve.errors import ConfigError, GradsieveError, Malformed, PeerError
-from gradsieve.integrations import torchft
-from gradsieve.integrations.torchft import ElasticSync, Meeting
+from gradsieve.frameworks import torchft
+from gradsieve.frameworks.torchft import ElasticSync, Rendezvous
+from gradsieve_lab.bench.elastic import measure as elastic
+from gradsieve_lab.bench.elastic.replica import Plan
 
 
 def trained(steps: int, faults: elastic.Faults) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class Manager:
 def sync_of(manager: Manager) -> ElasticSync:
     model = nn.Linear(4, 5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return ElasticSync(manager, Meeting(), model.named_parameters(), optimizer, name="x", bits=1.0)
+    return ElasticSync(manager, Rendezvous(), model.named_parameters(), optimizer, name="x", bits=1.0)
 
 
 def test_a_quorum_that_does_not_come_is_told_on_the_way_and_at_the_end(

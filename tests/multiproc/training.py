@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
 from gradsieve.comm import lockstep
+from gradsieve.pipeline import GradientPipeline
 from gradsieve.schemes import SCHEMES, make
 from gradsieve.schemes.base import Scheme
-from gradsieve.sync import GradientPipeline
 from gradsieve.types import replicated_fields, stored_fields
 from multiproc.models import SHAPES, Whole, whole_numbers
 
@@ -27,7 +27,7 @@ GRADIENTS = gradsieve.Treatment(exchange="gradients")
 def registered(*, lossless: bool = True) -> list[str]:
     """Every scheme that communicates by rules of our own; without the lossless ones, every one that has
     residuals. Published rules have their own tests: they have one unit only."""
-    ours = {name: kind for name, kind in SCHEMES.items() if not kind.silent and not kind.whole_model}
+    ours = {name: kind for name, kind in SCHEMES.items() if not kind.no_comm and not kind.whole_model}
     return [name for name, kind in ours.items() if lossless or not kind.lossless]
 
 

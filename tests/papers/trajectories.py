@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from gradsieve.schemes.base import Scheme
-from gradsieve.schemes.deft_paper import DeftPaper
-from gradsieve.schemes.exdyna_paper import ExDynaPaper
-from gradsieve.schemes.micro_paper import MicroPaper
-from gradsieve.schemes.oktopk_paper import OkTopkPaper
-from gradsieve.schemes.spardl_paper import SparDLPaper
+from gradsieve.schemes.papers.deft import DeftPaper
+from gradsieve.schemes.papers.exdyna import ExDynaPaper
+from gradsieve.schemes.papers.micro import MicroPaper
+from gradsieve.schemes.papers.oktopk import OkTopkPaper
+from gradsieve.schemes.papers.spardl import SparDLPaper
 from gradsieve.testing.ranks import Round, VirtualRanks
 from papers.gradients import STEPS, Gradients
 from papers.pseudocode_deft import deft
@@ -42,7 +42,7 @@ class Paper:
         """What the scheme does."""
         n, world = self.gradients.n, self.gradients.world
         fleet = VirtualRanks(self.scheme, [n], world, torch.float64)
-        fleet.states = [[self.scheme.lay(self.tensors or [n], world)] for _ in range(world)]
+        fleet.states = [[self.scheme.init_state(self.tensors or [n], world)] for _ in range(world)]
         for round_ in fleet.advance(lambda t, r, _: torch.from_numpy(self.gradients(t, r)), STEPS):
             update = round_.outcomes[0].update
             assert update.indices is None or not update.indices.diff().le(0).any()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from gradsieve.records import Header, Line, path_of, text_of
+from gradsieve.observe.records import Header, Line, path_of, text_of
 
 HEADER = Header(
     name="run", scheme="topk", exchange="steps", density=0.01, rank=0, world=3, parameters=1000, every=5

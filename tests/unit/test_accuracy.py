@@ -14,16 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsieve.bench.accuracy import measure as accuracy
-from gradsieve.bench.accuracy import plot as accuracy_plot
-from gradsieve.bench.accuracy import rivals
-from gradsieve.bench.accuracy.measure import Case
-from gradsieve.bench.common import virtual
-from gradsieve.bench.common.machine import one_thread
-from gradsieve.bench.common.results import table
-from gradsieve.bench.tasks import training as tasks
-from gradsieve.cli.main import main
 from gradsieve.errors import ConfigError
+from gradsieve.tools.cli.main import main
+from gradsieve.tools.results import table
+from gradsieve_lab.bench.accuracy import measure as accuracy
+from gradsieve_lab.bench.accuracy import plot as accuracy_plot
+from gradsieve_lab.bench.accuracy import rivals
+from gradsieve_lab.bench.accuracy.measure import Case
+from gradsieve_lab.bench.common import virtual
+from gradsieve_lab.bench.common.machine import one_thread
+from gradsieve_lab.bench.tasks import training as tasks
 from tiny_task import TASK, tiny
 
 __all__ = ["tiny"]

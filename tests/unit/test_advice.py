@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsieve.integrations.advice import Advisor, advice, signs
+from gradsieve.observe.diagnostics import Advisor, advice, signs
 from gradsieve.schemes import SCHEMES, make
 from gradsieve.types import Outcome, Sparse
 
@@ -70,7 +70,7 @@ def test_each_sign_names_its_setting(sign: str, value: float, adaptive: bool, sa
     assert said in text
 
 
-@pytest.mark.parametrize("name", [name for name, kind in SCHEMES.items() if not kind.in_turn])
+@pytest.mark.parametrize("name", [name for name, kind in SCHEMES.items() if not kind.round_robin])
 def test_the_scheme_in_use_is_never_advised(name: str, caplog: pytest.LogCaptureFixture) -> None:
     advisor = Advisor(make(name, 1.0 if SCHEMES[name].lossless else 0.001), adaptive=False, rank=0)
     with caplog.at_level(logging.WARNING, "gradsieve"):

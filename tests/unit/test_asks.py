@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from gradsieve.bench.traffic import Case, Fleet
 from gradsieve.comm import lockstep
 from gradsieve.comm.meter import Meter
 from gradsieve.schemes import SCHEMES, make
 from gradsieve.types import Ctx
+from gradsieve_lab.bench.traffic import Case, Fleet
 
 N, WORLD, DENSITY = 20_000, 4, 0.01
 UNSETTLED = {"hard-threshold", "sidco", "exdyna-paper", "micro-paper", "oktopk-paper"}
@@ -57,7 +57,7 @@ def test_statements_hold_for_any_number_of_ranks(name: str) -> None:
 
 def test_codes_are_counted_as_they_travel() -> None:
     scheme = make("stripes")
-    said, fleet = Meter(0, WORLD), scheme.lay([N], WORLD)
+    said, fleet = Meter(0, WORLD), scheme.init_state([N], WORLD)
     for op in scheme.asks(N, WORLD):
         said.count(op)
     meters = [Meter(rank, WORLD) for rank in range(WORLD)]

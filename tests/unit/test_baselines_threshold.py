@@ -14,12 +14,13 @@ from gradsieve.comm import lockstep
 from gradsieve.comm.meter import Meter
 from gradsieve.errors import ConfigError
 from gradsieve.kernels import above, largest
-from gradsieve.schemes import dgc, gaussiank, make, sidco
+from gradsieve.schemes import make
 from gradsieve.schemes.base import Scheme, log2_ceil
-from gradsieve.schemes.dgc import Dgc
-from gradsieve.schemes.gaussiank import GaussianK
-from gradsieve.schemes.hard_threshold import HardThreshold
-from gradsieve.schemes.sidco import Sidco
+from gradsieve.schemes.baselines import dgc, gaussiank, sidco
+from gradsieve.schemes.baselines.dgc import Dgc
+from gradsieve.schemes.baselines.gaussiank import GaussianK
+from gradsieve.schemes.baselines.hard_threshold import HardThreshold
+from gradsieve.schemes.baselines.sidco import Sidco
 from gradsieve.testing.ranks import VirtualRanks
 from gradsieve.types import Ctx, Outcome
 

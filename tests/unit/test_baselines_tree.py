@@ -13,10 +13,10 @@ from gradsieve.comm.meter import Meter
 from gradsieve.errors import Malformed
 from gradsieve.schemes import make
 from gradsieve.schemes.base import Scheme, Seen, log2_ceil
-from gradsieve.schemes.cltk import CltK
-from gradsieve.schemes.gtopk import GTopK
-from gradsieve.schemes.randomk import RandomK, turn
-from gradsieve.schemes.topk_union import TopKUnion
+from gradsieve.schemes.baselines.cltk import CltK
+from gradsieve.schemes.baselines.gtopk import GTopK
+from gradsieve.schemes.baselines.randomk import RandomK, turn
+from gradsieve.schemes.baselines.topk_union import TopKUnion
 from gradsieve.testing.gradients import Source
 from gradsieve.testing.laws import check_conservation
 from gradsieve.testing.ranks import VirtualRanks

@@ -14,18 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from gradsieve.bench.common import models
-from gradsieve.bench.common.clock import Clock
-from gradsieve.bench.common.models import Task
-from gradsieve.bench.common.recordings import WARM_STEPS, Recording
-from gradsieve.bench.schemes.measure import COLUMNS, Fleet, Plan, measure, measure_all, tables
-from gradsieve.bench.schemes.plot import plot
-from gradsieve.cli.main import main
 from gradsieve.comm.ops import AllReduce
 from gradsieve.errors import ConfigError
 from gradsieve.schemes import SCHEMES, make
 from gradsieve.schemes.spec import parse
+from gradsieve.tools.cli.main import main
 from gradsieve.types import Ctx, Outcome, Program, Sparse
+from gradsieve_lab.bench.common import models
+from gradsieve_lab.bench.common.clock import Clock
+from gradsieve_lab.bench.common.models import Task
+from gradsieve_lab.bench.common.recordings import WARM_STEPS, Recording
+from gradsieve_lab.bench.schemes.measure import COLUMNS, Fleet, Plan, measure, measure_all, tables
+from gradsieve_lab.bench.schemes.plot import plot
 from laws.toys import LosesMass, State, Toy
 
 N, STEPS, WORLD, DENSITY = 2_000, 6, 4, 0.05
@@ -45,7 +45,7 @@ def row(text: str, recording: Recording, world: int = WORLD) -> dict[str, float]
     return measure(parse(text, DENSITY), recording, world, DENSITY)
 
 
-TALKING = [name for name, kind in SCHEMES.items() if not kind.silent]
+TALKING = [name for name, kind in SCHEMES.items() if not kind.no_comm]
 
 
 @pytest.mark.parametrize("scheme", TALKING)
@@ -134,9 +134,9 @@ def test_a_scheme_is_told_the_sizes_of_the_tensors(recording: Recording) -> None
     told: list[tuple[list[int], int]] = []
 
     class Layered(Toy):
-        def lay(self, sizes: Any, world: int) -> State:
+        def init_state(self, sizes: Any, world: int) -> State:
             told.append((sizes, world))
-            return super().lay(sizes, world)
+            return super().init_state(sizes, world)
 
     measure(Layered(), recording, 2, DENSITY)
     assert told == [(recording.sizes, 2)] * 2
@@ -283,7 +283,7 @@ def test_help_says_what_the_columns_mean(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_all_are_all_that_exchange_something() -> None:
-    from gradsieve.cli.bench.schemes import _talking
+    from gradsieve_lab.commands.bench.schemes import _talking
 
     assert _talking("all") == TALKING
     assert "noop" not in TALKING

@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 import torch
 
-from gradsieve.bench.bits import measure as bits
-from gradsieve.bench.bits import plot as bits_plot
-from gradsieve.bench.bits.measure import Plan, Waiting
-from gradsieve.cli.main import main
 from gradsieve.errors import ConfigError
 from gradsieve.schemes import SCHEMES
 from gradsieve.schemes.spec import parse
+from gradsieve.tools.cli.main import main
 from gradsieve.types import Sparse
 from gradsieve.wire.values import VALUE_CODECS
+from gradsieve_lab.bench.bits import measure as bits
+from gradsieve_lab.bench.bits import plot as bits_plot
+from gradsieve_lab.bench.bits.measure import Plan, Waiting
 from tiny_task import TASK, tiny
 
 __all__ = ["tiny"]
 
 WORLD, N = 4, 8192
-LOSSY = [name for name, kind in SCHEMES.items() if not kind.silent and not kind.lossless]
+LOSSY = [name for name, kind in SCHEMES.items() if not kind.no_comm and not kind.lossless]
 
 
 def gaussian(snapshots: int = 2, alike: bool = False) -> Waiting:

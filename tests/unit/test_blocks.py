@@ -17,10 +17,10 @@ from torch import Tensor
 from gradsieve import kernels
 from gradsieve.comm import lockstep
 from gradsieve.kernels import low_bit
-from gradsieve.kernels.blocks import BLOCK, Blocks, even, lay
+from gradsieve.kernels.blocks import BLOCK, Blocks, block_layout, even
+from gradsieve.pipeline.budget import cost
 from gradsieve.schemes.agreed import Values
 from gradsieve.schemes.stripes import Stripes
-from gradsieve.sync.budget import cost
 from gradsieve.testing.laws import same_bits
 from gradsieve.types import Ctx, Outcome
 from unit.test_kernels_compiled import alike
@@ -43,7 +43,7 @@ def by_hand(sizes: list[int]) -> list[int]:
 
 @given(sizes=some_sizes)
 def test_blocks_are_counted_from_the_start_of_each_tensor(sizes: list[int]) -> None:
-    layout = lay(tuple(sizes))
+    layout = block_layout(tuple(sizes))
     assert layout.edges.tolist() == by_hand(sizes)
     for bits in (1, 2, 4):
         each = [-(-(stop - start) * bits // 8) for start, stop in pairwise(by_hand(sizes))]
@@ -57,7 +57,7 @@ def test_blocks_are_counted_from_the_start_of_each_tensor(sizes: list[int]) -> N
 def test_parts_and_pieces_are_whole_blocks_end_to_end(
     sizes: list[int], parts: int, bits: int, data: st.DataObject
 ) -> None:
-    layout = lay(tuple(sizes))
+    layout = block_layout(tuple(sizes))
     ends = st.integers(0, len(layout.edges) - 1)
     first, last = sorted((data.draw(ends), data.draw(ends)))
     blocks = Blocks(layout, first, last)
@@ -104,7 +104,7 @@ def test_blocks_of_every_length_are_written_alike_whatever_is_zero(bits: int) ->
     for length in range(1, BLOCK + 1):
         check_alike(bits, patterned(length, length), None)
     lengths = tuple(range(1, BLOCK + 1))
-    check_alike(bits, patterned(sum(lengths), 0), lay(lengths).between(0, sum(lengths)))
+    check_alike(bits, patterned(sum(lengths), 0), block_layout(lengths).between(0, sum(lengths)))
 
 
 @every_width
@@ -116,11 +116,11 @@ def test_compiled_bytes_of_any_tensors_are_torchs(
     values = patterned(count, seed)
     if spoiled is not None and count:
         values[:, seed % count] = spoiled
-    data = low_bit.encode_low(bits, values, lay(tuple(sizes)).between(0, count))
+    data = low_bit.encode_low(bits, values, block_layout(tuple(sizes)).between(0, count))
     with kernels.using("compiled"):
-        assert same_bits(kernels.encode_low(bits, values, lay(tuple(sizes)).between(0, count)), data)
+        assert same_bits(kernels.encode_low(bits, values, block_layout(tuple(sizes)).between(0, count)), data)
     if spoiled is None:
-        check_alike(bits, values, lay(tuple(sizes)).between(0, count))
+        check_alike(bits, values, block_layout(tuple(sizes)).between(0, count))
 
 
 @every_width
@@ -129,7 +129,7 @@ def test_each_tensor_is_written_as_it_is_alone(bits: int, form: str) -> None:
     sizes = (300, 5, 256, 17)
     values = patterned(sum(sizes), 3)[0]
     with kernels.using(form):
-        whole = kernels.encode_low(bits, values, lay(sizes).between(0, sum(sizes)))
+        whole = kernels.encode_low(bits, values, block_layout(sizes).between(0, sum(sizes)))
         alone = [kernels.encode_low(bits, part) for part in values.split(list(sizes))]
         cuts = [2 * even(size).number for size in sizes]
     scales = torch.cat([each[:cut] for each, cut in zip(alone, cuts, strict=True)])
@@ -138,7 +138,7 @@ def test_each_tensor_is_written_as_it_is_alone(bits: int, form: str) -> None:
 
 
 def test_blocks_of_other_values_are_refused() -> None:
-    blocks = lay((3, 4)).between(0, 7)
+    blocks = block_layout((3, 4)).between(0, 7)
     with pytest.raises(ValueError, match="blocks are of 7 values, not of 8"):
         kernels.encode_low(1, torch.ones(8), blocks)
     with pytest.raises(ValueError, match="blocks are of 7 values, not of 8"):
@@ -148,7 +148,7 @@ def test_blocks_of_other_values_are_refused() -> None:
 def exchanged(scheme: Stripes, sizes: list[int], waiting: list[Tensor], steps: int) -> Iterator[Outcomes]:
     """So many steps with feedback; whoever reads may add to what waits in between."""
     world = len(waiting)
-    states = [scheme.lay(sizes, world)] * world
+    states = [scheme.init_state(sizes, world)] * world
     for step in range(steps):
         programs = [
             scheme.exchange(each, state, Ctx(rank, world, step))
@@ -216,7 +216,7 @@ def test_all_of_it_is_one_stretch_however_many_blocks_there_are(world: int) -> N
 
 def test_the_cursor_of_an_earlier_version_may_lie_within_a_block() -> None:
     scheme = Stripes(density=0.3)
-    state = replace(scheme.lay([700, 300], 2), cursor=650)
+    state = replace(scheme.init_state([700, 300], 2), cursor=650)
     programs = [scheme.exchange(torch.randn(1000), state, Ctx(rank, 2, 0)) for rank in range(2)]
     outcome = lockstep.run(programs)[0]
     assert (outcome.update.start, outcome.update.stop) == (512, 1000)
@@ -237,5 +237,5 @@ MANY_TENSORS = {
 def test_what_scales_and_short_blocks_cost(sizes: str, sign: float, int2: float) -> None:
     """Bits an element of a thousand tensors, one way; without tensors' ends it is 1.0625 and 2.0625."""
     for values, bits in (("sign", sign), ("int2", int2)):
-        layout = lay(MANY_TENSORS[sizes])
+        layout = block_layout(MANY_TENSORS[sizes])
         assert cost(values, 2, [layout]) == pytest.approx(bits, abs=0.006)  # type: ignore[arg-type]

@@ -9,13 +9,13 @@ import torch
 
 from gradsieve.comm.links import Links
 from gradsieve.errors import ConfigError
-from gradsieve.feedback.treatment import Treatment
-from gradsieve.presets import choose_scheme
+from gradsieve.pipeline import StepPipeline
+from gradsieve.pipeline.budget import EPOCH, LEAST, LOOK_AGAIN, Adaptive, Fixed, Times, cost, spend
+from gradsieve.pipeline.presets import choose_scheme
+from gradsieve.pipeline.treatment import Treatment
 from gradsieve.schemes.exdyna import ExDyna
-from gradsieve.schemes.exdyna_paper import ExDynaPaper
+from gradsieve.schemes.papers.exdyna import ExDynaPaper
 from gradsieve.schemes.stripes import Stripes
-from gradsieve.sync import StepPipeline
-from gradsieve.sync.budget import EPOCH, LEAST, LOOK_AGAIN, Adaptive, Fixed, Times, cost, spend
 
 LINKS = Links(latency=1e-4, word=4e-9)  # a word of four bytes at 8 Gbit/s
 

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from gradsieve.integrations import folder as files
-from gradsieve.integrations.fencing import Stamp
-from gradsieve.lab.chaos.judge import HARMLESS, NAMED, Kept, judge, read_back, summary
-from gradsieve.lab.chaos.kinds import KINDS, Must
-from gradsieve.lab.chaos.schedule import Chance, schedule
-from gradsieve.lab.chaos.writes import OPERATIONS, tap
-from gradsieve.lab.faults.fleet import Ending
-from gradsieve.lab.faults.kinds import KINDS as ENDS
-from gradsieve.lab.faults.trained import DONE, FAILED, PEER_FAILED
+from gradsieve.checkpoint import directory as files
+from gradsieve.checkpoint.fencing import Stamp
 from gradsieve.wire import tensor_file
+from gradsieve_lab.chaos.judge import HARMLESS, NAMED, Kept, judge, read_back, summary
+from gradsieve_lab.chaos.kinds import KINDS, Must
+from gradsieve_lab.chaos.schedule import Chance, schedule
+from gradsieve_lab.chaos.writes import OPERATIONS, tap
+from gradsieve_lab.faults.fleet import Ending
+from gradsieve_lab.faults.kinds import KINDS as ENDS
+from gradsieve_lab.faults.trained import DONE, FAILED, PEER_FAILED
 
 CLEAN = {step: [[10 * step, 100 * step + rank] for rank in range(3)] for step in range(9)}
 DEATH = Chance(0, "stripes", "SIGKILL", 1, 2, 0, 0.0, 0)
@@ -46,7 +46,7 @@ ERRORS = {
     Must.DAMAGE: ("Malformed", FAILED, "step 2: a check failed"),
     Must.DISK: ("Malformed", FAILED, "step 2: No space left on device"),
     Must.DIVERGE: ("DivergenceError", FAILED, "step 2: ranks hold different states"),
-    Must.UNLIKE: ("MismatchError", FAILED, "ranks differ in the version of gradsieve"),
+    Must.DIFFERENT: ("MismatchError", FAILED, "ranks differ in the version of gradsieve"),
 }
 
 

@@ -75,7 +75,7 @@ def test_the_state_of_every_scheme_comes_back_after_some_steps(name: str) -> Non
         accs = [torch.randn(n, generator=source) for _ in range(world)]
         contexts = [Ctx(rank, world, step) for rank in range(world)]
         outcomes = lockstep.run([scheme.exchange(accs[c.rank], states[c.rank], c) for c in contexts])
-        states = [scheme.settle([outcome.state])[0] for outcome in outcomes]
+        states = [scheme.apply([outcome.state])[0] for outcome in outcomes]
     stored = through_a_file(fields_to_tensors(states[0], "unit/0/"))
     assert_same_fields(fields_from_tensors(scheme.begin(n, world), stored, "unit/0/"), states[0])
 

@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 
-from gradsieve.bench.exchange import measure as exchange
-from gradsieve.bench.step import measure as step
-from gradsieve.bench.time_to_accuracy import measure as time_to_accuracy
-from gradsieve.cli import arguments as values
-from gradsieve.cli import progress, tree
-from gradsieve.cli.bench import step as bench_step
-from gradsieve.cli.main import main, parser_for
+from gradsieve.tools.cli import arguments as values
+from gradsieve.tools.cli import progress, tree
+from gradsieve.tools.cli.main import main, parser_for
+from gradsieve_lab.bench.exchange import measure as exchange
+from gradsieve_lab.bench.step import measure as step
+from gradsieve_lab.bench.time_to_accuracy import measure as time_to_accuracy
+from gradsieve_lab.commands import arguments as lab_values
+from gradsieve_lab.commands.bench import step as bench_step
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_every_command_takes_sizes_of_models_as_people_write_them() -> None:
 
 
 def test_lists_are_taken_apart() -> None:
-    assert values.worlds("16,2,4,2") == [2, 4, 16]
+    assert lab_values.worlds("16,2,4,2") == [2, 4, 16]
     assert values.schemes("exdyna,topk,exdyna") == ["exdyna", "topk"]
     assert {"noop", "dense", "topk", "micro", "exdyna"} <= set(values.schemes("all"))
 
@@ -132,7 +133,7 @@ def test_a_model_that_is_too_small_is_refused_before_there_is_a_network(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("gradsieve.bench.common.in_lab.Lab", None)
+    monkeypatch.setattr("gradsieve_lab.bench.common.in_lab.Lab", None)
     assert main(["bench", "step", *arguments]) == 2
     error = capsys.readouterr().err
     assert said in error
@@ -163,7 +164,7 @@ def paths(commands: Mapping[str, tree.Command], *above: str) -> Iterator[tuple[s
         yield from paths(command.inner, *above, name) if command.inner else [(*above, name)]
 
 
-@pytest.mark.parametrize("path", list(paths(tree.COMMANDS)), ids=" ".join)
+@pytest.mark.parametrize("path", list(paths(tree.commands())), ids=" ".join)
 def test_every_command_is_described_and_calls_something(
     path: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -221,7 +222,7 @@ def test_only_the_branch_that_is_asked_for_is_filled() -> None:
 
 WITHOUT_TORCH = """
 import contextlib, io, json, sys
-from gradsieve.cli.main import main
+from gradsieve.tools.cli.main import main
 for words in json.loads(sys.argv[1]):
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         main(words)

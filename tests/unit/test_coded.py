@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradsieve import kernels
-from gradsieve.kernels.blocks import lay
+from gradsieve.kernels.blocks import block_layout
 from gradsieve.testing.laws import same_bits
 from gradsieve.types import Sparse
 from gradsieve.wire import coded
@@ -33,7 +33,7 @@ SIZES = {0: (), 1: (1,), 5: (5,), 255: (200, 55), 771: (256, 1, 0, 514), 5000: (
 
 
 def shape_of(name: str, count: int, rows: int = 3, cut: bool = False) -> Shape:
-    blocks = lay(SIZES.get(count, (count,))).between(0, count) if cut else None
+    blocks = block_layout(SIZES.get(count, (count,))).between(0, count) if cut else None
     return Shape(VALUE_CODECS[name], rows, count, torch.float32, CPU, blocks)
 
 

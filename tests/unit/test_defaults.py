@@ -16,9 +16,6 @@ import torch
 from torch import Tensor
 
 from gradsieve import kernels
-from gradsieve.bench import traffic
-from gradsieve.bench.common import models, workloads
-from gradsieve.bench.tasks import data as task_data
 from gradsieve.feedback.checkpoint import fields_to_tensors, text_to_tensor
 from gradsieve.feedback.digest import digest
 from gradsieve.kernels import fast, reference
@@ -28,6 +25,9 @@ from gradsieve.testing.laws import same_bits
 from gradsieve.testing.ranks import VirtualRanks
 from gradsieve.wire.indices import INDEX_CODECS
 from gradsieve.wire.values import VALUE_CODECS
+from gradsieve_lab.bench import traffic
+from gradsieve_lab.bench.common import models, workloads
+from gradsieve_lab.bench.tasks import data as task_data
 from laws.cases import Case, published, registered
 from laws.treated import GRADIENTS, STEPS, Ranks, Receiving, Stepping
 from laws.treated import Case as Training
@@ -96,7 +96,7 @@ def every_result(form: Any) -> list[Any]:
         found += [form.above(a, threshold), *form.waiting_above(a, b, threshold)]
         found += form.select(a, threshold, 900, 0.5)
         found += form.select(a, threshold, N, 0.0)
-    form.fold(a, b, c, 0.5)
+    form.rebase(a, b, c, 0.5)
     return [*found, waits, b, c]
 
 

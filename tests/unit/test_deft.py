@@ -19,14 +19,14 @@ norms = st.lists(st.sampled_from([0.0, 1e-30, 0.1, 1.0, 3.0, 1e6]), min_size=1, 
 
 
 def test_tensors_above_their_share_are_cut_into_a_piece_a_rank() -> None:
-    state = Deft().lay([10, 3, 0, 2], world=4)
+    state = Deft().init_state([10, 3, 0, 2], world=4)
     assert state.edges.tolist() == [0, 3, 6, 8, 10, 13, 15]  # 10 of 15 is cut into four, 3 and 2 stay whole
 
 
 def test_every_element_is_in_one_layer_for_any_sizes_and_world() -> None:
     for sizes in ([0], [1], [5, 0, 7], [1, 1, 1, 100], []):
         for world in (1, 2, 3, 8, 200):
-            edges = Deft().lay(sizes, world).edges
+            edges = Deft().init_state(sizes, world).edges
             assert edges[0] == 0
             assert edges[-1] == sum(sizes)
             assert bool((edges.diff() > 0).all())
@@ -91,7 +91,7 @@ def test_exactly_k_elements_travel_while_there_are_as_many(speeds: tuple[float, 
 def test_a_layer_that_travels_whole_sends_no_index() -> None:
     scheme = Deft(density=0.5)
     accs = [torch.tensor([100.0, 100.0, 1.0, 1.0, 1.0, 1.0]) for _ in range(2)]
-    state = scheme.lay([2, 4], world=2)
+    state = scheme.init_state([2, 4], world=2)
     assert state.edges.tolist() == [0, 2, 4, 6]
     outcomes = lockstep.run([scheme.exchange(acc, state, Ctx(r, 2, 0)) for r, acc in enumerate(accs)])
     assert {0, 1} <= set(outcomes[0].update.indices.tolist())

@@ -12,16 +12,16 @@ import torch
 from torch import nn
 
 from gradsieve.comm.links import Links
-from gradsieve.doctor import judge, model, speed
-from gradsieve.doctor.answers import Answer, facts_from
-from gradsieve.doctor.facts import Facts, Interface, collect
-from gradsieve.doctor.findings import Finding, Measured, exit_code
-from gradsieve.doctor.model import ModelFigures
-from gradsieve.doctor.pairs import partner, rounds
-from gradsieve.doctor.run import Report, put_together
-from gradsieve.doctor.view import profile_of, text
 from gradsieve.errors import ConfigError, Malformed
 from gradsieve.kernels import using
+from gradsieve.tools.doctor import judge, model, speed
+from gradsieve.tools.doctor.answers import Answer, facts_from
+from gradsieve.tools.doctor.facts import Facts, Interface, collect
+from gradsieve.tools.doctor.findings import Finding, Measured, exit_code
+from gradsieve.tools.doctor.model import ModelFigures
+from gradsieve.tools.doctor.pairs import partner, rounds
+from gradsieve.tools.doctor.run import Report, put_together
+from gradsieve.tools.doctor.view import profile_of, text
 
 LO = Interface("lo", "127.0.0.1", "127.0.0.0/8", True, True)
 
@@ -78,7 +78,7 @@ Found = list[tuple[str, str, tuple[int, ...]]]
 
 def found(facts: list[Facts], figures: Measured | None = None, timeout: float = 60.0) -> Found:
     findings = judge.after(facts, figures or measured(len(facts)), timeout)
-    assert all(finding.mend for finding in findings)
+    assert all(finding.fix for finding in findings)
     return [(finding.severity, finding.rule, finding.ranks) for finding in findings]
 
 
@@ -117,7 +117,7 @@ def test_where_nobody_can_reach_it_gloo_is_told_where_to_listen(changes: dict[st
     (finding,) = judge.before(facts, 4)
     assert (finding.severity, finding.ranks) == ("error", (2,))
     assert what in finding.what
-    assert finding.mend == "export GLOO_SOCKET_IFNAME=eth0   # on node2"
+    assert finding.fix == "export GLOO_SOCKET_IFNAME=eth0   # on node2"
     loopback = {"GLOO_SOCKET_IFNAME": "lo"}
     alone = [replace(each, host="one", environment=loopback) for each in group(2)]
     assert judge.before(alone, 2) == []  # on one host the loopback is right
@@ -127,7 +127,7 @@ def test_an_interface_that_is_down_is_named() -> None:
     down = Interface("eth0", "", "", False, False)
     (finding,) = judge.before(group(interfaces={1: (LO, down)}, toward_master={1: ""}), 4)
     assert "is down or has no address" in finding.what
-    assert finding.mend.startswith("bring an interface up on node1")
+    assert finding.fix.startswith("bring an interface up on node1")
 
 
 # --- interfaces
@@ -139,7 +139,7 @@ def test_the_wrong_interface_is_named_with_its_mend() -> None:
     assert (finding.severity, finding.rule, finding.ranks) == ("error", "wrong-interface", (1,))
     assert "eth1 (10.9.0.2)" in finding.what
     assert "3 connections run over eth1" in finding.what
-    assert finding.mend == "export GLOO_SOCKET_IFNAME=eth0   # on node1"
+    assert finding.fix == "export GLOO_SOCKET_IFNAME=eth0   # on node1"
 
 
 def test_hosts_of_several_networks_that_are_routed_are_no_fault() -> None:
@@ -150,7 +150,7 @@ def test_hosts_of_several_networks_that_are_routed_are_no_fault() -> None:
 def test_an_interface_that_nobody_chose_is_a_note() -> None:
     facts = group(environment={2: {}})
     finding = only(facts)
-    assert (finding.severity, finding.rule, finding.mend) == (
+    assert (finding.severity, finding.rule, finding.fix) == (
         "note",
         "unset-interface",
         "export GLOO_SOCKET_IFNAME=eth0   # on node2",
@@ -233,7 +233,7 @@ def test_a_straggler_is_named() -> None:
 def test_more_threads_than_processors_are_named_with_the_number_to_set() -> None:
     facts = [replace(each, host="m0/1", machine="m0") for each in group(4)]
     finding = only(facts)
-    assert (finding.rule, finding.mend) == ("too-many-threads", "export OMP_NUM_THREADS=2   # on node0")
+    assert (finding.rule, finding.fix) == ("too-many-threads", "export OMP_NUM_THREADS=2   # on node0")
     assert "32 threads on 8 processors" in finding.what
 
 
@@ -242,7 +242,7 @@ def test_idle_processors_are_a_note() -> None:
 
 
 @pytest.mark.parametrize(
-    ("quota", "mend"),
+    ("quota", "fix"),
     [
         (2.5, "export OMP_NUM_THREADS=2   # on node1"),
         (0.2, "raise the quota of node1"),
@@ -250,10 +250,10 @@ def test_idle_processors_are_a_note() -> None:
         (0.0, None),
     ],
 )
-def test_a_quota_below_the_threads_is_named(quota: float, mend: str) -> None:
+def test_a_quota_below_the_threads_is_named(quota: float, fix: str) -> None:
     findings = judge.after(group(quota={1: quota}), measured(), 60.0)
-    assert [(each.rule, each.ranks) for each in findings] == ([("quota", (1,))] if mend else [])
-    assert not mend or findings[0].mend.startswith(mend)
+    assert [(each.rule, each.ranks) for each in findings] == ([("quota", (1,))] if fix else [])
+    assert not fix or findings[0].fix.startswith(fix)
 
 
 def test_hosts_of_one_machine_are_a_note() -> None:
@@ -293,13 +293,13 @@ def test_a_time_out_is_judged_by_what_an_exchange_takes() -> None:
     assert found(group(), figures, timeout=60.0) == [("warning", "short-timeout", ())]
     assert found(group(), figures, timeout=500.0) == []
     assert found(group(), timeout=1800.0) == [("note", "long-timeout", ())]
-    assert "seconds=480" in only(group(), figures, timeout=60.0).mend
+    assert "seconds=480" in only(group(), figures, timeout=60.0).fix
 
 
 def test_a_conflict_of_hooks_is_told_with_its_mend() -> None:
     (conflict,) = model.conflicts_of(nn.Embedding(10, 4, sparse=True))
     finding = only(group(), measured(model=ModelFigures(40, 1, conflicts=[conflict])))
-    assert (finding.severity, finding.rule, finding.mend) == (
+    assert (finding.severity, finding.rule, finding.fix) == (
         "error",
         "hook-conflict",
         "create it with sparse=False",
@@ -360,7 +360,7 @@ def test_at_a_thousand_ranks_some_rounds_are_held() -> None:
 
 
 def test_facts_survive_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradsieve.doctor.facts.active", lambda: "compiled")  # loads nothing
+    monkeypatch.setattr("gradsieve.tools.doctor.facts.active", lambda: "compiled")  # loads nothing
     facts = collect(0, "127.0.0.1")
     assert facts_from(0, json.loads(json.dumps(asdict(facts)))) == facts
     assert facts.listens_on is not None

@@ -10,7 +10,7 @@ import pytest
 import reference_pages
 
 from documents import PAGES, ROOT, Block, blocks, commands, links
-from gradsieve.cli import main
+from gradsieve.tools.cli import main
 
 RUN_HERE = {"plan"}
 """Sub-commands that take no time and no network: these are run, all others are parsed."""
@@ -78,7 +78,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_every_error_message_shown_is_in_the_code() -> None:
-    known = "\n".join(_texts(ROOT / "src"))
+    known = "\n".join([*_texts(ROOT / "src"), *_texts(ROOT / "lab" / "src")])
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     before_hints = page.split("## No error, but")[0]
     shown = re.findall(r"^\| `([^`]+)`", before_hints, re.MULTILINE)

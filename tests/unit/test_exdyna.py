@@ -189,7 +189,7 @@ def test_a_threshold_stays_a_normal_float32_whatever_the_count_asks_for(
         seen = replace(
             state, threshold=threshold, demand=float(count), sent=count, tail=count / 2, curve=curve
         )
-        state = scheme.settle([seen])[0]
+        state = scheme.apply([seen])[0]
         threshold = state.threshold
         assert limits.tiny <= threshold <= limits.max
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradsieve.sync.fallback import AGAIN, WARM_UP, Fallback
+from gradsieve.pipeline.fallback import AGAIN, WARM_UP, Fallback
 
 
 def course(fallback: Fallback, sparse: float, dense: float, exchanges: int) -> tuple[Fallback, list[bool]]:

@@ -12,11 +12,11 @@ import pytest
 
 from gradsieve.comm import c10d
 from gradsieve.errors import ConfigError
-from gradsieve.lab.faults.fleet import Ending
-from gradsieve.lab.faults.injector import Injector
-from gradsieve.lab.faults.kinds import KINDS, STOP, Fault
-from gradsieve.lab.faults.trained import PEER_FAILED, Task
-from gradsieve.lab.faults.verdicts import judge, summary
+from gradsieve_lab.faults.fleet import Ending
+from gradsieve_lab.faults.injector import Injector
+from gradsieve_lab.faults.kinds import KINDS, STOP, Fault
+from gradsieve_lab.faults.trained import PEER_FAILED, Task
+from gradsieve_lab.faults.verdicts import judge, summary
 
 TASK = Task("exdyna", 6, deadline=2.0, seed=1, store_port=0, case="case")
 CLEAN = [10, 11, 12, 13]
@@ -99,7 +99,7 @@ def test_a_fault_happens_before_its_op_and_nowhere_else(
     done: list[int] = []
     engine: Any = SimpleNamespace(perform=done.append)
     monkeypatch.setattr(
-        "gradsieve.lab.faults.injector.strike", lambda kind: struck.append((kind, list(done)))
+        "gradsieve_lab.faults.injector.strike", lambda kind: struck.append((kind, list(done)))
     )
     at = [0]
     injector = Injector(engine, lambda: at[0], Fault("abort", 0, step, op), lambda: None)

@@ -13,9 +13,9 @@ from torch import Tensor
 from gradsieve.comm import lockstep
 from gradsieve.comm.meter import Meter
 from gradsieve.comm.ops import AllGather, AllReduce
+from gradsieve.feedback.piggyback import carry
 from gradsieve.feedback.residual import Residual
-from gradsieve.feedback.rider import carry
-from gradsieve.feedback.units import lay_units
+from gradsieve.feedback.units import make_units
 from gradsieve.kernels import is_finite
 from gradsieve.types import Program, Sparse
 
@@ -24,7 +24,7 @@ from gradsieve.types import Program, Sparse
 
 def residual(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Residual:
     named = [(f"p{place}", torch.empty(shape, dtype=dtype)) for place, shape in enumerate(shapes)]
-    (unit,) = lay_units(named, 1 << 30, small=1024)
+    (unit,) = make_units(named, 1 << 30, small=1024)
     return Residual(unit)
 
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsieve.bench.common.fidelity import captured, imbalance, left_behind, unlike_top_k
 from gradsieve.types import Sparse
+from gradsieve_lab.bench.common.fidelity import captured, differs_from_top_k, imbalance, left_behind
 
 TOTAL = torch.tensor([3.0, -4.0, 1.0, 0.0], dtype=torch.float64)
 
@@ -75,5 +75,5 @@ def test_imbalance_is_the_schemes_own_or_that_of_what_was_spent() -> None:
 
 def test_xi_is_0_for_the_top_k_itself_and_else_what_differs_over_what_is_new() -> None:
     total, new = torch.tensor([5.0, -4.0, 1.0, 0.0]), torch.tensor([0.0, 3.0, 4.0, 0.0])
-    assert unlike_top_k(total, torch.tensor([5.0, -4.0, 0.0, 0.0]), 2, new) == 0.0
-    assert unlike_top_k(total, torch.tensor([5.0, 0.0, 3.0, 0.0]), 2, new) == pytest.approx(1.0)
+    assert differs_from_top_k(total, torch.tensor([5.0, -4.0, 0.0, 0.0]), 2, new) == 0.0
+    assert differs_from_top_k(total, torch.tensor([5.0, 0.0, 3.0, 0.0]), 2, new) == pytest.approx(1.0)

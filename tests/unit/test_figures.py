@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from gradsieve.bench.figures.catalogue import FIGURES, Figure
-from gradsieve.bench.figures.data import Row, Training, labels, records
-from gradsieve.bench.figures.draw import gap_against_bits, running_mean
-from gradsieve.cli.main import main, parsed
 from gradsieve.errors import ConfigError
-from gradsieve.records import Header, Line, Record, path_of, text_of
+from gradsieve.observe.records import Header, Line, Record, path_of, text_of
+from gradsieve.tools.cli.main import main, parsed
+from gradsieve_lab.bench.figures.catalogue import FIGURES, Figure
+from gradsieve_lab.bench.figures.data import Row, Training, labels, records
+from gradsieve_lab.bench.figures.draw import gap_against_bits, running_mean
 
 HEADER = Header(
     name="a", scheme="exdyna", exchange="gradients", density=0.1, rank=0, world=2, parameters=9, every=1

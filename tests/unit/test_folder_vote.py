@@ -9,17 +9,20 @@ from typing import Any
 import pytest
 import torch
 
+from gradsieve.checkpoint import directory, sharded_directory
+from gradsieve.checkpoint.fencing import Stamp
 from gradsieve.comm import lockstep
 from gradsieve.errors import DivergenceError, MismatchError
-from gradsieve.integrations import folder, shard_folder
-from gradsieve.integrations.fencing import Stamp
 
 STAMP = Stamp(1, 4)
 
 
-def sync(rank: int, step: int) -> Any:
+def replica(rank: int, step: int) -> Any:
     return SimpleNamespace(
-        engine=SimpleNamespace(rank=rank), pipeline=SimpleNamespace(step=step), device=torch.device("cpu")
+        rank=rank,
+        pipeline=SimpleNamespace(step=step),
+        device=torch.device("cpu"),
+        where=f"rank {rank}, step {step}",
     )
 
 
@@ -34,10 +37,10 @@ def votes(
     ranks = enumerate(zip(steps, stamps or [STAMP] * len(steps), strict=True))
     return lockstep.run(
         [
-            folder._vote(
-                sync(rank, step),
+            directory._vote(
+                replica(rank, step),
                 stamp,
-                folder.Written(10 + rank, bytes([200 + rank] * 32)),
+                directory.Written(10 + rank, bytes([200 + rank] * 32)),
                 None,
                 held_by(rank, models),
             )
@@ -48,8 +51,8 @@ def votes(
 
 def votes_of_hosts(written: list[bool], steps: list[int]) -> None:
     hosts = enumerate(zip(written, steps, strict=True))
-    vote = shard_folder._vote
-    lockstep.run([vote(sync(host, step), STAMP, good, "host 0 could not") for host, (good, step) in hosts])
+    vote = sharded_directory._vote
+    lockstep.run([vote(replica(host, step), STAMP, good, "host 0 could not") for host, (good, step) in hosts])
 
 
 def test_a_word_of_an_earlier_save_is_refused_and_its_rank_named() -> None:

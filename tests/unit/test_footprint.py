@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gradsieve.bench import footprint
-from gradsieve.cli.main import main
 from gradsieve.errors import ConfigError
+from gradsieve.tools.cli.main import main
+from gradsieve_lab.bench import footprint
 
 PARAMS = 4 * 2048**2
 """64 MB: large beside what two processes differ in anyway."""

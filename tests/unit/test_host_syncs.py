@@ -93,7 +93,7 @@ def steps(name: str, watch: Watch, count: int, **settings: Any) -> list[list[str
         for place in reversed(others[1:]):
             del watch.seen[place]
         seen.append(watch.seen[before:])
-        states = [scheme.settle([state])[0] for state in mine]
+        states = [scheme.apply([state])[0] for state in mine]
     return seen
 
 

@@ -21,8 +21,8 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from gradsieve import torch_names
-from gradsieve.comm import inquest, sockets
-from gradsieve.comm.inquest import Progress, Verdict, Watch
+from gradsieve.comm import diagnosis, sockets
+from gradsieve.comm.diagnosis import Monitor, Progress, Verdict
 from gradsieve.comm.waits import Call, Keys
 
 WINDOW = 0.4
@@ -34,26 +34,26 @@ class Ring:
     def __init__(self, world: int, alive: dict[int, Progress], store: Any = None) -> None:
         self.store = store or HashStore()
         self.failed: list[int] = []
-        self.watches = {rank: self._watch(rank, world, progress) for rank, progress in alive.items()}
+        self.watches = {rank: self._monitor(rank, world, progress) for rank, progress in alive.items()}
 
-    def _watch(self, rank: int, world: int, progress: Progress) -> Watch:
-        return Watch(self.store, "here", rank, world, lambda: progress, lambda: self.failed.append(rank))
+    def _monitor(self, rank: int, world: int, progress: Progress) -> Monitor:
+        return Monitor(self.store, "here", rank, world, lambda: progress, lambda: self.failed.append(rank))
 
     def ask(self, *ranks: int) -> list[Verdict]:
         with ThreadPoolExecutor(len(ranks)) as threads:
             return list(threads.map(lambda rank: self.watches[rank].ask(WINDOW), ranks))
 
     def verdicts(self) -> set[Verdict | None]:
-        return {watch.verdict for watch in self.watches.values()}
+        return {monitor.verdict for monitor in self.watches.values()}
 
     def close(self) -> None:
-        for watch in self.watches.values():
-            watch.close()
+        for monitor in self.watches.values():
+            monitor.close()
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(inquest, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(diagnosis, "POLL_SECONDS", 0.05)
     yield
     assert [thread for thread in threading.enumerate() if thread.name == "gradsieve-watch"] == []
 
@@ -128,7 +128,7 @@ def test_who_gives_up_and_closes_at_once_is_not_taken_for_one_who_left() -> None
     ring.close()
 
 
-class Slow(Watch):
+class Slow(Monitor):
     """Takes a moment to note its verdict, in which another thread can come to one."""
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -139,16 +139,16 @@ class Slow(Watch):
 
 def test_two_threads_come_to_one_verdict() -> None:
     failed: list[int] = []
-    watch = Slow(HashStore(), "here", 0, 2, waiting, lambda: failed.append(0))
+    monitor = Slow(HashStore(), "here", 0, 2, waiting, lambda: failed.append(0))
     both = [Verdict("silent", (1,)), Verdict("store", (0,))]
     with ThreadPoolExecutor(2) as threads:
-        list(threads.map(lambda verdict: watch._judge_by(verdict, tell=False), both))
+        list(threads.map(lambda verdict: monitor._evaluate_by(verdict, tell=False), both))
     assert failed == [0], "the second verdict changes nothing, and connections are ended once"
-    watch.close()
+    monitor.close()
 
 
 def test_a_coroner_who_dies_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inquest, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(diagnosis, "PATIENCE_SECONDS", 0.5)
     ring = Ring(3, {0: waiting(), 2: waiting()})
     ring.store.add("here/coroners", 1)
     assert ring.ask(0, 2) == [Verdict("silent", (1,))] * 2
@@ -202,7 +202,7 @@ def test_a_store_that_is_gone_is_named_at_once_and_harms_nobody_before() -> None
 
 def test_who_has_the_store_tells_that_it_leaves() -> None:
     store = HashStore()
-    host = Watch(store, "here", 0, 2, waiting, lambda: None, hosts_store=True)
+    host = Monitor(store, "here", 0, 2, waiting, lambda: None, hosts_store=True)
     ring = Ring(2, {1: waiting()}, store)
     ring.watches[1].learn_host()
     host.close()
@@ -284,7 +284,7 @@ def test_a_watch_that_nobody_needs_asks_once_a_look() -> None:
     asked = store.requests
     ring.close()
     assert 5 <= asked <= 10
-    assert timedelta(seconds=0.5) / timedelta(seconds=inquest.POLL_SECONDS) == 10
+    assert timedelta(seconds=0.5) / timedelta(seconds=diagnosis.POLL_SECONDS) == 10
 
 
 # -- calls that wait --------------------------------------------------------------------------------------
@@ -308,17 +308,17 @@ def test_news_are_heard_once_also_where_two_tell_at_once() -> None:
     assert reader.hear(), "although two has not heard what one told"
 
 
-def pair(progress: Progress) -> tuple[list[int], list[int], list[Watch]]:
+def pair(progress: Progress) -> tuple[list[int], list[int], list[Monitor]]:
     """How many programs each of two ranks has begun, for tests to change; who failed; their watches."""
     store, begun, failed = HashStore(), [4, 4], []
 
-    def watch(rank: int) -> Watch:
+    def monitor(rank: int) -> Monitor:
         def now() -> Progress:
             return replace(progress, begun=begun[rank])
 
-        return Watch(store, "here", rank, 2, now, lambda: failed.append(rank))
+        return Monitor(store, "here", rank, 2, now, lambda: failed.append(rank))
 
-    return begun, failed, [watch(rank) for rank in range(2)]
+    return begun, failed, [monitor(rank) for rank in range(2)]
 
 
 def test_who_passed_a_call_by_is_found_out_also_when_it_does_so_later() -> None:
@@ -328,11 +328,11 @@ def test_who_passed_a_call_by_is_found_out_also_when_it_does_so_later() -> None:
     assert failed == []
     begun[1] = 5
     until(lambda: len(failed) == 2)
-    for watch in watches:
-        assert watch.verdict is not None
-        assert (watch.verdict.kind, watch.verdict.ranks) == ("alone", (0,))
-        assert "verify() after step 5 while rank 1 went on training" in watch.verdict.words(1)
-        watch.close()
+    for monitor in watches:
+        assert monitor.verdict is not None
+        assert (monitor.verdict.kind, monitor.verdict.ranks) == ("alone", (0,))
+        assert "verify() after step 5 while rank 1 went on training" in monitor.verdict.words(1)
+        monitor.close()
 
 
 def test_those_that_assembled_may_go_on_at_unlike_times() -> None:
@@ -346,8 +346,8 @@ def test_those_that_assembled_may_go_on_at_unlike_times() -> None:
     until(watches[0].waits.has_met)
     time.sleep(0.3)
     assert failed == []
-    for watch in watches:
-        watch.close()
+    for monitor in watches:
+        monitor.close()
 
 
 # -- a store behind a network -----------------------------------------------------------------------------
@@ -358,8 +358,8 @@ def served(port: int = 0) -> TCPStore:
 
 
 def secretly(ring: Ring, server: TCPStore) -> Ring:
-    for watch in ring.watches.values():
-        watch.move_to(partial(torch_names.connected_to, server), "a secret")
+    for monitor in ring.watches.values():
+        monitor.move_to(partial(torch_names.connected_to, server), "a secret")
     return ring
 
 
@@ -387,7 +387,7 @@ def test_one_that_cannot_connect_again_blames_the_store() -> None:
     server = served()
     ring = Ring(3, {0: waiting(), 2: waiting()}, torch_names.connected_to(server, 5.0))
     reset_connections(server.port)
-    until(lambda: all(watch.without_store for watch in ring.watches.values()))
+    until(lambda: all(monitor.without_store for monitor in ring.watches.values()))
     assert {verdict.kind for verdict in ring.ask(0, 2)} == {"store"}
     ring.close()
 
@@ -431,7 +431,7 @@ def test_a_stranger_who_knows_all_but_the_secret_ends_nothing() -> None:
     ring = secretly(Ring(2, {0: waiting(), 1: waiting()}, server), server)
     stranger = torch_names.connected_to(server, 5.0)
     poke(stranger, "here")
-    time.sleep(4 * inquest.POLL_SECONDS)
+    time.sleep(4 * diagnosis.POLL_SECONDS)
     assert ring.verdicts() == {None}
     poke(stranger, "a secret")  # twin: one who knows it
     until(lambda: ring.verdicts() == {Verdict("gave up", (1,), "forged")})

@@ -164,9 +164,9 @@ def test_waiting_above_finds_what_the_reference_finds(
 @given(vectors=several(3), preview=st.sampled_from([0.0, 0.3, 1.0]))
 def test_fold_leaves_what_the_reference_leaves(form: str, vectors: list[Tensor], preview: float) -> None:
     shared, own, mark = (x.clone() for x in vectors)
-    reference.fold(*vectors, preview)
+    reference.rebase(*vectors, preview)
     with kernels.using(form):
-        kernels.fold(shared, own, mark, preview)
+        kernels.rebase(shared, own, mark, preview)
     assert all(map(alike, (shared, own, mark), vectors))
 
 
@@ -176,9 +176,9 @@ def test_settle_leaves_what_the_reference_leaves(
     form: str, vectors: list[Tensor], preview: float | None, world: int
 ) -> None:
     given_ = [x.clone() for x in vectors]
-    reference.settle(*vectors, world, preview)
+    reference.apply(*vectors, world, preview)
     with kernels.using(form):
-        kernels.settle(*given_, world, preview)
+        kernels.apply(*given_, world, preview)
     assert all(map(alike, given_, vectors))
 
 
@@ -186,10 +186,10 @@ def test_settle_leaves_what_the_reference_leaves(
 def test_settling_and_folding_at_once_is_one_after_the_other() -> None:
     vectors = [torch.randn(CHUNK + 5) for _ in range(5)]
     both, each = ([x.clone() for x in vectors] for _ in range(2))
-    kernels.settle(*both, 4, 0.3)
-    kernels.settle(*each, 4, None)
+    kernels.apply(*both, 4, 0.3)
+    kernels.apply(*each, 4, None)
     assert same_bits(each[1], vectors[1]), "without a preview the parameters are only read"
-    kernels.fold(*each[:3], 0.3)
+    kernels.rebase(*each[:3], 0.3)
     assert same_bits(both, each)
 
 
@@ -206,7 +206,7 @@ def test_after_a_fold_as_much_waits_as_before(dtype: torch.dtype, preview: float
     own[3], own[CHUNK + 1] = torch.inf, torch.nan
     before, after = torch.empty_like(shared), torch.empty_like(shared)
     kernels.waiting(mark, own, before)
-    kernels.fold(shared, own, mark, preview)
+    kernels.rebase(shared, own, mark, preview)
     kernels.waiting(mark, own, after)
     assert torch.allclose(before, after, rtol=1e-6, atol=1e-6)
     assert torch.equal(own, (shared - preview * before).to(dtype))
@@ -230,8 +230,8 @@ def test_every_kernel_takes_other_dtypes(dtype: torch.dtype, wide: torch.dtype) 
     mine = kernels.waiting_above(mark, narrow, 2.5)
     assert same_bits(mine, reference.waiting_above(mark, narrow, 2.5))
     own, left = narrow.clone(), mark.clone()
-    kernels.fold(shared, own, left, 0.3)
-    reference.fold(shared, narrow, mark, 0.3)
+    kernels.rebase(shared, own, left, 0.3)
+    reference.rebase(shared, narrow, mark, 0.3)
     assert same_bits((own, left), (narrow, mark))
 
 
@@ -242,7 +242,7 @@ def test_parameters_that_require_gradients_are_taken() -> None:
     kernels.waiting(mark, own, out)
     assert out.tolist() == [-1.0, 2.0, -3.0]
     assert kernels.waiting_above(mark, own, 2.0)[0].tolist() == [1, 2]
-    kernels.fold(shared, own, mark, 0.5)
+    kernels.rebase(shared, own, mark, 0.5)
     assert own.tolist() == [0.5, -1.0, 1.5]
 
 
@@ -329,7 +329,7 @@ def test_whoever_owns_a_vector_may_resize_it_afterwards() -> None:
     with kernels.using("compiled"):
         kernels.accumulate(vectors[0], vectors[1], 1.0, vectors[2])
         kernels.waiting(*vectors[:3])
-        kernels.fold(*vectors[:3], 1.0)
+        kernels.rebase(*vectors[:3], 1.0)
         kernels.waiting_above(*vectors[:2], 1.0)
         kernels.above(vectors[0], 1.0)
     for x in vectors:
@@ -381,14 +381,14 @@ def test_numba_is_not_imported_before_the_first_call() -> None:
 @pytest.fixture
 def one_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A cache of its own, and only one kernel to compile."""
-    monkeypatch.setattr(compiled, "_KERNELS", {"fold": compiled._KERNELS["fold"]})
+    monkeypatch.setattr(compiled, "_KERNELS", {"rebase": compiled._KERNELS["rebase"]})
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     return tmp_path
 
 
 def folds(form: choice.Kernels) -> bool:
     shared, own, mark = torch.ones(3), torch.zeros(3), torch.ones(3)
-    form.fold(shared, own, mark, 0.25)
+    form.rebase(shared, own, mark, 0.25)
     return own.tolist() == [0.75] * 3 and mark.tolist() == [1.75] * 3
 
 
@@ -441,8 +441,8 @@ def test_every_compiled_kernel_lets_other_threads_run() -> None:
     form = choice.on_cpu()
     assert seen_while_running(lambda: form.accumulate(a, b, 1.0, c))
     assert seen_while_running(lambda: form.waiting(a, b, c))
-    assert seen_while_running(lambda: form.settle(a, b, c, d, e, 4, 0.5))
-    assert seen_while_running(lambda: form.fold(a, b, c, 1.0))
+    assert seen_while_running(lambda: form.apply(a, b, c, d, e, 4, 0.5))
+    assert seen_while_running(lambda: form.rebase(a, b, c, 1.0))
     assert seen_while_running(lambda: form.is_finite(a))
     assert seen_while_running(lambda: form.above(a, 1.0))
     assert seen_while_running(lambda: form.waiting_above(a, b, 1.0))

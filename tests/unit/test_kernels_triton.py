@@ -21,7 +21,7 @@ before = os.environ.get(INTERPRET)
 os.environ[INTERPRET] = "1"  # read where a kernel is defined, Triton's own included
 pytest.importorskip("triton", reason="Triton is not installed: pip install --no-deps triton")
 from gradsieve.kernels import fast, low_bit, reference, triton_kernels, triton_low_bit  # noqa: E402
-from gradsieve.kernels.blocks import Blocks, lay  # noqa: E402
+from gradsieve.kernels.blocks import Blocks, block_layout  # noqa: E402
 from gradsieve.testing.laws import same_bits  # noqa: E402
 from unit.test_blocks import patterned  # noqa: E402
 
@@ -139,7 +139,7 @@ def test_low_bits_are_torchs(bits: int, values: Tensor) -> None:
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_low_bits_of_many_lengths_are_torchs_whatever_is_zero(bits: int) -> None:
     sizes = (*range(1, 34), 63, 64, 65, 127, 128, 129, 254, 255, 256)
-    values, blocks = patterned(sum(sizes), bits), lay(sizes).between(0, sum(sizes))
+    values, blocks = patterned(sum(sizes), bits), block_layout(sizes).between(0, sum(sizes))
     data = low_bit.encode_low(bits, values, blocks)
     assert same_bits(triton_low_bit.encode_low(bits, values, blocks), data)
     noise = torch.randint(0, 256, data.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from gradsieve.cli import main
-from gradsieve.errors import ConfigError, LabError
-from gradsieve.lab import Lab, available, names, network, ranks, signals, tools
-from gradsieve.lab.relay import Relay
-from gradsieve.lab.topology import star
-from gradsieve.lab.units import parse_delay, parse_rate
+from gradsieve.errors import ConfigError
+from gradsieve.tools.cli import main
+from gradsieve_lab.emulation import Lab, available, names, network, ranks, signals, tools
+from gradsieve_lab.emulation.relay import Relay
+from gradsieve_lab.emulation.topology import star
+from gradsieve_lab.emulation.units import parse_delay, parse_rate
+from gradsieve_lab.errors import LabError
 
 ADDRESS_OFFSET = 26  # destination address: virtio header (10 bytes) + 16 bytes into the IPv4 header
 

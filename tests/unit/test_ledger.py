@@ -12,7 +12,7 @@ from torch import Tensor
 from gradsieve.comm import lockstep
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op
 from gradsieve.errors import Malformed
-from gradsieve.sync.ledger import WORDS, Ledger, message_hash
+from gradsieve.pipeline.checksum import WORDS, Checksum, message_hash
 from gradsieve.types import Program, by_way_of
 
 WORLD = 3
@@ -53,14 +53,14 @@ def damaged(program: Program[Tensor], op_number: int) -> Program[Tensor]:
 
 
 def sums(damage: tuple[int, int] | None, steps: int = 1) -> list[Tensor]:
-    ledgers = [Ledger(rank, WORLD) for rank in range(WORLD)]
+    ledgers = [Checksum(rank, WORLD) for rank in range(WORLD)]
     for _ in range(steps):
-        programs = [ledger.watched(exchange(rank), torch.float32) for rank, ledger in enumerate(ledgers)]
+        programs = [checksum.watched(exchange(rank), torch.float32) for rank, checksum in enumerate(ledgers)]
         if damage is not None:
             programs[damage[0]] = damaged(programs[damage[0]], damage[1])
         heard = lockstep.run(programs)
-    for ledger, each in zip(ledgers, heard, strict=True):
-        ledger.check(each[-WORDS:].tolist(), 7)
+    for checksum, each in zip(ledgers, heard, strict=True):
+        checksum.check(each[-WORDS:].tolist(), 7)
     return heard
 
 
@@ -83,9 +83,9 @@ def test_messages_behind_the_words_are_told_of_in_the_next_exchange() -> None:
         yield AllGather(torch.ones(5) * rank)
         return heard
 
-    ledgers = [Ledger(rank, WORLD) for rank in range(WORLD)]
+    ledgers = [Checksum(rank, WORLD) for rank in range(WORLD)]
     for is_seen in (False, True):
-        programs = [ledger.watched(late(rank), torch.float32) for rank, ledger in enumerate(ledgers)]
+        programs = [checksum.watched(late(rank), torch.float32) for rank, checksum in enumerate(ledgers)]
         programs[1] = damaged(programs[1], 1)
         heard = lockstep.run(programs)
         if is_seen:

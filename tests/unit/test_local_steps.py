@@ -9,9 +9,9 @@ from torch import Tensor
 
 from gradsieve.errors import GradsieveError
 from gradsieve.feedback.local_steps import WINDOWS, LocalSteps
-from gradsieve.feedback.units import lay_units
+from gradsieve.feedback.units import make_units
+from gradsieve.pipeline import StepPipeline
 from gradsieve.schemes import make
-from gradsieve.sync import StepPipeline
 from gradsieve.types import Outcome, Sparse
 
 N = 2048
@@ -22,7 +22,7 @@ CLOSE = {"rtol": 0.0, "atol": 2.0**-20}
 def local_steps(dtype: torch.dtype = torch.float32) -> tuple[LocalSteps, dict[str, Tensor]]:
     source = torch.Generator().manual_seed(0)
     parameters = {name: torch.randn(N // 2, generator=source).to(dtype) for name in ("p", "q")}
-    (unit,) = lay_units([(name, part.view(2, -1)) for name, part in parameters.items()], 1 << 30, small=1)
+    (unit,) = make_units([(name, part.view(2, -1)) for name, part in parameters.items()], 1 << 30, small=1)
     return LocalSteps(unit, parameters), parameters
 
 
@@ -30,11 +30,11 @@ def whole(local: LocalSteps, parameters: dict[str, Tensor]) -> Tensor:
     return local.waiting(parameters).between(0, N)
 
 
-def fold(local: LocalSteps, parameters: dict[str, Tensor], preview: float, window: int) -> None:
+def rebase(local: LocalSteps, parameters: dict[str, Tensor], preview: float, window: int) -> None:
     """After an exchange in which nothing was sent."""
     none = Sparse.full(torch.empty(0))
-    local.settle(nothing(), nothing(), Outcome(none, none, None), parameters, 4, window)
-    local.fold(parameters, preview)
+    local.apply(nothing(), nothing(), Outcome(none, none, None), parameters, 4, window)
+    local.rebase(parameters, preview)
 
 
 def nothing() -> Sparse:
@@ -48,7 +48,7 @@ def test_a_step_is_counted_once_however_often_it_is_looked_at_or_folded(preview:
         part -= 0.25
     for window in (*range(WINDOWS), 0):
         torch.testing.assert_close(whole(local, parameters), torch.full((N,), 0.25), **CLOSE)
-        fold(local, parameters, preview, window)
+        rebase(local, parameters, preview, window)
     torch.testing.assert_close(whole(local, parameters), torch.full((N,), 0.25))
     own = torch.cat([*reversed(parameters.values())])  # units go backward
     torch.testing.assert_close(local.shared - own, torch.full((N,), 0.25 * preview), **CLOSE)
@@ -60,7 +60,7 @@ def test_a_rank_that_does_not_move_moves_nothing(dtype: torch.dtype) -> None:
     parameters["p"] -= 0.125
     before = whole(local, parameters)
     for step in range(3 * WINDOWS):
-        fold(local, parameters, 0.3, step % WINDOWS)
+        rebase(local, parameters, 0.3, step % WINDOWS)
     torch.testing.assert_close(whole(local, parameters), before, **CLOSE)
 
 
@@ -68,7 +68,7 @@ def test_a_rank_that_does_not_move_moves_nothing(dtype: torch.dtype) -> None:
 def test_what_a_narrow_parameter_rounds_away_is_kept_in_the_shared_model(small: int) -> None:
     """A hundred means of a sixteenth of a unit in the last place: none of them shows, all of them count."""
     parameter = torch.ones(4, 4).bfloat16()
-    (unit,) = lay_units([("p", parameter)], 1 << 30, small=small)
+    (unit,) = make_units([("p", parameter)], 1 << 30, small=small)
     parameters = {"p": parameter.view(-1)}
     local = LocalSteps(unit, parameters)
     tiny = torch.full((16,), 2.0**-11)
@@ -77,12 +77,12 @@ def test_what_a_narrow_parameter_rounds_away_is_kept_in_the_shared_model(small: 
         assert not waits.any()
         none, mine = Sparse.full(torch.empty(0)), torch.zeros(16)
         if small > 1:
-            local.settle(
+            local.apply(
                 nothing(), nothing(), Outcome(Sparse.full(tiny), Sparse.full(mine), None), parameters, 1, 0
             )
         else:
-            local.settle(Sparse.full(tiny), Sparse.full(mine), Outcome(none, none, None), parameters, 1, 0)
-        local.fold(parameters, 1.0)
+            local.apply(Sparse.full(tiny), Sparse.full(mine), Outcome(none, none, None), parameters, 1, 0)
+        local.rebase(parameters, 1.0)
     assert bool(parameter.lt(1).all())
     shared = local.shared_dense if small > 1 else local.shared
     assert torch.equal(shared, torch.full((16,), 1 - 100 * 2.0**-11))
@@ -91,14 +91,14 @@ def test_what_a_narrow_parameter_rounds_away_is_kept_in_the_shared_model(small: 
 def test_what_is_sent_is_gone_and_the_rest_waits() -> None:
     local, parameters = local_steps()
     parameters["q"] -= 0.5
-    fold(local, parameters, 0.5, 0)
+    rebase(local, parameters, 0.5, 0)
     places = torch.tensor([0, 5, 1023, 1024, 2047])
     before, shared = whole(local, parameters), local.shared.clone()
     spent = Sparse(places, before[places] / 2, N)
     update = Sparse(places, torch.ones(5), N)
     none = Sparse.full(torch.empty(0))
-    local.settle(update, spent, Outcome(none, none, None), parameters, 4, 3)
-    local.fold(parameters, 0.25)
+    local.apply(update, spent, Outcome(none, none, None), parameters, 4, 3)
+    local.rebase(parameters, 0.25)
     expected = before.clone()
     expected[places] /= 2
     torch.testing.assert_close(whole(local, parameters), expected, **CLOSE)
@@ -110,7 +110,7 @@ def test_parts_of_what_waits_are_parts_of_the_whole() -> None:
     local, parameters = local_steps()
     for number, part in enumerate(parameters.values()):
         part -= torch.randn(N // 2, generator=torch.Generator().manual_seed(number))
-    fold(local, parameters, 0.5, 1)
+    rebase(local, parameters, 0.5, 1)
     waiting, all_of_it = local.waiting(parameters), whole(local, parameters)
     assert torch.equal(waiting.between(1000, 1500), all_of_it[1000:1500])
     places = np.array([3, 1023, 1024, 2000])

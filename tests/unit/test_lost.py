@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradsieve.bench import lost
-from gradsieve.bench.common.recordings import Recording
 from gradsieve.schemes import SCHEMES
 from gradsieve.schemes.spec import parse
+from gradsieve_lab.bench import lost
+from gradsieve_lab.bench.common.recordings import Recording
 
 N, WORLD, STEPS = 600, 8, 6
 
@@ -23,7 +23,7 @@ def recording() -> Recording:
     return Recording([N], torch.randn(STEPS, WORLD, N, generator=source) * sizes, [])
 
 
-@pytest.mark.parametrize("name", [name for name, kind in SCHEMES.items() if not kind.silent])
+@pytest.mark.parametrize("name", [name for name, kind in SCHEMES.items() if not kind.no_comm])
 def test_no_scheme_loses_anything(name: str, recording: Recording) -> None:
     figures = lost.measure(parse(name, 0.05), lost.on_a_grid(recording))
     assert figures["lost"] == 0.0

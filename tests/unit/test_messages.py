@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradsieve.comm import bruck, lockstep
-from gradsieve.comm.messages import Call, Collectives, Price, Round, call_of, rounds_of
 from gradsieve.comm.meter import Meter
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op
-from gradsieve.comm.simulated import _sampled
+from gradsieve_lab.simulate.messages import Call, Collectives, Price, Round, call_of, rounds_of
+from gradsieve_lab.simulate.network import _sampled
 
 FREE = Price(message=1e-5, byte=1e-10)
 WORLDS = [2, 3, 4, 7, 8, 16, 33]

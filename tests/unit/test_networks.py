@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsieve.cli.main import main
 from gradsieve.errors import ConfigError
-from gradsieve.lab import network, quotas
-from gradsieve.lab.topology import Host, Link, Topology, read, star
+from gradsieve.tools.cli.main import main
+from gradsieve_lab.emulation import network, quotas
+from gradsieve_lab.emulation.topology import Host, Link, Topology, read, star
 
 SAMPLES = Path(__file__).parents[2] / "examples" / "networks"
 

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradsieve.bench.traffic import Case, Fleet, Gradients, Step
 from gradsieve.comm import lockstep
 from gradsieve.comm.meter import Meter
 from gradsieve.comm.ops import AllReduce
@@ -24,6 +23,7 @@ from gradsieve.testing import VirtualRanks
 from gradsieve.testing.gradients import Source
 from gradsieve.types import Ctx, Outcome
 from gradsieve.wire.check import lists_increasing
+from gradsieve_lab.bench.traffic import Case, Fleet, Gradients, Step
 
 N, DENSITY, K = 20_000, 0.05, 1_000
 
@@ -266,7 +266,7 @@ def regions(lists: list[list[int]], n: int) -> list[int]:
     """The cuts that ranks with these selected indices agree on."""
     world = len(lists)
     wanted = [oktopk._quantiles(torch.tensor(each, dtype=torch.long), n, world) for each in lists]
-    programs = [oktopk_parts.lay_regions(each, n) for each in wanted]
+    programs = [oktopk_parts.make_regions(each, n) for each in wanted]
     found = lockstep.run(programs)
     assert all(torch.equal(each, found[0]) for each in found)
     return found[0].tolist()
@@ -295,7 +295,7 @@ def test_regions_are_the_mean_of_what_the_ranks_would_like() -> None:
 
 @pytest.mark.parametrize("lie", [-(2**62), 2**62, -1])
 def test_a_lie_about_cuts_leaves_regions_in_order(lie: int) -> None:
-    program = oktopk_parts.lay_regions(torch.tensor([25, 50, 75]), 100)
+    program = oktopk_parts.make_regions(torch.tensor([25, 50, 75]), 100)
     op = program.send(None)
     assert isinstance(op, AllReduce)
     with pytest.raises(StopIteration) as end:

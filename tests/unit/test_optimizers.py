@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradsieve.consensus.optimizers import uncovered
 from gradsieve.errors import ConfigError
-from gradsieve.integrations.optimizers import Optimizers, as_list, uncovered
-from gradsieve.integrations.wrappers import model_in
+from gradsieve.sync.optimizer_hooks import OptimizerHooks, as_list
+from gradsieve.sync.unwrap import model_in
 
 
 class Notes:
@@ -42,7 +43,7 @@ def test_every_optimizer_of_these_parameters_is_heard_and_no_other(
     parameters: dict[str, nn.Parameter],
 ) -> None:
     notes = Notes()
-    watch = Optimizers(parameters, notes)
+    watch = OptimizerHooks(parameters, notes)
     with_gradient(parameters)
     torch.optim.SGD([parameters["b"]], lr=0.1).step()
     torch.optim.Adam(parameters.values(), lr=0.1).step()
@@ -56,7 +57,7 @@ def test_every_optimizer_of_these_parameters_is_heard_and_no_other(
 
 def test_a_group_added_later_counts(parameters: dict[str, nn.Parameter]) -> None:
     notes = Notes()
-    watch = Optimizers(parameters, notes)
+    watch = OptimizerHooks(parameters, notes)
     optimizer = torch.optim.SGD([parameters["a"]], lr=0.1)
     optimizer.step()
     optimizer.add_param_group({"params": [parameters["b"]]})
@@ -70,7 +71,7 @@ def test_a_closure_comes_first_and_its_result_comes_back(
     parameters: dict[str, nn.Parameter], by_name: bool
 ) -> None:
     notes = Notes()
-    watch = Optimizers(parameters, notes)
+    watch = OptimizerHooks(parameters, notes)
 
     def closure() -> Tensor:
         notes.heard.append(("closure", []))
@@ -91,7 +92,7 @@ def test_a_closure_that_is_evaluated_twice_is_refused(parameters: dict[str, nn.P
             closure()
             return super().step(closure)
 
-    watch = Optimizers(parameters, notes := Notes())
+    watch = OptimizerHooks(parameters, notes := Notes())
     with pytest.raises(ConfigError, match="evaluates its closure several times a step"):
         Twice(parameters.values(), lr=0.1).step(lambda: torch.zeros(()))
     watch.close()
@@ -100,7 +101,7 @@ def test_a_closure_that_is_evaluated_twice_is_refused(parameters: dict[str, nn.P
 
 def test_a_listener_that_is_gone_is_not_kept_alive(parameters: dict[str, nn.Parameter]) -> None:
     notes = Notes()
-    watch = Optimizers(parameters, notes)
+    watch = OptimizerHooks(parameters, notes)
     del notes
     gc.collect()
     assert watch.listener() is None

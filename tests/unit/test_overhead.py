@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsieve.bench import overhead
-from gradsieve.bench.common.clock import Clock
-from gradsieve.bench.overhead import Case, Rank, bare, cases, kernels, measure, step
-from gradsieve.cli.main import main
 from gradsieve.comm.ops import AllReduce
 from gradsieve.errors import ConfigError
+from gradsieve.tools.cli.main import main
 from gradsieve.types import Program
+from gradsieve_lab.bench import overhead
+from gradsieve_lab.bench.common.clock import Clock
+from gradsieve_lab.bench.overhead import Case, Rank, bare, cases, kernels, measure, step
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from gradsieve.bench.accuracy import measure as accuracy
-from gradsieve.bench.accuracy.measure import Case
-from gradsieve.bench.common import virtual
-from gradsieve.bench.tasks import training as tasks
+from gradsieve_lab.bench.accuracy import measure as accuracy
+from gradsieve_lab.bench.accuracy.measure import Case
+from gradsieve_lab.bench.common import virtual
+from gradsieve_lab.bench.tasks import training as tasks
 
 RATES = (0.5, 1.0, 2.0)
 

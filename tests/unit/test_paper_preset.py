@@ -10,12 +10,12 @@ import torch
 import gradsieve
 from gradsieve.comm.ops import AllToAll
 from gradsieve.errors import ConfigError
-from gradsieve.feedback.treatment import Treatment
-from gradsieve.presets import PUBLISHED, as_published, choose, choose_scheme
+from gradsieve.pipeline import GradientPipeline
+from gradsieve.pipeline.presets import PUBLISHED, as_published, choose, choose_scheme
+from gradsieve.pipeline.treatment import Treatment
 from gradsieve.schemes import SCHEMES, make
-from gradsieve.schemes.deft_paper import divided
 from gradsieve.schemes.oktopk_parts import Sums
-from gradsieve.sync import GradientPipeline
+from gradsieve.schemes.papers.deft import divided
 from gradsieve.types import Ctx
 
 FIVE = ["exdyna", "micro", "deft", "oktopk", "spardl"]

@@ -16,8 +16,8 @@ from gradsieve.comm import lockstep
 from gradsieve.comm.ops import Op
 from gradsieve.errors import ConfigError
 from gradsieve.feedback.checkpoint import fields_to_tensors
+from gradsieve.pipeline import GradientPipeline
 from gradsieve.schemes import make
-from gradsieve.sync import GradientPipeline
 from multiproc.models import UNIT
 from multiproc.training import (
     Plan,
@@ -146,9 +146,9 @@ def test_a_sum_over_ranks_that_overflows_is_a_bad_step_for_all(scheme: str, plac
     virtual = Virtual(plan, 2)
     before = states_of(virtual)
     gradients = gradients_of(plan, 0, 2)
-    in_turn = virtual.pipelines[0].scheme.in_turn  # the first stretch ends with the vector beside it
+    round_robin = virtual.pipelines[0].scheme.round_robin  # the first stretch ends with the vector beside it
     for own in gradients:
-        for each in (place, place + 1) if in_turn else (place,):
+        for each in (place, place + 1) if round_robin else (place,):
             own[each].fill_(3e38)
     virtual.step(gradients)
     assert [pipeline.skipped for pipeline in virtual.pipelines] == [1, 1]

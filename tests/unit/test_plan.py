@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 import gradsieve
-from gradsieve.cli.main import main
 from gradsieve.comm.links import Links
-from gradsieve.costs import Costs, Host, dense_seconds, seconds_a_bit, with_rings
-from gradsieve.plan import choose
-from gradsieve.plan.choose import Plan, make_plan, recommendation
-from gradsieve.plan.options import Model, dense, every_option
-from gradsieve.plan.predict import predict
-from gradsieve.plan.quality import of_bits
-from gradsieve.profiles import ModelProfile, Profile, write_profile
-from gradsieve.sync.budget import Adaptive
+from gradsieve.pipeline.budget import Adaptive
+from gradsieve.pipeline.costs import Costs, Host, dense_seconds, seconds_a_bit, with_rings
+from gradsieve.tools.cli.main import main
+from gradsieve.tools.plan import choose
+from gradsieve.tools.plan.choose import Plan, make_plan, recommendation
+from gradsieve.tools.plan.options import Model, dense, every_option
+from gradsieve.tools.plan.predict import costs_of, predict
+from gradsieve.tools.plan.quality import of_bits
+from gradsieve.tools.profiles import ModelProfile, Profile, write_profile
 
 LAPTOP = Host(memory=10e9, selection=500e6, message=20e-6)
 DEVICE = Host(memory=900e9, selection=100e9, message=20e-6)
@@ -159,10 +159,10 @@ def test_training_asks_the_same_model() -> None:
 
 def test_a_pair_that_is_clearly_slower_counts_and_noise_does_not() -> None:
     profile = Profile(8, 8, 1e-4, 1e9, 2e-5, 1.2e-4, 0.9e9, memory=10e9, selection=500e6)
-    assert Costs.of(profile).links.word == 32 / 1e9
+    assert costs_of(profile).links.word == 32 / 1e9
     slow = replace(profile, slowest_bandwidth=1e8, slowest_latency=1e-2)
-    assert Costs.of(slow).links.word == 32 / 1e8
-    assert Costs.of(slow).links.latency == 1e-2
+    assert costs_of(slow).links.word == 32 / 1e8
+    assert costs_of(slow).links.latency == 1e-2
 
 
 def test_where_pairs_are_unlike_torchs_sums_go_as_their_ring_does() -> None:
@@ -171,9 +171,9 @@ def test_where_pairs_are_unlike_torchs_sums_go_as_their_ring_does() -> None:
     sites = replace(alike, slowest_bandwidth=5e7, slowest_latency=4e-2)
     n = 1_000_000
     whole = dense(Model(n, 0.1, 0.2))
-    assert Costs.of(alike).rings is None
-    assert whole.price(Costs.of(sites)).link == pytest.approx(0.2 + 1.5 * 32 * n / 1e8, rel=1e-3)
-    unmeasured = whole.price(Costs.of(replace(sites, ring=None))).link
+    assert costs_of(alike).rings is None
+    assert whole.price(costs_of(sites)).link == pytest.approx(0.2 + 1.5 * 32 * n / 1e8, rel=1e-3)
+    unmeasured = whole.price(costs_of(replace(sites, ring=None))).link
     assert unmeasured == pytest.approx(6 * 4e-2 + 1.5 * 32 * n / 5e7, rel=1e-3)
 
 

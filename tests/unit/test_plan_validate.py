@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from gradsieve.errors import ConfigError, GradsieveError
-from gradsieve.plan.validation import measure as validate
-from gradsieve.plan.validation.measure import Case, Place, compare, places, run_all, summary
-from gradsieve.profiles import Profile, write_profile
+from gradsieve.tools.profiles import Profile, write_profile
+from gradsieve_lab.plan_validation import measure as validate
+from gradsieve_lab.plan_validation.measure import Case, Place, compare, places, run_all, summary
 
 CASES = [Case(Place(hosts, "1gbit", "5ms"), 1_000_000, 0.01, ["dense", "exdyna"], 3) for hosts in (2, 4)]
 PROFILE = Profile(2, 2, 5e-3, 1e9, 2e-5, 5e-3, 1e9, memory=10e9, selection=500e6)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from gradsieve.errors import ConfigError
 from gradsieve.feedback.clip import clip
 from gradsieve.feedback.coherence import Coherence, probe, squares
-from gradsieve.feedback.treatment import Treatment
 from gradsieve.feedback.velocity import Momentum, MovedMomentum
-from gradsieve.presets import choose, choose_scheme, parse
+from gradsieve.pipeline.presets import choose, choose_scheme, parse
+from gradsieve.pipeline.treatment import Treatment
 from gradsieve.schemes import make
 
 # -- by name --------------------------------------------------------------------------------------------

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsieve import profiles
 from gradsieve.comm.links import Links
 from gradsieve.errors import ConfigError
-from gradsieve.profiles import ModelProfile, Pairs, Profile
-from gradsieve.quantities import BITS, BYTES_A_SECOND, ELEMENTS_A_SECOND, SECONDS, parse, spoken, write
+from gradsieve.tools import profiles
+from gradsieve.tools.profiles import ModelProfile, Pairs, Profile
+from gradsieve.tools.quantities import BITS, BYTES_A_SECOND, ELEMENTS_A_SECOND, SECONDS, parse, spoken, write
 
 WHOLE = Profile(
     world=2,

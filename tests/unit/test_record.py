@@ -16,17 +16,17 @@ import torch.distributed as dist
 from torch import nn
 
 import gradsieve
-from gradsieve.bench import overhead
-from gradsieve.bench.accuracy import measure as accuracy
-from gradsieve.bench.common import virtual
 from gradsieve.errors import ConfigError, Malformed
-from gradsieve.integrations import recorder as module
-from gradsieve.integrations.recorder import Recorder, spec_of
-from gradsieve.presets import parse as treatment
-from gradsieve.records import Header, Line, Record, path_of, read, text_of
+from gradsieve.observe import recorder as module
+from gradsieve.observe.recorder import Recorder, spec_of
+from gradsieve.observe.records import Header, Line, Record, path_of, read, text_of
+from gradsieve.pipeline.presets import parse as treatment
 from gradsieve.schemes.exdyna import ExDyna
 from gradsieve.schemes.spec import parse
 from gradsieve.testing.ranks import VirtualRanks
+from gradsieve_lab.bench import overhead
+from gradsieve_lab.bench.accuracy import measure as accuracy
+from gradsieve_lab.bench.common import virtual
 from tiny_task import TASK, tiny
 
 __all__ = ["tiny"]

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from gradsieve.bench.common import models
-from gradsieve.bench.common.models import Task, interactions, sources
-from gradsieve.bench.common.recordings import Recording, record
 from gradsieve.errors import ConfigError
-from gradsieve.feedback.units import lay_units
+from gradsieve.feedback.units import make_units
+from gradsieve_lab.bench.common import models
+from gradsieve_lab.bench.common.models import Task, interactions, sources
+from gradsieve_lab.bench.common.recordings import Recording, record
 
 IMAGES = 64
 
@@ -72,7 +72,7 @@ def test_gradients_lie_in_the_order_of_the_pipelines_units() -> None:
     task = line(1)
     before = [parameter.detach().clone() for parameter in task.model.parameters()]
     made = record(task, 1, 1, warm=0)
-    (unit,) = lay_units(task.model.named_parameters(), cap_bytes=1 << 30, small=0)
+    (unit,) = make_units(task.model.named_parameters(), cap_bytes=1 << 30, small=0)
     assert made.sizes == unit.sizes == [2, 6, 3, 36]
     # The model moved by the mean gradient, which is the only rank's: what it moved by is what was recorded.
     moved = [(old - new) / task.rate for old, new in zip(before, task.model.parameters(), strict=True)]

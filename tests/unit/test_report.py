@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gradsieve.cli.main import main
 from gradsieve.errors import ConfigError, Malformed
-from gradsieve.records import Tail, read, text_of
-from gradsieve.views import gathered
-from gradsieve.views.findings import findings
-from gradsieve.views.gathered import Training, files_of, gather
-from gradsieve.views.report import report
+from gradsieve.observe.records import Tail, read, text_of
+from gradsieve.tools.cli.main import main
+from gradsieve.tools.report import gathered
+from gradsieve.tools.report.findings import findings
+from gradsieve.tools.report.gathered import Training, files_of, gather
+from gradsieve.tools.report.report import report
 from unit.recorded import HEADER, line_of, write
 
 SECTIONS = [

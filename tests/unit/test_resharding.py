@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsieve.integrations.resharding import _both, rows_of
+from gradsieve.checkpoint.reshard import _both, rows_of
 
 counts = st.integers(1, 9)
 

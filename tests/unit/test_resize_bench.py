@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from gradsieve.bench import resize
 from gradsieve.errors import ConfigError
-from gradsieve.sync import parts
+from gradsieve.pipeline import parts
+from gradsieve_lab.bench import resize
 from tiny_task import TASK, tiny  # noqa: F401  # a fixture
 
 

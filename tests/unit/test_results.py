@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradsieve.bench.common.results import table, writable, write
 from gradsieve.errors import ConfigError
+from gradsieve.tools.results import table, writable, write
 
 
 def test_a_result_reads_back_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

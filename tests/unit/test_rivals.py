@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsieve.bench.accuracy import measure as accuracy
-from gradsieve.bench.accuracy.measure import Case
-from gradsieve.bench.common import virtual
-from gradsieve.bench.rivals import runs as rival_runs
-from gradsieve.bench.rivals.base import Part, RivalRun, flat
-from gradsieve.bench.rivals.cser import Cser, CserPart
-from gradsieve.bench.rivals.entries import Entries
-from gradsieve.bench.rivals.runs import RIVALS, Member, parse
-from gradsieve.bench.tasks import training as tasks
 from gradsieve.comm import lockstep
 from gradsieve.errors import ConfigError
 from gradsieve.types import Ctx
+from gradsieve_lab.bench.accuracy import measure as accuracy
+from gradsieve_lab.bench.accuracy.measure import Case
+from gradsieve_lab.bench.common import virtual
+from gradsieve_lab.bench.rivals import runs as rival_runs
+from gradsieve_lab.bench.rivals.base import Part, RivalRun, flat
+from gradsieve_lab.bench.rivals.cser import Cser, CserPart
+from gradsieve_lab.bench.rivals.entries import Entries
+from gradsieve_lab.bench.rivals.runs import RIVALS, Member, parse
+from gradsieve_lab.bench.tasks import training as tasks
 from tiny_task import TASK, tiny
 from unit import transcripts
 from unit.transcripts import SEED

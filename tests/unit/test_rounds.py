@@ -15,10 +15,10 @@ from gradsieve.comm.meter import Meter
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op, describe
 from gradsieve.comm.rounds import FEW, Rounds, has_rounds, in_rounds, measure_all
 from gradsieve.errors import Malformed
-from gradsieve.feedback.rider import carry
+from gradsieve.feedback.piggyback import carry
+from gradsieve.pipeline.checksum import WORDS, Checksum
+from gradsieve.pipeline.gradients import GradientPipeline
 from gradsieve.schemes import make
-from gradsieve.sync.gradients import GradientPipeline
-from gradsieve.sync.ledger import WORDS, Ledger
 from gradsieve.testing.gradients import Source
 from gradsieve.types import Ctx, Outcome, Program, by_way_of
 
@@ -169,7 +169,7 @@ def heard(number: int | None) -> None:
         yield AllGather(torch.arange(7.0) * rank)
         return (yield AllReduce(torch.zeros(3 + WORDS)))
 
-    ledgers = [Ledger(rank, WORLD) for rank in range(WORLD)]
+    ledgers = [Checksum(rank, WORLD) for rank in range(WORLD)]
     rounds = [Rounds(rank, WORLD, far(WORLD)) for rank in range(WORLD)]
     programs = [
         rounds[rank].carried(ledger.watched(program(rank), torch.float32))

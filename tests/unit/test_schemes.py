@@ -13,8 +13,8 @@ from gradsieve.comm.meter import Meter
 from gradsieve.errors import ConfigError
 from gradsieve.schemes import SCHEMES, make
 from gradsieve.schemes.base import Scheme
+from gradsieve.schemes.baselines.topk import TopK
 from gradsieve.schemes.exdyna import ExDyna
-from gradsieve.schemes.topk import TopK
 from gradsieve.testing.gradients import Source
 from gradsieve.testing.ranks import VirtualRanks
 from gradsieve.types import Ctx

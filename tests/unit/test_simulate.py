@@ -11,15 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from gradsieve.cli.main import main
-from gradsieve.comm import bruck, lockstep, simulated
-from gradsieve.comm.messages import Call
+from gradsieve.comm import bruck, lockstep
 from gradsieve.comm.ops import AllReduce
-from gradsieve.errors import ConfigError, SimulationError
+from gradsieve.errors import ConfigError
 from gradsieve.schemes.spec import parse
-from gradsieve.simulate import recording, study
-from gradsieve.simulate.platforms import TOPOLOGIES, Wires, platform, spread
+from gradsieve.tools.cli.main import main
 from gradsieve.types import Program
+from gradsieve_lab.errors import SimulationError
+from gradsieve_lab.simulate import network as simulated
+from gradsieve_lab.simulate import recording, study
+from gradsieve_lab.simulate.messages import Call
+from gradsieve_lab.simulate.platforms import TOPOLOGIES, Wires, platform, spread
 
 needs_simgrid = pytest.mark.skipif(
     simulated.python_with_simgrid() is None,

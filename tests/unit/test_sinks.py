@@ -19,17 +19,17 @@ import pytest
 
 from gradsieve.comm.meter import Meter
 from gradsieve.errors import ConfigError
-from gradsieve.feedback.treatment import Treatment
-from gradsieve.integrations.recorder import Recorder
-from gradsieve.records import Header, Line, read
+from gradsieve.observe.recorder import Recorder
+from gradsieve.observe.records import Header, Line, read
+from gradsieve.observe.sinks import FIGURES, Sink, replay
+from gradsieve.observe.sinks import prometheus as prometheus_sink
+from gradsieve.observe.sinks import tensorboard as tensorboard_sink
+from gradsieve.observe.sinks.otel import OpenTelemetry
+from gradsieve.observe.sinks.prometheus import METRICS, Prometheus
+from gradsieve.observe.sinks.tensorboard import TAGS, TensorBoard
+from gradsieve.pipeline.base import Stats
+from gradsieve.pipeline.treatment import Treatment
 from gradsieve.schemes.exdyna import ExDyna
-from gradsieve.sinks import FIGURES, Sink, replay
-from gradsieve.sinks import prometheus as prometheus_sink
-from gradsieve.sinks import tensorboard as tensorboard_sink
-from gradsieve.sinks.otel import OpenTelemetry
-from gradsieve.sinks.prometheus import METRICS, Prometheus
-from gradsieve.sinks.tensorboard import TAGS, TensorBoard
-from gradsieve.sync.base import Stats
 from unit.recorded import HEADER, line_of, write
 
 STEPS = 12
@@ -207,7 +207,7 @@ def pipeline() -> Any:
     """What a recorder looks at, of a pipeline that sends nothing."""
     return SimpleNamespace(
         observer=None, rank=0, world=2, units=[SimpleNamespace(n=100)], scheme=ExDyna(density=0.1),
-        exchanges_gradients=False, parameters=100, treatment=Treatment(every=3), step=0,
+        exchanges_steps=True, parameters=100, treatment=Treatment(every=3), step=0,
         stats=Stats(Meter(0, 2)), outcomes=[],
         budget=None, bits=lambda: 1.5,
     )  # fmt: skip

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradsieve.bench.tasks.sized import TASKS, rate_at
 from gradsieve.errors import ConfigError
+from gradsieve_lab.bench.tasks.sized import TASKS, rate_at
 
 every_task = pytest.mark.parametrize("name", TASKS)
 

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from gradsieve.lab.soak.judge import MEASURES, Line, Look, judge
+from gradsieve_lab.soak.judge import MEASURES, Line, Look, judge
 
 STEPS, EVERY = 20_000, 100
 

@@ -12,8 +12,8 @@ from gradsieve.comm.links import Links
 from gradsieve.comm.meter import Meter
 from gradsieve.comm.ops import Exchange
 from gradsieve.errors import ConfigError
-from gradsieve.schemes.bags import Bags, Entries
 from gradsieve.schemes.base import log2_ceil
+from gradsieve.schemes.block_buffers import BlockBuffers, Entries
 from gradsieve.schemes.spardl import SparDL
 from gradsieve.schemes.teams import best_teams
 from gradsieve.testing.gradients import Source
@@ -126,16 +126,16 @@ def test_r_sag_with_half_shares_everywhere_as_in_the_release_would_make_gradient
     world = 8
     right = SparDL(density=0.05, teams=8, across="r-sag")
     assert lost(right, world) == 0.0
-    original = Bags.drop
+    original = BlockBuffers.drop
 
-    def halves(bags: Bags, entries: Entries) -> None:
+    def halves(bags: BlockBuffers, entries: Entries) -> None:
         original(bags, Entries(entries.indices, entries.values * 2))
 
-    Bags.drop = halves  # type: ignore[method-assign]
+    BlockBuffers.drop = halves  # type: ignore[method-assign]
     try:
         assert lost(right, world) > 0.01
     finally:
-        Bags.drop = original  # type: ignore[method-assign]
+        BlockBuffers.drop = original  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
@@ -215,10 +215,10 @@ def test_transpose_hands_one_number_to_everybody_in_logarithmic_rounds(members: 
 
 def test_a_bag_that_passes_the_end_of_the_vector_is_packed_block_by_block() -> None:
     acc = torch.arange(1.0, 11.0)
-    bags = Bags(acc, places=5, quotas=torch.ones(5, dtype=torch.long), candidates=1)
+    bags = BlockBuffers(acc, places=5, quotas=torch.ones(5, dtype=torch.long), candidates=1)
     entries = bags.cut(first=4, size=2)
     assert entries.indices.tolist() == [9, 1]
-    back = bags.unpack(bags.pack(entries, 4, bags.room(4, 2)), 4, 2, "here")
+    back = bags.unpack(bags.pack(entries, 4, bags.buffer(4, 2)), 4, 2, "here")
     assert (back.indices.tolist(), back.values.tolist()) == ([9, 1], [10.0, 2.0])
 
 

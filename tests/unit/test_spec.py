@@ -7,11 +7,11 @@ from typing import Literal
 
 import pytest
 
-from gradsieve.bench.traffic import Case
 from gradsieve.errors import ConfigError
 from gradsieve.schemes import SCHEMES, ExDyna, make
-from gradsieve.schemes.noop import Noop
+from gradsieve.schemes.baselines.noop import Noop
 from gradsieve.schemes.spec import parse
+from gradsieve_lab.bench.traffic import Case
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gradsieve.integrations.fencing import Stamp
-from gradsieve.integrations.folder import Manifest, as_text
-from gradsieve.lab.spot.campaign import KINDS, Fault, Verdict, by_chance, damage, one_by_one
+from gradsieve.checkpoint.directory import Manifest, as_text
+from gradsieve.checkpoint.fencing import Stamp
+from gradsieve_lab.spot.campaign import KINDS, Fault, Verdict, by_chance, damage, one_by_one
 
 
 @pytest.fixture

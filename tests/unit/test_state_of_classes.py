@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradsieve.checkpoint.state import _whole, optimizers_of
 from gradsieve.errors import Malformed
 from gradsieve.feedback import checkpoint
 from gradsieve.feedback.step_length import state_made_by
 from gradsieve.feedback.tree import Parts, has_parts, made_like, put_together, taken_apart
-from gradsieve.integrations.saving import _whole, optimizers_of
 
 
 class Halves(Tensor):
@@ -77,8 +77,8 @@ def stepped(times: int) -> Quantised:
     return optimizer
 
 
-def sync_of(optimizer: Optimizer) -> Any:
-    return SimpleNamespace(fitted=SimpleNamespace(optimizers=[optimizer]))
+def replica_of(optimizer: Optimizer) -> Any:
+    return SimpleNamespace(optimizers=[optimizer])
 
 
 def stored_of(optimizer: Optimizer) -> dict[str, Tensor]:
@@ -91,7 +91,7 @@ def stored_of(optimizer: Optimizer) -> dict[str, Tensor]:
 
 def test_moments_come_back_to_an_optimizer_that_has_not_stepped() -> None:
     saved, fresh = stepped(3), stepped(0)
-    (state,) = optimizers_of(sync_of(fresh), stored_of(saved), 0, 1 << 20)
+    (state,) = optimizers_of(replica_of(fresh), stored_of(saved), 0, 1 << 20)
     assert not fresh.state  # a copy of it was tried, and not itself
     fresh.load_state_dict(state)
     for group, again in zip(saved.param_groups, fresh.param_groups, strict=True):

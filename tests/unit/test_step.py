@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gradsieve.bench.common.workloads import WORKLOADS, batch_for, build
-from gradsieve.bench.step.measure import COLUMNS, of_link, unclear
+from gradsieve_lab.bench.common.workloads import WORKLOADS, batch_for, build
+from gradsieve_lab.bench.step.measure import COLUMNS, of_link, unclear
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsieve.bench.step.plot import read, spread
-from gradsieve.cli.main import main
 from gradsieve.errors import ConfigError
+from gradsieve.tools.cli.main import main
+from gradsieve_lab.bench.step.plot import read, spread
 
 CONFIG = {"workload": "mlp", "hosts": 4, "params": 25_000_000, "density": 0.001, "delay": None}
 

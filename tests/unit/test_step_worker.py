@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradsieve.bench.common import in_lab
-from gradsieve.bench.exchange import worker as exchange_worker
-from gradsieve.bench.step import worker as step_worker
-from gradsieve.bench.step.timeline import COMPUTING, from_all_ranks
-from gradsieve.bench.step.worker import Arena, Contestant
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Exchange, Op
 from gradsieve.errors import ConfigError
+from gradsieve_lab.bench.common import in_lab
+from gradsieve_lab.bench.exchange import worker as exchange_worker
+from gradsieve_lab.bench.step import worker as step_worker
+from gradsieve_lab.bench.step.timeline import COMPUTING, from_all_ranks
+from gradsieve_lab.bench.step.worker import Arena, Contestant
 
 DENSITY = 0.02
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from gradsieve.integrations.stopwatch import Stopwatch
+from gradsieve.sync.stopwatch import Stopwatch
 
 
 @pytest.fixture

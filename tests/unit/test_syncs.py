@@ -9,11 +9,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from gradsieve.bench.common import syncs
-from gradsieve.bench.common.syncs import attached, steps_late, syncs_of
 from gradsieve.errors import ConfigError
-from gradsieve.feedback.treatment import Treatment
+from gradsieve.pipeline.treatment import Treatment
 from gradsieve.schemes import ExDyna, Stripes
+from gradsieve_lab.bench.common import syncs
+from gradsieve_lab.bench.common.syncs import attached, steps_late, syncs_of
 
 
 def test_what_always_runs_comes_first_and_nothing_twice() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gradsieve.comm import lockstep
 from gradsieve.comm.ops import AllReduce
 from gradsieve.errors import MismatchError
-from gradsieve.sync.tags import CALLS, IDLE, Tag, agree, explain, is_notice_given, who_is_idle, words
+from gradsieve.pipeline.tags import CALLS, IDLE, Tag, agree, explain, is_notice_given, who_is_idle, words
 from gradsieve.types import Program
 
 CPU = torch.device("cpu")

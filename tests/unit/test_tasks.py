@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsieve.bench.common.models import sources
-from gradsieve.bench.tasks.data import ITEMS, Data, DataSet, apart, fashion_mnist, ratings, source_text
-from gradsieve.bench.tasks.training import TASKS, Training, batches, build, rate_at, shards
 from gradsieve.errors import ConfigError
+from gradsieve_lab.bench.common.models import sources
+from gradsieve_lab.bench.tasks.data import ITEMS, Data, DataSet, apart, fashion_mnist, ratings, source_text
+from gradsieve_lab.bench.tasks.training import TASKS, Training, batches, build, rate_at, shards
 
 IMAGES = {"train": 320, "t10k": 40}
 TEXT = 1_000_000
@@ -104,7 +104,9 @@ def test_a_few_steps_lower_the_loss(name: str) -> None:
 def test_the_metric_is_that_of_all_test_examples_and_the_model_trains_on(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradsieve.bench.tasks.training._JUDGED_AT_ONCE", 7)  # the last part is a smaller one
+    monkeypatch.setattr(
+        "gradsieve_lab.bench.tasks.training._JUDGED_AT_ONCE", 7
+    )  # the last part is a smaller one
     training = build(name, 0)
     value = training.evaluate()
     assert training.model.training

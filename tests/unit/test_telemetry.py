@@ -9,8 +9,8 @@ import time
 import pytest
 import torch
 
-from gradsieve.bench.overhead import Case, Rank, step
 from gradsieve.telemetry import Span, Timeline, stage
+from gradsieve_lab.bench.overhead import Case, Rank, step
 
 
 @pytest.fixture

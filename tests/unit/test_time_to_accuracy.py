@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from gradsieve.bench.common.models import sources
-from gradsieve.bench.tasks import sized as sized_tasks
-from gradsieve.bench.tasks.data import fashion_mnist
-from gradsieve.bench.tasks.training import BETTER, Metric
-from gradsieve.bench.time_to_accuracy import measure as time_to_accuracy
-from gradsieve.bench.time_to_accuracy import worker as time_to_accuracy_worker
-from gradsieve.bench.time_to_accuracy.measure import Curve, Plan, Run, summary
-from gradsieve.bench.time_to_accuracy.plot import plot
-from gradsieve.cli.main import main
 from gradsieve.errors import ConfigError, GradsieveError
-from gradsieve.lab import Lab
+from gradsieve.tools.cli.main import main
+from gradsieve_lab.bench.common.models import sources
+from gradsieve_lab.bench.tasks import sized as sized_tasks
+from gradsieve_lab.bench.tasks.data import fashion_mnist
+from gradsieve_lab.bench.tasks.training import BETTER, Metric
+from gradsieve_lab.bench.time_to_accuracy import measure as time_to_accuracy
+from gradsieve_lab.bench.time_to_accuracy import worker as time_to_accuracy_worker
+from gradsieve_lab.bench.time_to_accuracy.measure import Curve, Plan, Run, summary
+from gradsieve_lab.bench.time_to_accuracy.plot import plot
+from gradsieve_lab.emulation import Lab
 
 PLAN = Plan(4, "1gbit", None, "mlp", 20_000, 0.01, ["dense", "exdyna"], steps=600, seeds=1)
 METRICS: tuple[Metric, ...] = ("accuracy", "loss")

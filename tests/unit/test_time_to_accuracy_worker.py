@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradsieve.bench.common import syncs
-from gradsieve.bench.tasks import sized as sized_tasks
-from gradsieve.bench.tasks.data import Data, DataSet
-from gradsieve.bench.tasks.training import Metric
-from gradsieve.bench.time_to_accuracy import worker as time_to_accuracy_worker
-from gradsieve.bench.time_to_accuracy.measure import Plan
-from gradsieve.bench.time_to_accuracy.worker import Learner, measure
+from gradsieve_lab.bench.common import syncs
+from gradsieve_lab.bench.tasks import sized as sized_tasks
+from gradsieve_lab.bench.tasks.data import Data, DataSet
+from gradsieve_lab.bench.tasks.training import Metric
+from gradsieve_lab.bench.time_to_accuracy import worker as time_to_accuracy_worker
+from gradsieve_lab.bench.time_to_accuracy.measure import Plan
+from gradsieve_lab.bench.time_to_accuracy.worker import Learner, measure
 
 SYNCS = ["dense", "auto", "stripes:values=int4", "exdyna", "fp16"]
 PLAN = Plan(1, None, None, "mlp", 3_000, 0.05, SYNCS, steps=12, seeds=2)
@@ -82,11 +82,11 @@ def test_a_rank_is_judged_by_its_own_model_and_shows_the_shared_one_after_it() -
     with closing(Learner("exdyna", plan, 0)) as learner:
         learner.train(20)
         assert learner.sync is not None
-        assert learner.sync.models is not None
+        assert learner.sync.replica.views is not None
         shared, shared_value = weights(learner), learner.training.judge()
         value = learner.value()
         assert torch.equal(weights(learner), shared)
-        learner.sync.models.show_own()
+        learner.sync.replica.views.show_own()
         assert value == pytest.approx(learner.training.judge())
         assert value != pytest.approx(shared_value), "the two models are too much alike to tell"
 

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from gradsieve.bench.step.measure import Plan
-from gradsieve.bench.step.timeline import (
+from gradsieve.telemetry import Span
+from gradsieve.tools.cli.main import main
+from gradsieve_lab.bench.step.measure import Plan
+from gradsieve_lab.bench.step.timeline import (
     EXCHANGING,
     TRAINING,
     Event,
@@ -20,9 +22,7 @@ from gradsieve.bench.step.timeline import (
     hidden,
     read,
 )
-from gradsieve.bench.step.timeline_plot import plot
-from gradsieve.cli.main import main
-from gradsieve.telemetry import Span
+from gradsieve_lab.bench.step.timeline_plot import plot
 
 LAPS = [
     Span("forward", -1, 0.0, 2.0),

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from gradsieve.bench import traffic
-from gradsieve.bench.traffic import COLUMNS, Case, Fleet, Gradients, Step, layers, measure, settled_after
 from gradsieve.errors import ConfigError
 from gradsieve.schemes import SCHEMES
+from gradsieve_lab.bench import traffic
+from gradsieve_lab.bench.traffic import COLUMNS, Case, Fleet, Gradients, Step, layers, measure, settled_after
 
 N, DENSITY = 20_000, 0.1
 K = 2_000

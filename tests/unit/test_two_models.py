@@ -7,16 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from gradsieve.errors import ConfigError
-from gradsieve.integrations.two_models import TwoModels
+from gradsieve.pipeline import StepPipeline
+from gradsieve.replica.parameter_views import ParameterViews
 from gradsieve.schemes import make
-from gradsieve.sync import StepPipeline
 
 
-def two_models(dtype: torch.dtype = torch.float32) -> tuple[TwoModels, nn.Parameter, StepPipeline]:
+def two_models(dtype: torch.dtype = torch.float32) -> tuple[ParameterViews, nn.Parameter, StepPipeline]:
     """Of one parameter, whose own model has moved by one."""
     parameter = nn.Parameter(torch.zeros(40, 40, dtype=dtype))
     pipeline = StepPipeline({"p": parameter}.items(), make("topk", 0.1), 0, 1)
-    models = TwoModels({"p": parameter}, pipeline)
+    models = ParameterViews({"p": parameter}, pipeline)
     pipeline.own["p"] -= 1
     return models, parameter, pipeline
 
@@ -73,7 +73,7 @@ def test_what_is_written_between_steps_is_in_the_shared_model(dtype: torch.dtype
             parameter.data = torch.full_like(parameter, 3.0)
     models.show_own()
     assert shown(parameter) == -1
-    pipeline.fold(pipeline.own)
+    pipeline.rebase()
     assert shown(parameter) == 2, "the rank's own model follows; what waits still waits"
     models.show_shared()
     assert shown(parameter) == 3

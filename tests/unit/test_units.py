@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradsieve.errors import ConfigError
-from gradsieve.feedback.units import Slot, Unit, flat_view, lay_units, shaped_like
+from gradsieve.feedback.units import Slot, Unit, flat_view, make_units, shaped_like
 
 SHAPES = st.lists(st.integers(0, 60), min_size=0, max_size=3).map(tuple)
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -25,7 +25,7 @@ def models(draw: st.DrawFn) -> list[tuple[str, Tensor]]:
 
 def lay(*shapes: tuple[int, ...], cap: int = 1 << 30, small: int = 1024) -> list[Unit]:
     named = [(f"p{place}", torch.empty(shape)) for place, shape in enumerate(shapes)]
-    return lay_units(named, cap, small)
+    return make_units(named, cap, small)
 
 
 def names(units: list[Unit]) -> list[list[str]]:
@@ -71,7 +71,7 @@ def test_a_unit_closes_when_it_holds_the_cap() -> None:
 def test_types_do_not_share_a_unit_unless_they_are_summed_alike() -> None:
     kinds = [torch.float32, torch.bfloat16, torch.float64, torch.float16]
     named = [(f"p{place}", torch.empty(4, dtype=kind)) for place, kind in enumerate(kinds)]
-    units = lay_units(named, 1 << 20, small=1024)
+    units = make_units(named, 1 << 20, small=1024)
     assert {unit.dtype: [slot.name for slot in unit.slots] for unit in units} == {
         torch.float32: ["p3", "p1", "p0"],
         torch.float64: ["p2"],
@@ -82,7 +82,7 @@ def test_types_do_not_share_a_unit_unless_they_are_summed_alike() -> None:
 def test_every_parameter_has_one_place_and_places_do_not_overlap(
     model: list[tuple[str, Tensor]], cap: int, small: int
 ) -> None:
-    units = lay_units(model, cap, small)
+    units = make_units(model, cap, small)
     shapes = dict(model)
     assert sorted(name for unit in names(units) for name in unit) == sorted(shapes)
     for unit in units:
@@ -98,7 +98,7 @@ def test_every_parameter_has_one_place_and_places_do_not_overlap(
 
 @given(model=models(), cap=st.integers(1, 40_000))
 def test_units_are_filled_in_reverse_order_up_to_the_cap(model: list[tuple[str, Tensor]], cap: int) -> None:
-    units = lay_units(model, cap, small=1024)
+    units = make_units(model, cap, small=1024)
     for dtype in (torch.float32, torch.float64):
         same = [unit for unit in units if unit.dtype == dtype]
         expected = [
@@ -114,7 +114,7 @@ def test_units_are_filled_in_reverse_order_up_to_the_cap(model: list[tuple[str, 
 @given(model=models(), cap=st.integers(1, 40_000))
 def test_the_layout_follows_from_order_and_sizes_alone(model: list[tuple[str, Tensor]], cap: int) -> None:
     again = [(name, torch.ones_like(parameter)) for name, parameter in model]
-    assert lay_units(model, cap, 1024) == lay_units(iter(again), cap, 1024)
+    assert make_units(model, cap, 1024) == make_units(iter(again), cap, 1024)
 
 
 def test_twice_as_many_parameters_are_twice_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_twice_as_many_parameters_are_twice_the_work(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.bool])
 def test_what_is_not_a_real_number_is_refused_by_name(dtype: torch.dtype) -> None:
     with pytest.raises(ConfigError, match=rf"'odd' is {dtype}"):
-        lay_units([("fine", torch.empty(3)), ("odd", torch.empty(3, dtype=dtype))], 1024, 1024)
+        make_units([("fine", torch.empty(3)), ("odd", torch.empty(3, dtype=dtype))], 1024, 1024)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_what_is_not_a_real_number_is_refused_by_name(dtype: torch.dtype) -> Non
 )
 def test_parameters_with_gaps_or_overlaps_are_refused_by_name(odd: Tensor) -> None:
     with pytest.raises(ConfigError, match="'odd' has gaps or overlaps"):
-        lay_units([("odd", odd)], 1024, 1024)
+        make_units([("odd", odd)], 1024, 1024)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_parameters_with_gaps_or_overlaps_are_refused_by_name(odd: Tensor) -> No
     ids=["plain", "transposed", "channels last", "vector", "offset", "scalar", "empty"],
 )
 def test_memory_order_and_back(parameter: Tensor) -> None:
-    assert lay_units([("p", parameter)], 1024, 1024)
+    assert make_units([("p", parameter)], 1024, 1024)
     flat = flat_view(parameter)
     assert flat.shape == (parameter.numel(),)
     assert torch.equal(flat.sort().values, parameter.flatten().sort().values)

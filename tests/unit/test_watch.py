@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from gradsieve.cli.main import main
-from gradsieve.records import text_of
-from gradsieve.views.follow import WINDOW, Folder
+from gradsieve.observe.records import text_of
+from gradsieve.tools.cli.main import main
+from gradsieve.tools.watch.follow import WINDOW, Folder
 from unit.recorded import HEADER, line_of, write
 
 
@@ -104,8 +104,8 @@ def test_q_ends_it_and_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
         "import sys\n"
         "from pathlib import Path\n"
         "from rich.console import Console\n"
-        "from gradsieve.cli import watch\n"
-        "from gradsieve.views.follow import Folder\n"
+        "from gradsieve.tools.cli import watch\n"
+        "from gradsieve.tools.watch.follow import Folder\n"
         "sys.exit(watch._live(Folder(Path(sys.argv[1])), Console(), 30.0))\n"
     )
     ours, theirs = pty.openpty()

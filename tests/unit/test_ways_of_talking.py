@@ -32,7 +32,7 @@ def ways(name: str) -> set[type]:
 
 
 def test_typical_schemes_talk_in_every_way_that_any_scheme_does() -> None:
-    by_all = {frozenset(ways(name)) for name, kind in SCHEMES.items() if not kind.silent}
+    by_all = {frozenset(ways(name)) for name, kind in SCHEMES.items() if not kind.no_comm}
     typical = {frozenset(ways(name)) for name in TYPICAL}
     together = {used: frozenset().union(*(known for known in typical if known <= used)) for used in by_all}
     assert [used for used, known in together.items() if used != known] == []

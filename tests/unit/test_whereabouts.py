@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from gradsieve import whereabouts
+from gradsieve.comm import whereabouts
 
 HERE = Path(__file__).name
 
@@ -23,7 +23,7 @@ def seen_in(module: str, function: str, call: str = "flush()") -> tuple[str, boo
 
 
 def test_the_line_is_the_users_and_not_a_librarys() -> None:
-    for module in ("torch.nn.modules.module", "gradsieve.integrations.ddp", "json"):
+    for module in ("torch.nn.modules.module", "gradsieve.parallel.ddp", "json"):
         assert seen_in(module, "work")[0].startswith(f"at {HERE}:")
     assert seen_in("their.program", "work")[0].startswith("at <string>:"), "the innermost one"
 
@@ -40,6 +40,6 @@ def test_what_has_called_the_users_program_is_no_collective() -> None:
 
 
 def test_a_call_of_ours_is_known_by_its_name() -> None:
-    assert seen_in("gradsieve.integrations.gradient_sync", "flush")[1]
-    assert not seen_in("gradsieve.integrations.gradient_sync", "verify")[1]
+    assert seen_in("gradsieve.sync.gradient_sync", "flush")[1]
+    assert not seen_in("gradsieve.sync.gradient_sync", "verify")[1]
     assert not seen_in("their.program", "flush")[1]

@@ -12,11 +12,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from gradsieve.bench.common.virtual import own_batches
-from gradsieve.bench.tasks import training as tasks
-from gradsieve.kernels.blocks import Blocks, lay
-from gradsieve.schemes.randomk import turn
+from gradsieve.kernels.blocks import Blocks, block_layout
+from gradsieve.schemes.baselines.randomk import turn
 from gradsieve.wire.values import VALUE_CODECS
+from gradsieve_lab.bench.common.virtual import own_batches
+from gradsieve_lab.bench.tasks import training as tasks
 from tiny_task import TASK
 
 SEED = 3
@@ -113,7 +113,7 @@ def one_bit(world: int, steps: int) -> Tensor:
     ranks = Ranks(world, steps)
     n = ranks.models.shape[1]
     sizes = [p.numel() for p in reversed(list(ranks.trainings[0].model.parameters()))]
-    rows = lay(tuple(sizes)).between(0, n).dealt(world, 1)
+    rows = block_layout(tuple(sizes)).between(0, n).dealt(world, 1)
     errors = torch.zeros(world, n)
     for step in range(steps):
         ranks.backward()

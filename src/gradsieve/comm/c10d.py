@@ -35,7 +35,7 @@ from torch.distributed import Store
 
 from gradsieve import torch_names
 from gradsieve.comm import sockets
-from gradsieve.comm.inquest import HURRY_SECONDS, PATIENCE_SECONDS, Progress, Verdict, Watch
+from gradsieve.comm.diagnosis import HURRY_SECONDS, PATIENCE_SECONDS, Monitor, Progress, Verdict
 from gradsieve.comm.ops import IN_FLIGHT, AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op, describe
 from gradsieve.errors import ConfigError, GradsieveError, Malformed, MismatchError, PeerError, RefusedError
 from gradsieve.types import Program, Result
@@ -61,7 +61,7 @@ class Engine:
         self._sockets: sockets.Sockets = {}
         self._group: dist.ProcessGroup | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._watch = self._begin_watch(users)
+        self._monitor = self._begin_monitor(users)
         # Our own group: DDP's buffer broadcasts on the user's group must not come between our collectives.
         # A part of the world must make its group alone; torch then names it after its ranks, so that a
         # second one would find the first one's addresses: such a group is kept to the end.
@@ -72,13 +72,15 @@ class Engine:
         self._thread.start()
         atexit.register(self.close)  # a thread that outlives the interpreter can abort the process
 
-    def _begin_watch(self, users: dist.ProcessGroup) -> Watch:
+    def _begin_monitor(self, users: dist.ProcessGroup) -> Monitor:
         count = _engines[users] = _engines.get(users, 0) + 1
         prefix = f"gradsieve/{users.group_name}/{count}"
         store = torch_names.connected_once_more(torch_names.default_store())
         self._store_port = _port(store)
         hosts_store = sockets.listens_on(self._store_port)
-        return Watch(store, prefix, self.rank, self.world, self._progress, self._end_connections, hosts_store)
+        return Monitor(
+            store, prefix, self.rank, self.world, self._progress, self._end_connections, hosts_store
+        )
 
     def _make_group(self, users: dist.ProcessGroup, ranks: list[int]) -> None:
         began = time.monotonic()
@@ -97,10 +99,10 @@ class Engine:
             opened = {fd: inode for fd, inode in now.items() if before.get(fd) != inode}
             # Another number: gloo connects otherwise than it is known to, or somebody else did meanwhile.
             self._sockets = opened if len(opened) == self.world - 1 else {}
-            self._watch.learn_host()
+            self._monitor.learn_host()
             return
         failure = self._failure("making a process group", cause, time.monotonic() - began)
-        self._watch.close()
+        self._monitor.close()
         raise failure
 
     def agree_on_secret(self, device: torch.device) -> None:
@@ -109,7 +111,7 @@ class Engine:
         secret = self.run(_secret(device), "the secret of the watch", device)
         server = torch_names.server_of(torch_names.default_store())
         connect = None if server is None else partial(torch_names.connected_to, server)
-        self._watch.move_to(connect, f"gradsieve/{secret}")
+        self._monitor.move_to(connect, f"gradsieve/{secret}")
 
     def submit(self, program: Program[Result], what: str, device: torch.device) -> Future[Result]:
         """Queue a program; `what` names it in errors."""
@@ -139,11 +141,11 @@ class Engine:
     @contextlib.contextmanager
     def called(self, call: str, step: int, assembles: bool = False) -> Iterator[None]:
         """Within it the user's call waits for all ranks: those that it waits for in vain are named."""
-        self._watch.waits.begin(call, step, assembles)
+        self._monitor.waits.begin(call, step, assembles)
         try:
             yield
         finally:
-            self._watch.waits.end()
+            self._monitor.waits.end()
 
     def assemble(self, call: str, step: int) -> None:
         """Come back when all ranks make this call; raise on all of them where one has gone on instead. By the
@@ -151,13 +153,13 @@ class Engine:
         if self.world == 1:
             return
         began, what = time.monotonic(), f"{call} after step {step}"
-        waits = self._watch.waits
+        waits = self._monitor.waits
         with self.called(call, step, assembles=True):
-            self._watch.look_now()
-            while not waits.has_met() and self._watch.without_store is None:
+            self._monitor.look_now()
+            while not waits.has_met() and self._monitor.without_store is None:
                 time.sleep(_LOOK)
                 seconds = time.monotonic() - began
-                if (verdict := self._watch.verdict) is not None:
+                if (verdict := self._monitor.verdict) is not None:
                     raise self._peer_error(f"{what} failed after {seconds:.1f} s", verdict)
                 if seconds > self._timeout.total_seconds() or sockets.gone(self._sockets):
                     raise self._failure(what, "", seconds)
@@ -169,8 +171,8 @@ class Engine:
             return
         self._jobs.put(None)
         self._thread.join(timeout=1.0)
-        self._watch.close()
-        if (self._is_whole_world or self._watch.verdict is not None) and not self._thread.is_alive():
+        self._monitor.close()
+        if (self._is_whole_world or self._monitor.verdict is not None) and not self._thread.is_alive():
             self._drop_group()
 
     def _drop_group(self) -> None:
@@ -197,12 +199,12 @@ class Engine:
             except RefusedError:  # all ranks have agreed to go on without
                 raise
             except _OF_THIS_RANK_ALONE as error:
-                self._watch.give_up(f"{type(error).__name__}: {error}")
+                self._monitor.give_up(f"{type(error).__name__}: {error}")
                 raise
             reply = self._await(op, what)
 
     def _await(self, op: Op, what: str) -> Tensor:
-        if (verdict := self._watch.verdict) is not None:
+        if (verdict := self._monitor.verdict) is not None:
             raise self._peer_error(f"{describe(op)} for {what} failed before it began", verdict)
         self._ops, self._waits, self._what = self._ops + 1, True, what
         began = time.monotonic()
@@ -222,9 +224,9 @@ class Engine:
         survivors have closed connections to each other; before, only those to the dead are closed."""
         sudden = seconds < self._timeout.total_seconds() - 2.0
         if sudden:
-            verdict = self._watch.ask(PATIENCE_SECONDS, sockets.gone(self._sockets))
+            verdict = self._monitor.ask(PATIENCE_SECONDS, sockets.gone(self._sockets))
         else:
-            verdict = self._watch.ask(HURRY_SECONDS)
+            verdict = self._monitor.ask(HURRY_SECONDS)
         return self._peer_error(f"{what} failed after {seconds:.1f} s", verdict, cause)
 
     def _peer_error(self, what: str, verdict: Verdict, cause: str = "") -> PeerError | MismatchError:

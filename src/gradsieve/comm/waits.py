@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
-from gradsieve import whereabouts
+from gradsieve.comm import whereabouts
 from gradsieve.errors import printable
 
 _log = logging.getLogger("gradsieve")
@@ -151,7 +151,7 @@ class Waits:
         self._call: Call | None = None
         self._since = 0.0
         self._assembles = False
-        self._is_counted = self._is_alone_told = self._is_told = self._is_answered = False
+        self._is_counted = self._is_alone_sent = self._is_sent = self._is_answered = False
         self._met = -1
         """Place of the last call for which all ranks assembled."""
         self._alone: Call | None = None
@@ -159,7 +159,7 @@ class Waits:
 
     def begin(self, name: str, step: int, assembles: bool) -> None:
         """This rank makes a call. With `assembles` it goes on when all ranks make it: see `has_met`."""
-        self._is_counted = self._is_alone_told = self._is_told = self._is_answered = False
+        self._is_counted = self._is_alone_sent = self._is_sent = self._is_answered = False
         self._since, self._assembles = time.monotonic(), assembles
         self._call = Call(self.rank, name, step, self._begun())
 
@@ -185,8 +185,8 @@ class Waits:
             self._assemble(call, seconds)
         if self.has_met() or seconds < LONG:
             return
-        if not self._is_told:
-            self._is_told = True
+        if not self._is_sent:
+            self._is_sent = True
             if not self._keys.has(f"waits/{call.place}"):
                 self._keys.put(f"waits/{call.place}", "1")
                 self._keys.put("waits", call.text())
@@ -203,8 +203,8 @@ class Waits:
                 self._met = call.place
         elif self._keys.has(f"all/{call.place}"):
             self._met = call.place
-        elif seconds > MOMENT and not self._is_alone_told:
-            self._is_alone_told = True
+        elif seconds > MOMENT and not self._is_alone_sent:
+            self._is_alone_sent = True
             self._keys.put("alone", call.text())
             self._keys.tell()
 

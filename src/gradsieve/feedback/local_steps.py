@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from gradsieve.feedback.units import Slot, Unit, by_slot, parts_of
-from gradsieve.kernels import fold, select, settle, waiting, waiting_above
+from gradsieve.kernels import apply, rebase, select, waiting, waiting_above
 from gradsieve.kernels.fast import window
 from gradsieve.types import Host, Outcome, Sparse
 
@@ -51,9 +51,9 @@ class LocalSteps:
     def __init__(self, unit: Unit, parameters: Mapping[str, Tensor]) -> None:
         self.unit = unit
         self.shared = _concatenate(unit, unit.sparse, parameters)
-        self.mark = self.shared.clone()
+        self.anchor = self.shared.clone()
         self.shared_dense = _concatenate(unit, unit.dense, parameters)
-        self.mark_dense = self.shared_dense.clone()
+        self.anchor_dense = self.shared_dense.clone()
         own = {slot.name: parameters[slot.name] for slot in unit.slots}
         self._narrow = {name: p.clone() for name, p in own.items() if p.dtype != unit.dtype}
         self._all = frozenset(own)
@@ -68,22 +68,22 @@ class LocalSteps:
     def dense_turn(self, step: int, most: int | None) -> slice:
         """Where the dense slots are exchanged in this step: they need no choice, but take turns where they
         are more than `most` elements, or they would cost more than all others."""
-        length = self.mark_dense.numel()
+        length = self.anchor_dense.numel()
         turns = -(-length // max(1, most)) if most is not None and length else 1
         turn = step % turns
         return slice(length * turn // turns, length * (turn + 1) // turns)
 
     def waiting_dense(self, parameters: Mapping[str, Tensor], here: slice | None = None) -> Tensor:
         """Of the dense slots."""
-        here = here or slice(0, self.mark_dense.numel())
-        out = self.mark_dense.new_empty(here.stop - here.start)
+        here = here or slice(0, self.anchor_dense.numel())
+        out = self.anchor_dense.new_empty(here.stop - here.start)
         for place, own in _pieces(self.unit.dense, parameters, here):
-            waiting(self.mark_dense[place], own, out[place.start - here.start : place.stop - here.start])
+            waiting(self.anchor_dense[place], own, out[place.start - here.start : place.stop - here.start])
         return out
 
     # -- settle -----------------------------------------------------------------------------------------
 
-    def settle(
+    def apply(
         self,
         update: Sparse,
         spent: Sparse,
@@ -98,23 +98,23 @@ class LocalSteps:
         names, fold at once."""
         places = [update]
         if update.indices is None:
-            self._settle_run(True, update, spent, parameters, world, preview, names)
+            self._apply_run(True, update, spent, parameters, world, preview, names)
             places = []
         else:
-            self._settle_some(update, spent, parameters, world)
+            self._apply_some(update, spent, parameters, world)
             if spent.indices is not update.indices:
                 places.append(spent)
-        self._settle_run(False, dense.update, dense.spent, parameters, world, preview, frozenset())
+        self._apply_run(False, dense.update, dense.spent, parameters, world, preview, frozenset())
         self._round(update)
         due = Due(window, places, self._all)
-        self._fold_due(due, parameters, preview, names & self._all)
+        self._rebase_due(due, parameters, preview, names & self._all)
         if update.indices is None:
             due.places.append(update)
         self._due.append(due)
         if len(self._due) > WINDOWS:  # some optimizer does not step: what it has to fold must not pile up
             self._due_whole |= self._due.pop(0).names
 
-    def _settle_run(
+    def _apply_run(
         self,
         sparse: bool,
         update: Sparse,
@@ -125,7 +125,7 @@ class LocalSteps:
         names: Set[str],
     ) -> None:
         """Where all elements of a run were sent."""
-        slots, shared, mark = self._vectors()[0 if sparse else 1]
+        slots, shared, anchor = self._vectors()[0 if sparse else 1]
         start = update.start
         for total, given in zip(update.pieces(), spent.pieces(), strict=True):
             stop = start + total.numel()
@@ -133,17 +133,17 @@ class LocalSteps:
                 own = parameters[slot.name][here.start - slot.start : here.stop - slot.start]
                 inside = slice(here.start - start, here.stop - start)
                 factor = preview if slot.name in names else None
-                settle(shared[here], own, mark[here], total[inside], given[inside], world, factor)
+                apply(shared[here], own, anchor[here], total[inside], given[inside], world, factor)
             start = stop
 
-    def _settle_some(
+    def _apply_some(
         self, update: Sparse, spent: Sparse, parameters: Mapping[str, Tensor], world: int
     ) -> None:
         assert update.indices is not None
         assert spent.indices is not None
         own = self.own_at(parameters, spent)
-        mark = self.mark.index_select(0, spent.indices)
-        self.mark.index_copy_(0, spent.indices, _marked(mark, own, spent.values))
+        anchor = self.anchor.index_select(0, spent.indices)
+        self.anchor.index_copy_(0, spent.indices, _marked(anchor, own, spent.values))
         # Two roundings, not a fused one: replicas on unlike processors must stay the same bits.
         shared = self.shared.index_select(0, update.indices) - update.values / world
         self.shared.index_copy_(0, update.indices, shared)
@@ -162,27 +162,27 @@ class LocalSteps:
 
     # -- fold -------------------------------------------------------------------------------------------
 
-    def fold(self, parameters: Mapping[str, Tensor], preview: float, names: Set[str] | None = None) -> None:
+    def rebase(self, parameters: Mapping[str, Tensor], preview: float, names: Set[str] | None = None) -> None:
         """x = w - a e in these parameters, or in all, wherever that is due."""
         names = self._all if names is None else names & self._all
         whole = self._due_whole & names
         for slot in self.unit.sparse if whole else ():
             if slot.name in whole:
-                self._fold_between(parameters, preview, slot.start, slot.stop, whole)
+                self._rebase_between(parameters, preview, slot.start, slot.stop, whole)
         self._due_whole -= whole
         for due in self._due:
-            self._fold_due(due, parameters, preview, names & due.names, whole)
+            self._rebase_due(due, parameters, preview, names & due.names, whole)
         self._due = [due for due in self._due if due.names]
 
     def is_due(self, names: Set[str]) -> bool:
         """Whether `fold` has anything to write in these parameters."""
         return any(due & names for due in (self._due_whole, *(each.names for each in self._due)))
 
-    def let_fold_all(self) -> None:
+    def allow_rebase_all(self) -> None:
         """Due from now on, in all of the vector."""
         self._due_whole |= self.unit.names_of_sparse
 
-    def _fold_due(
+    def _rebase_due(
         self,
         due: Due,
         parameters: Mapping[str, Tensor],
@@ -193,32 +193,32 @@ class LocalSteps:
         """In these parameters; in those that are `done`, dense slots only."""
         if not names:
             return
-        self._fold_dense(parameters, preview, names)
+        self._rebase_dense(parameters, preview, names)
         n = self.unit.n
         if due.window is not None:
             start, stop = n * due.window // WINDOWS, n * (due.window + 1) // WINDOWS
-            self._fold_between(parameters, preview, start, stop, names - done)
+            self._rebase_between(parameters, preview, start, stop, names - done)
         for places in due.places:
             if places.indices is None:
-                self._fold_between(parameters, preview, places.start, places.stop, names - done)
+                self._rebase_between(parameters, preview, places.start, places.stop, names - done)
             else:
                 inside = places if names == self._all else self._inside(places, names)
-                self._fold_at(inside, parameters, preview)
+                self._rebase_at(inside, parameters, preview)
         due.names -= names
 
-    def _fold_dense(self, parameters: Mapping[str, Tensor], preview: float, names: Set[str]) -> None:
+    def _rebase_dense(self, parameters: Mapping[str, Tensor], preview: float, names: Set[str]) -> None:
         for slot in self.unit.dense:
             if slot.name in names:
                 here = slice(slot.start, slot.stop)
-                fold(self.shared_dense[here], parameters[slot.name], self.mark_dense[here], preview)
+                rebase(self.shared_dense[here], parameters[slot.name], self.anchor_dense[here], preview)
 
-    def _fold_between(
+    def _rebase_between(
         self, parameters: Mapping[str, Tensor], preview: float, start: int, stop: int, names: Set[str]
     ) -> None:
         for here, own in self.pieces(parameters, start, stop, names):
-            fold(self.shared[here], own, self.mark[here], preview)
+            rebase(self.shared[here], own, self.anchor[here], preview)
 
-    def _fold_at(self, places: Sparse, parameters: Mapping[str, Tensor], preview: float) -> None:
+    def _rebase_at(self, places: Sparse, parameters: Mapping[str, Tensor], preview: float) -> None:
         assert places.indices is not None
         waits = self.waiting(parameters).of(places)
         own = self.shared.index_select(0, places.indices) - preview * waits
@@ -229,7 +229,7 @@ class LocalSteps:
             parameter.index_copy_(0, indices, narrow)
             if narrow.dtype != values.dtype:  # rounding is not a step, so the mark is rounded too
                 values.copy_(narrow)
-        self.mark.index_copy_(0, places.indices, own.add_(waits))
+        self.anchor.index_copy_(0, places.indices, own.add_(waits))
 
     def _inside(self, places: Sparse, names: Set[str]) -> Sparse:
         """Those in the slots of these parameters."""
@@ -247,11 +247,11 @@ class LocalSteps:
     def adopt(self, parameters: Mapping[str, Tensor], names: Set[str]) -> None:
         """The shared model was replaced in these parameters, alike on all ranks: x is w, and nothing waits
         there."""
-        for slots, shared, mark in self._vectors():
+        for slots, shared, anchor in self._vectors():
             for slot in slots:
                 if slot.name in names:
                     here = slice(slot.start, slot.stop)
-                    mark[here] = parameters[slot.name].copy_(shared[here])
+                    anchor[here] = parameters[slot.name].copy_(shared[here])
         for due in self._due:
             due.names -= names
         self._due_whole -= names
@@ -265,14 +265,14 @@ class LocalSteps:
             self._take_from_narrow(name)
         else:
             self.by_kind()["shared"][name].copy_(values)
-        self._let_fold(name)
+        self._allow_rebase(name)
 
     def notice_writing(self) -> None:
         """What the user wrote where parameters are shown from memory of their own: found by value, since not
         every way of writing raises a version counter."""
         for name in self._narrow:
             if self._take_from_narrow(name):
-                self._let_fold(name)
+                self._allow_rebase(name)
 
     def _take_from_narrow(self, name: str) -> bool:
         """What is shown and is not the shared model rounded was written; the rest keeps its precision."""
@@ -283,7 +283,7 @@ class LocalSteps:
         torch.where(written, narrow.to(shared.dtype), shared, out=shared)
         return True
 
-    def _let_fold(self, name: str) -> None:
+    def _allow_rebase(self, name: str) -> None:
         if name in self.unit.names_of_sparse:
             self._due_whole |= {name}
         else:
@@ -307,7 +307,7 @@ class LocalSteps:
 
     def own_at(self, parameters: Mapping[str, Tensor], part: Sparse) -> Tensor:
         """x where `part` has elements."""
-        own = self.mark.new_empty(part.count)
+        own = self.anchor.new_empty(part.count)
         for slot, places, values in by_slot(self.unit.sparse, replace(part, source=own)):
             assert isinstance(places, Tensor)
             values.copy_(parameters[slot.name].index_select(0, places))
@@ -324,13 +324,13 @@ class LocalSteps:
 
     def by_kind(self) -> dict[str, dict[str, Tensor]]:
         shared = parts_of(self.shared, self.unit.sparse) | parts_of(self.shared_dense, self.unit.dense)
-        mark = parts_of(self.mark, self.unit.sparse) | parts_of(self.mark_dense, self.unit.dense)
-        return {"shared": shared, "mark": mark}
+        anchor = parts_of(self.anchor, self.unit.sparse) | parts_of(self.anchor_dense, self.unit.dense)
+        return {"shared": shared, "mark": anchor}  # the names that checkpoints have had from the first
 
     def _vectors(self) -> tuple[tuple[tuple[Slot, ...], Tensor, Tensor], ...]:
         return (
-            (self.unit.sparse, self.shared, self.mark),
-            (self.unit.dense, self.shared_dense, self.mark_dense),
+            (self.unit.sparse, self.shared, self.anchor),
+            (self.unit.dense, self.shared_dense, self.anchor_dense),
         )
 
 
@@ -345,25 +345,25 @@ class Waiting:
 
     @property
     def device(self) -> torch.device:
-        return self.local.mark.device
+        return self.local.anchor.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.local.mark.dtype
+        return self.local.anchor.dtype
 
     def numel(self) -> int:
-        return self.local.mark.numel()
+        return self.local.anchor.numel()
 
     def between(self, start: int, stop: int) -> Tensor:
         out = self._room(stop - start)
         for here, own in self.local.pieces(self.parameters, start, stop):
-            waiting(self.local.mark[here], own, out[here.start - start : here.stop - start])
+            waiting(self.local.anchor[here], own, out[here.start - start : here.stop - start])
         return out
 
     def _room(self, count: int) -> Tensor:
         """New memory costs more than what is written to it: as long as it suffices, the same again."""
         if not self.rooms or self.rooms[0].numel() < count:
-            self.rooms[:] = [self.local.mark.new_empty(count)]
+            self.rooms[:] = [self.local.anchor.new_empty(count)]
         return self.rooms[0][:count]
 
     def select(
@@ -371,17 +371,17 @@ class Waiting:
     ) -> tuple[Tensor, Tensor, Tensor]:
         if self.device.type != "cpu":
             return select(self.between(start, stop), threshold, capacity, phase)
-        found, there = [self.local.mark.new_empty(0, dtype=torch.long)], [self.local.mark.new_empty(0)]
+        found, there = [self.local.anchor.new_empty(0, dtype=torch.long)], [self.local.anchor.new_empty(0)]
         for here, own in self.local.pieces(self.parameters, start, stop):
-            indices, values = waiting_above(self.local.mark[here], own, threshold)
+            indices, values = waiting_above(self.local.anchor[here], own, threshold)
             found.append(indices.add_(here.start - start))
             there.append(values)
         return window(torch.cat(found), torch.cat(there), stop - start, threshold, capacity, phase)
 
     def at(self, host: Host, indices: Tensor) -> Tensor:
-        mark = self.local.mark.index_select(0, indices)
-        own = self.local.own_at(self.parameters, Sparse(indices, mark, self.numel(), host))
-        waiting(mark, own, own)
+        anchor = self.local.anchor.index_select(0, indices)
+        own = self.local.own_at(self.parameters, Sparse(indices, anchor, self.numel(), host))
+        waiting(anchor, own, own)
         return own
 
     def of(self, part: Sparse) -> Tensor:
@@ -409,8 +409,8 @@ def _overlaps(slots: tuple[Slot, ...], here: slice) -> Iterator[tuple[Slot, slic
             yield slot, slice(first, last)
 
 
-def _marked(mark: Tensor, own: Tensor, spent: Tensor) -> Tensor:
+def _marked(anchor: Tensor, own: Tensor, spent: Tensor) -> Tensor:
     """The mark from which less waits by what was spent. Exactly at x where nothing is left, so that a model
     of which all was told is the shared one to the last bit. What an optimizer spoilt does not wait."""
-    left = (mark - own) - spent
+    left = (anchor - own) - spent
     return own + torch.where(left.isfinite(), left, 0.0)

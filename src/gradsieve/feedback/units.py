@@ -108,7 +108,7 @@ def strides_that_count(tensor: Tensor) -> list[int]:
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
-def lay_units(parameters: Iterable[tuple[str, Tensor]], cap_bytes: int, small: int) -> list[Unit]:
+def make_units(parameters: Iterable[tuple[str, Tensor]], cap_bytes: int, small: int) -> list[Unit]:
     """Parameters in reverse order (backward's), a new unit whenever the one before holds `cap_bytes`.
 
     Tensors below `small` elements, and all vectors, go dense: they cost little and accuracy needs them. With

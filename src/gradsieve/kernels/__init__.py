@@ -16,19 +16,19 @@ __all__ = [
     "above",
     "accumulate",
     "active",
+    "apply",
     "candidates",
     "decode_low",
     "decode_low_into",
     "decode_low_sum",
     "encode_low",
-    "fold",
     "is_finite",
     "largest",
     "largest_of_each",
     "low_bit_blocks",
     "low_bit_size",
+    "rebase",
     "select",
-    "settle",
     "sum_by_index",
     "using",
     "waiting",
@@ -53,36 +53,36 @@ def is_finite(*tensors: Tensor) -> bool:
     return here and fast.is_finite(*(x for x in vectors if not x.is_cpu))
 
 
-def waiting(mark: Tensor, own: Tensor, out: Tensor) -> None:
+def waiting(anchor: Tensor, own: Tensor, out: Tensor) -> None:
     """out = mark - own; what is not finite counts as 0: an optimizer overflowed there. `out` may be `own`."""
-    form_for(mark, own, out).waiting(mark, own, out)
+    form_for(anchor, own, out).waiting(anchor, own, out)
 
 
-def waiting_above(mark: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+def waiting_above(anchor: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """Sorted indices where |waiting| >= threshold, and what waits there; no vector of n is written."""
-    return form_for(mark, own).waiting_above(mark, own, threshold)
+    return form_for(anchor, own).waiting_above(anchor, own, threshold)
 
 
-def fold(shared: Tensor, own: Tensor, mark: Tensor, preview: float) -> None:
+def rebase(shared: Tensor, own: Tensor, anchor: Tensor, preview: float) -> None:
     """In place: own = shared - preview * waiting, rounded to its dtype, and the mark goes along.
 
     `waiting` is the same afterwards, up to rounding.
     """
-    form_for(shared, own, mark).fold(shared, own, mark, preview)
+    form_for(shared, own, anchor).rebase(shared, own, anchor, preview)
 
 
-def settle(
+def apply(
     shared: Tensor,
     own: Tensor,
-    mark: Tensor,
+    anchor: Tensor,
     update: Tensor,
     spent: Tensor,
     world: int,
     preview: float | None,
 ) -> None:
     """In place: shared -= update / world; less waits by what was spent, and nothing to the last bit where all
-    of it was. With a preview, `fold` as well, in the same pass; without, `own` is only read."""
-    form_for(shared, own, mark, update, spent).settle(shared, own, mark, update, spent, world, preview)
+    of it was. With a preview, `rebase` as well, in the same pass; without, `own` is only read."""
+    form_for(shared, own, anchor, update, spent).apply(shared, own, anchor, update, spent, world, preview)
 
 
 def select(x: Tensor, threshold: float, capacity: int, phase: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,8 +22,8 @@ BLOCK = 256
 class Layout:
     """All blocks of a vector."""
 
-    def __init__(self, edges: NDArray[np.int64], room: int = BLOCK) -> None:
-        self.edges, self.room = edges, room
+    def __init__(self, edges: NDArray[np.int64], buffer: int = BLOCK) -> None:
+        self.edges, self.buffer = edges, buffer
         """Where blocks begin, from 0 on, and where the last one ends; and how long they are at most."""
         self.address = int(edges.ctypes.data)
         self._code_bytes: dict[int, NDArray[np.int64]] = {}
@@ -48,7 +48,7 @@ class Layout:
     @cached_property
     def halved(self) -> tuple[Layout, NDArray[np.int64]]:
         """With blocks half as long; and where each of these is found there."""
-        half, lengths = self.room // 2, np.diff(self.edges)
+        half, lengths = self.buffer // 2, np.diff(self.edges)
         pieces = 1 + (lengths > half)
         places = np.concatenate([[0], np.cumsum(pieces)])
         shift = half * (np.arange(places[-1], dtype=np.int64) - np.repeat(places[:-1], pieces))
@@ -81,7 +81,7 @@ class Blocks:
     @property
     def is_even(self) -> bool:
         """Whether all but the last are full."""
-        full = (self.number - 1) * self.layout.room
+        full = (self.number - 1) * self.layout.buffer
         return self.number < 2 or self.layout.edges.item(self.last - 1) == self.start + full
 
     def size(self, bits: int) -> int:
@@ -123,29 +123,29 @@ class Blocks:
 def lengths(blocks: Blocks, device: torch.device) -> Tensor:
     """Elements of each."""
     if blocks.is_even:
-        left = torch.arange(blocks.count, 0, -blocks.layout.room, dtype=torch.int64, device=device)
-        return left.clamp_(max=blocks.layout.room)
+        left = torch.arange(blocks.count, 0, -blocks.layout.buffer, dtype=torch.int64, device=device)
+        return left.clamp_(max=blocks.layout.buffer)
     return blocks.on(device, 8)[0].diff()
 
 
-def spread(items: Tensor, blocks: Blocks, each: Tensor, room: int, total: int) -> Tensor:
+def spread(items: Tensor, blocks: Blocks, each: Tensor, buffer: int, total: int) -> Tensor:
     """`total` items that lie end to end, `each` of them a block, in as many rows of `room`; others are 0."""
     if blocks.is_even:
-        spare = blocks.number * room - total
+        spare = blocks.number * buffer - total
         filled = torch.nn.functional.pad(items, (0, spare)) if spare else items.contiguous()
-        return filled.view(*items.shape[:-1], blocks.number, room)
-    place = torch.arange(room, dtype=torch.int64, device=items.device)
+        return filled.view(*items.shape[:-1], blocks.number, buffer)
+    place = torch.arange(buffer, dtype=torch.int64, device=items.device)
     at = ((each.cumsum(0) - each)[:, None] + place).clamp_(max=total - 1)
     return torch.where(place < each[:, None], items[..., at], 0)
 
 
-def closed(rows: Tensor, blocks: Blocks, each: Tensor, room: int, total: int) -> Tensor:
+def closed(rows: Tensor, blocks: Blocks, each: Tensor, buffer: int, total: int) -> Tensor:
     """The reverse."""
     items = rows.flatten(-2)
     if blocks.is_even:
         return items[..., :total]
     number = torch.arange(blocks.number, dtype=torch.int64, device=rows.device)
-    shift = (room * number - (each.cumsum(0) - each)).repeat_interleave(each, output_size=total)
+    shift = (buffer * number - (each.cumsum(0) - each)).repeat_interleave(each, output_size=total)
     return items[..., shift + torch.arange(total, dtype=torch.int64, device=rows.device)]
 
 
@@ -157,7 +157,7 @@ def _nearest(edges: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.
 
 
 @lru_cache(maxsize=1024)
-def lay(sizes: tuple[int, ...]) -> Layout:
+def block_layout(sizes: tuple[int, ...]) -> Layout:
     """Of a vector made of tensors of these sizes."""
     return Layout(_edges(sizes))
 

@@ -27,7 +27,7 @@ class Kernels(Protocol):
 
     def accumulate(self, residual: Tensor, gradient: Tensor, scale: float, out: Tensor) -> bool: ...
 
-    def fold(self, shared: Tensor, own: Tensor, mark: Tensor, preview: float) -> None: ...
+    def rebase(self, shared: Tensor, own: Tensor, anchor: Tensor, preview: float) -> None: ...
 
     def is_finite(self, x: Tensor) -> bool: ...
 
@@ -35,20 +35,20 @@ class Kernels(Protocol):
         self, x: Tensor, threshold: float, capacity: int, phase: float
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
-    def settle(
+    def apply(
         self,
         shared: Tensor,
         own: Tensor,
-        mark: Tensor,
+        anchor: Tensor,
         update: Tensor,
         spent: Tensor,
         world: int,
         preview: float | None,
     ) -> None: ...
 
-    def waiting(self, mark: Tensor, own: Tensor, out: Tensor) -> None: ...
+    def waiting(self, anchor: Tensor, own: Tensor, out: Tensor) -> None: ...
 
-    def waiting_above(self, mark: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]: ...
+    def waiting_above(self, anchor: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]: ...
 
 
 class LowBitKernels(Protocol):

@@ -107,9 +107,9 @@ def _either(flag: Any, condition: Any) -> Any:
 
 
 @register_jitable
-def _wait(mark: Any, own: Any, i: Any) -> Any:
+def _wait(anchor: Any, own: Any, i: Any) -> Any:
     """What waits at i."""
-    moved = mark[i] - own[i]
+    moved = anchor[i] - own[i]
     return moved if _finite(moved) else float32(0)
 
 
@@ -130,46 +130,46 @@ def _accumulate(n: Any, residual: Any, gradient: Any, scale: Any, out: Any, ahea
     return spoiled == 0
 
 
-def _waiting(n: Any, mark: Any, own: Any, out: Any) -> None:
-    mark, own, out = floats_at(mark, n), floats_at(own, n), floats_at(out, n)
+def _waiting(n: Any, anchor: Any, own: Any, out: Any) -> None:
+    anchor, own, out = floats_at(anchor, n), floats_at(own, n), floats_at(out, n)
     for i in range(n):
-        out[i] = _wait(mark, own, i)
+        out[i] = _wait(anchor, own, i)
 
 
-def _fold(n: Any, shared: Any, own: Any, mark: Any, preview: Any) -> None:
-    shared, own, mark = floats_at(shared, n), floats_at(own, n), floats_at(mark, n)
+def _rebase(n: Any, shared: Any, own: Any, anchor: Any, preview: Any) -> None:
+    shared, own, anchor = floats_at(shared, n), floats_at(own, n), floats_at(anchor, n)
     for i in range(n):
-        waits = _wait(mark, own, i)
+        waits = _wait(anchor, own, i)
         own[i] = shared[i] - preview * waits
-        mark[i] = own[i] + waits
+        anchor[i] = own[i] + waits
 
 
 @register_jitable
-def _left(mark: Any, own: Any, spent: Any, i: Any) -> Any:
+def _left(anchor: Any, own: Any, spent: Any, i: Any) -> Any:
     """What waits at i when this was spent."""
-    left = (mark[i] - own[i]) - spent[i]
+    left = (anchor[i] - own[i]) - spent[i]
     return left if _finite(left) else float32(0)
 
 
-def _settle(n: Any, shared: Any, own: Any, mark: Any, update: Any, spent: Any, world: Any) -> None:
-    shared, own, mark = floats_at(shared, n), floats_at(own, n), floats_at(mark, n)
+def _apply(n: Any, shared: Any, own: Any, anchor: Any, update: Any, spent: Any, world: Any) -> None:
+    shared, own, anchor = floats_at(shared, n), floats_at(own, n), floats_at(anchor, n)
     update, spent = floats_at(update, n), floats_at(spent, n)
     for i in range(n):
-        mark[i] = own[i] + _left(mark, own, spent, i)
+        anchor[i] = own[i] + _left(anchor, own, spent, i)
         shared[i] -= update[i] / world
 
 
-def _settle_and_fold(
-    n: Any, shared: Any, own: Any, mark: Any, update: Any, spent: Any, world: Any, preview: Any
+def _apply_and_rebase(
+    n: Any, shared: Any, own: Any, anchor: Any, update: Any, spent: Any, world: Any, preview: Any
 ) -> None:
-    shared, own, mark = floats_at(shared, n), floats_at(own, n), floats_at(mark, n)
+    shared, own, anchor = floats_at(shared, n), floats_at(own, n), floats_at(anchor, n)
     update, spent = floats_at(update, n), floats_at(spent, n)
     for i in range(n):
-        mark[i] = own[i] + _left(mark, own, spent, i)
-        waits = _wait(mark, own, i)
+        anchor[i] = own[i] + _left(anchor, own, spent, i)
+        waits = _wait(anchor, own, i)
         shared[i] -= update[i] / world
         own[i] = shared[i] - preview * waits
-        mark[i] = own[i] + waits
+        anchor[i] = own[i] + waits
 
 
 @register_jitable
@@ -208,12 +208,12 @@ def _list_above(x: Any, threshold: Any, begin: Any, end: Any, found: Any, count:
     return count
 
 
-def _above(n: Any, x: Any, threshold: Any, begin: Any, room: Any, found: Any, count: Any) -> Any:
+def _above(n: Any, x: Any, threshold: Any, begin: Any, buffer: Any, found: Any, count: Any) -> Any:
     """Go on from `begin` until x ends or the room is full; how far that was, and the count."""
-    x, found = floats_at(x, n), integers_at(found, room)
+    x, found = floats_at(x, n), integers_at(found, buffer)
     whole = begin + (n - begin) // _BLOCK * _BLOCK
     for place in range(begin, whole, _BLOCK):
-        if count + 2 * _BLOCK > room:
+        if count + 2 * _BLOCK > buffer:
             return place, count
         any_above = int32(0)
         for j in range(_BLOCK):
@@ -225,39 +225,50 @@ def _above(n: Any, x: Any, threshold: Any, begin: Any, room: Any, found: Any, co
 
 @register_jitable
 def _list_waiting(
-    mark: Any, own: Any, threshold: Any, begin: Any, end: Any, found: Any, values: Any, count: Any
+    anchor: Any, own: Any, threshold: Any, begin: Any, end: Any, found: Any, values: Any, count: Any
 ) -> Any:
     for i in range(begin, end):
-        waits = _wait(mark, own, i)
+        waits = _wait(anchor, own, i)
         found[count], values[count] = i, waits
         count += abs(waits) >= threshold
     return count
 
 
 def _waiting_above(
-    n: Any, mark: Any, own: Any, threshold: Any, begin: Any, room: Any, found: Any, values: Any, count: Any
+    n: Any,
+    anchor: Any,
+    own: Any,
+    threshold: Any,
+    begin: Any,
+    buffer: Any,
+    found: Any,
+    values: Any,
+    count: Any,
 ) -> Any:
     """As `_above`."""
-    mark, own = floats_at(mark, n), floats_at(own, n)
-    found, values = integers_at(found, room), floats_at(values, room)
+    anchor, own = floats_at(anchor, n), floats_at(own, n)
+    found, values = integers_at(found, buffer), floats_at(values, buffer)
     whole = begin + (n - begin) // _BLOCK * _BLOCK
     for place in range(begin, whole, _BLOCK):
-        if count + 2 * _BLOCK > room:
+        if count + 2 * _BLOCK > buffer:
             return place, count
         any_above = int32(0)
         for j in range(_BLOCK):
-            any_above = _either(any_above, abs(_wait(mark, own, uint64(place + j))) >= threshold)
+            any_above = _either(any_above, abs(_wait(anchor, own, uint64(place + j))) >= threshold)
         if any_above:
-            count = _list_waiting(mark, own, threshold, place, place + _BLOCK, found, values, count)
-    return n, _list_waiting(mark, own, threshold, whole, n, found, values, count)
+            count = _list_waiting(anchor, own, threshold, place, place + _BLOCK, found, values, count)
+    return n, _list_waiting(anchor, own, threshold, whole, n, found, values, count)
 
 
 _KERNELS: dict[str, tuple[Callable[..., Any], str]] = {
     "accumulate": (_accumulate, "boolean(int64, int64, int64, float32, int64, int64, boolean)"),
     "waiting": (_waiting, "void(int64, int64, int64, int64)"),
-    "fold": (_fold, "void(int64, int64, int64, int64, float32)"),
-    "settle": (_settle, "void(int64, int64, int64, int64, int64, int64, float32)"),
-    "settle_and_fold": (_settle_and_fold, "void(int64, int64, int64, int64, int64, int64, float32, float32)"),
+    "rebase": (_rebase, "void(int64, int64, int64, int64, float32)"),
+    "apply": (_apply, "void(int64, int64, int64, int64, int64, int64, float32)"),
+    "apply_and_rebase": (
+        _apply_and_rebase,
+        "void(int64, int64, int64, int64, int64, int64, float32, float32)",
+    ),
     "is_finite": (_is_finite, "boolean(int64, int64)"),
     "above": (_above, "UniTuple(int64, 2)(int64, int64, float32, int64, int64, int64, int64)"),
     "waiting_above": (
@@ -281,27 +292,27 @@ class Compiled:
         way_out = _way_out(out, residual, gradient)
         return bool(self._run["accumulate"](out.numel(), *sources, out.data_ptr(), *way_out))
 
-    def waiting(self, mark: Tensor, own: Tensor, out: Tensor) -> None:
-        self._run["waiting"](out.numel(), mark.data_ptr(), own.data_ptr(), out.data_ptr())
+    def waiting(self, anchor: Tensor, own: Tensor, out: Tensor) -> None:
+        self._run["waiting"](out.numel(), anchor.data_ptr(), own.data_ptr(), out.data_ptr())
 
-    def fold(self, shared: Tensor, own: Tensor, mark: Tensor, preview: float) -> None:
-        self._run["fold"](shared.numel(), shared.data_ptr(), own.data_ptr(), mark.data_ptr(), preview)
+    def rebase(self, shared: Tensor, own: Tensor, anchor: Tensor, preview: float) -> None:
+        self._run["rebase"](shared.numel(), shared.data_ptr(), own.data_ptr(), anchor.data_ptr(), preview)
 
-    def settle(
+    def apply(
         self,
         shared: Tensor,
         own: Tensor,
-        mark: Tensor,
+        anchor: Tensor,
         update: Tensor,
         spent: Tensor,
         world: int,
         preview: float | None,
     ) -> None:
-        where = (each.data_ptr() for each in (shared, own, mark, update, spent))
+        where = (each.data_ptr() for each in (shared, own, anchor, update, spent))
         if preview is None:
-            self._run["settle"](shared.numel(), *where, world)
+            self._run["apply"](shared.numel(), *where, world)
         else:
-            self._run["settle_and_fold"](shared.numel(), *where, world, preview)
+            self._run["apply_and_rebase"](shared.numel(), *where, world, preview)
 
     def is_finite(self, x: Tensor) -> bool:
         return bool(self._run["is_finite"](x.numel(), x.data_ptr()))
@@ -309,23 +320,23 @@ class Compiled:
     def above(self, x: Tensor, threshold: float) -> Tensor:
         n, find = x.numel(), self._run["above"]
         place = count = 0
-        found = torch.empty(_room(n), dtype=torch.int64, device=x.device)
+        found = torch.empty(_buffer(n), dtype=torch.int64, device=x.device)
         while True:
-            room = found.numel(), found.data_ptr()
-            place, count = find(n, x.data_ptr(), threshold, place, *room, count)
+            buffer = found.numel(), found.data_ptr()
+            place, count = find(n, x.data_ptr(), threshold, place, *buffer, count)
             if place == n:
                 return found[:count].clone()
             found = _doubled(found)
 
-    def waiting_above(self, mark: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-        n, find = mark.numel(), self._run["waiting_above"]
-        sources = mark.data_ptr(), own.data_ptr(), threshold
+    def waiting_above(self, anchor: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+        n, find = anchor.numel(), self._run["waiting_above"]
+        sources = anchor.data_ptr(), own.data_ptr(), threshold
         place = count = 0
-        found = torch.empty(_room(n), dtype=torch.int64, device=mark.device)
-        values = torch.empty(_room(n), dtype=torch.float32, device=mark.device)
+        found = torch.empty(_buffer(n), dtype=torch.int64, device=anchor.device)
+        values = torch.empty(_buffer(n), dtype=torch.float32, device=anchor.device)
         while True:
-            room = found.numel(), found.data_ptr(), values.data_ptr()
-            place, count = find(n, *sources, place, *room, count)
+            buffer = found.numel(), found.data_ptr(), values.data_ptr()
+            place, count = find(n, *sources, place, *buffer, count)
             if place == n:
                 return found[:count].clone(), values[:count].clone()
             found, values = _doubled(found), _doubled(values)
@@ -347,7 +358,7 @@ def _way_out(out: Tensor, *inputs: Tensor) -> tuple[int, bool]:
     return ahead, not in_place and out.numel() >= _STREAMED
 
 
-def _room(n: int) -> int:
+def _buffer(n: int) -> int:
     return n // _EXPECTED + 2 * _BLOCK
 
 

@@ -20,20 +20,20 @@ from gradsieve.kernels.lanes import (
     add_1,
     add_2,
     add_4,
-    add_told_1,
-    add_told_2,
-    count_told,
+    add_sent_1,
+    add_sent_2,
+    count_sent,
     decode_1,
     decode_2,
     decode_4,
-    decode_told_1,
-    decode_told_2,
+    decode_sent_1,
+    decode_sent_2,
     encode_1,
     encode_2,
     encode_4,
-    encode_told_1,
-    encode_told_2,
-    fold,
+    encode_sent_1,
+    encode_sent_2,
+    rebase,
 )
 from gradsieve.kernels.low_bit import INFINITE, NOT_A_NUMBER, SHARE, STEPS, WITH_ZEROS
 from gradsieve.kernels.pointers import INFINITE as INFINITE_FLOAT
@@ -47,7 +47,7 @@ _PAIRS = _GROUPS // 2
 @register_jitable
 def _sum_parities(x: Any, begin: Any, lanes: Any) -> Any:
     """lanes[0] and lanes[1] = the sums of |x| over even and odd places; whether any x is 0."""
-    zeros = fold(x, begin, lanes)
+    zeros = rebase(x, begin, lanes)
     for half in (8, 4, 2):
         for lane in range(half):
             lanes[lane] += lanes[lane + half]
@@ -89,7 +89,7 @@ def _scale_with_zeros(bits: Any, x: Any, begin: Any, even_sum: Any, odd_sum: Any
     parity = int64(1) if odd_sum > even_sum else int64(0)
     members = int64(0)
     for group in range(_PAIRS):
-        members += count_told(x, begin + 2 * LANES * group, parity)
+        members += count_sent(x, begin + 2 * LANES * group, parity)
     half = _level(bits, odd_sum if parity else even_sum, members)
     if half == 0 or half >= INFINITE:
         return half
@@ -119,9 +119,9 @@ def _encode_with_zeros(bits: Any, x: Any, begin: Any, half: Any, data: Any, to: 
     scale, parity = _widened(half & 0x7FFF), half & 1
     for group in range(_PAIRS):
         if bits == 1:
-            encode_told_1(x, begin + 2 * LANES * group, parity, scale, data, to + 4 * group)
+            encode_sent_1(x, begin + 2 * LANES * group, parity, scale, data, to + 4 * group)
         else:
-            encode_told_2(x, begin + 2 * LANES * group, parity, scale, data, to + 8 * group)
+            encode_sent_2(x, begin + 2 * LANES * group, parity, scale, data, to + 8 * group)
 
 
 @register_jitable
@@ -130,9 +130,9 @@ def _decode_with_zeros(bits: Any, data: Any, place: Any, half: Any, out: Any, to
     scale, parity = _widened(half & 0x7FFF), half & 1
     for group in range(_PAIRS):
         if bits == 1:
-            decode_told_1(data, place + 4 * group, parity, scale, out, to + 2 * LANES * group)
+            decode_sent_1(data, place + 4 * group, parity, scale, out, to + 2 * LANES * group)
         else:
-            decode_told_2(data, place + 8 * group, parity, scale, out, to + 2 * LANES * group)
+            decode_sent_2(data, place + 8 * group, parity, scale, out, to + 2 * LANES * group)
 
 
 @register_jitable
@@ -140,9 +140,9 @@ def _add_with_zeros(bits: Any, data: Any, place: Any, half: Any, out: Any, to: A
     scale, parity = _widened(half & 0x7FFF), half & 1
     for group in range(_PAIRS):
         if bits == 1:
-            add_told_1(data, place + 4 * group, parity, scale, out, to + 2 * LANES * group)
+            add_sent_1(data, place + 4 * group, parity, scale, out, to + 2 * LANES * group)
         else:
-            add_told_2(data, place + 8 * group, parity, scale, out, to + 2 * LANES * group)
+            add_sent_2(data, place + 8 * group, parity, scale, out, to + 2 * LANES * group)
 
 
 @register_jitable
@@ -203,13 +203,13 @@ def _encode_short(
 
 
 def _encode(
-    bits: Any, rows: Any, blocks: Any, edges: Any, values: Any, size: Any, data: Any, room: Any
+    bits: Any, rows: Any, blocks: Any, edges: Any, values: Any, size: Any, data: Any, buffer: Any
 ) -> None:
     edges = integers_at(edges, blocks + 1)
     count = edges[blocks] - edges[0]
     values, data = floats_at(values, rows * count), bytes_at(data, rows * size)
-    filled, lanes = floats_at(room, BLOCK), floats_at(room + 4 * BLOCK, LANES)
-    last = bytes_at(room + 4 * (BLOCK + LANES), BLOCK)
+    filled, lanes = floats_at(buffer, BLOCK), floats_at(buffer + 4 * BLOCK, LANES)
+    last = bytes_at(buffer + 4 * (BLOCK + LANES), BLOCK)
     for row in range(rows):
         scales, codes, begin, edge = row * size, row * size + 2 * blocks, row * count, edges[0]
         for block in range(blocks):
@@ -260,13 +260,13 @@ def _has_zeros(bits: Any, half: Any) -> Any:
 
 
 def _decode(
-    bits: Any, rows: Any, blocks: Any, edges: Any, size: Any, data: Any, out: Any, room: Any, add: Any
+    bits: Any, rows: Any, blocks: Any, edges: Any, size: Any, data: Any, out: Any, buffer: Any, add: Any
 ) -> None:
     """To as many rows; or, to add them up, to one, block by block, so that the sum stays in the cache."""
     edges = integers_at(edges, blocks + 1)
     count = edges[blocks] - edges[0]
     data, out = bytes_at(data, rows * size), floats_at(out, count if add else rows * count)
-    filled, last = floats_at(room, BLOCK), bytes_at(room + 4 * (BLOCK + LANES), BLOCK)
+    filled, last = floats_at(buffer, BLOCK), bytes_at(buffer + 4 * (BLOCK + LANES), BLOCK)
     for first in range(1 if add else rows):
         scales, codes, begin, edge = first * size, first * size + 2 * blocks, first * count, edges[0]
         for block in range(blocks):
@@ -308,8 +308,8 @@ class CompiledLowBit:
     def encode_low(self, bits: int, values: Tensor, blocks: Blocks | None = None) -> Tensor:
         lead, blocks = values.shape[:-1], blocks or even(values.shape[-1])
         size = blocks.size(bits)
-        data, room = torch.empty((*lead, size), dtype=torch.uint8, device=values.device), _room()
-        addresses = values.data_ptr(), size, data.data_ptr(), room.data_ptr()
+        data, buffer = torch.empty((*lead, size), dtype=torch.uint8, device=values.device), _buffer()
+        addresses = values.data_ptr(), size, data.data_ptr(), buffer.data_ptr()
         self._run["encode"](bits, lead.numel(), blocks.number, blocks.address, *addresses)
         return data
 
@@ -329,13 +329,13 @@ class CompiledLowBit:
         return self._decoded(bits, data, out, blocks, True)
 
     def _decoded(self, bits: int, data: Tensor, out: Tensor, blocks: Blocks | None, add: bool) -> Tensor:
-        rows, size, room = data.shape[:-1].numel(), data.shape[-1], _room()
+        rows, size, buffer = data.shape[:-1].numel(), data.shape[-1], _buffer()
         blocks = blocks or even(out.shape[-1])
-        addresses = blocks.address, size, data.data_ptr(), out.data_ptr(), room.data_ptr()
+        addresses = blocks.address, size, data.data_ptr(), out.data_ptr(), buffer.data_ptr()
         self._run["decode"](bits, rows, blocks.number, *addresses, add)
         return out
 
 
-def _room() -> Tensor:
+def _buffer() -> Tensor:
     """For a block that is filled up, partial sums, and the block's codes."""
     return torch.zeros(2 * BLOCK + LANES, dtype=torch.float32, device="cpu")

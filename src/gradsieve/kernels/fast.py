@@ -177,38 +177,38 @@ def accumulate(residual: Tensor, gradient: Tensor, scale: float, out: Tensor) ->
     return is_finite(torch.stack(sums)) or is_finite(out)
 
 
-def waiting(mark: Tensor, own: Tensor, out: Tensor) -> None:
+def waiting(anchor: Tensor, own: Tensor, out: Tensor) -> None:
     """out = mark - own; what is not finite counts as 0: an optimizer overflowed there."""
     own = own.detach()
-    for here in _pieces(mark):
-        _wait(mark[here], own[here], out[here])
+    for here in _pieces(anchor):
+        _wait(anchor[here], own[here], out[here])
 
 
-def waiting_above(mark: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+def waiting_above(anchor: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """Sorted indices where |waiting| >= threshold, and what waits there; no vector of n is written."""
     own = own.detach()
     indices, values = [], []
-    for here, waits in _pieces_with_room(mark):
-        _wait(mark[here], own[here], waits)
+    for here, waits in _pieces_with_buffer(anchor):
+        _wait(anchor[here], own[here], waits)
         found = _places_above(waits.abs(), threshold)
         values.append(waits[found])
         indices.append(found.add_(here.start))
     return torch.cat(indices), torch.cat(values)
 
 
-def fold(shared: Tensor, own: Tensor, mark: Tensor, preview: float) -> None:
+def rebase(shared: Tensor, own: Tensor, anchor: Tensor, preview: float) -> None:
     """own = shared - preview * waiting, rounded to its dtype; the mark goes along, so that as much waits."""
     own = own.detach()
-    for here, waits in _pieces_with_room(shared):
-        _wait(mark[here], own[here], waits)
-        own[here].copy_(torch.mul(waits, -preview, out=mark[here]).add_(shared[here]))
-        torch.add(waits, own[here], out=mark[here])
+    for here, waits in _pieces_with_buffer(shared):
+        _wait(anchor[here], own[here], waits)
+        own[here].copy_(torch.mul(waits, -preview, out=anchor[here]).add_(shared[here]))
+        torch.add(waits, own[here], out=anchor[here])
 
 
-def settle(
+def apply(
     shared: Tensor,
     own: Tensor,
-    mark: Tensor,
+    anchor: Tensor,
     update: Tensor,
     spent: Tensor,
     world: int,
@@ -222,12 +222,12 @@ def settle(
     """
     own = own.detach()
     for here in _pieces(shared):
-        x = own[here].to(mark.dtype)
-        left = (mark[here] - x).sub_(spent[here])
-        torch.add(x, left.nan_to_num_(0.0, 0.0, 0.0), out=mark[here])
+        x = own[here].to(anchor.dtype)
+        left = (anchor[here] - x).sub_(spent[here])
+        torch.add(x, left.nan_to_num_(0.0, 0.0, 0.0), out=anchor[here])
         shared[here] -= update[here] / world
         if preview is not None:
-            fold(shared[here], own[here], mark[here], preview)
+            rebase(shared[here], own[here], anchor[here], preview)
 
 
 def select(x: Tensor, threshold: float, capacity: int, phase: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -279,8 +279,8 @@ def sendable(tail: Tensor) -> Tensor:
     return tail.nan_to_num(nan=largest_float).clamp(0.0, largest_float).float()
 
 
-def _wait(mark: Tensor, own: Tensor, out: Tensor) -> None:
-    torch.sub(mark, own, out=out)
+def _wait(anchor: Tensor, own: Tensor, out: Tensor) -> None:
+    torch.sub(anchor, own, out=out)
     if not (out.is_cpu and is_finite(out)):
         out.nan_to_num_(0.0, 0.0, 0.0)
 
@@ -291,7 +291,7 @@ def _pieces(x: Tensor) -> Iterator[slice]:
     return (slice(begin, min(begin + step, x.numel())) for begin in range(0, max(x.numel(), 1), step))
 
 
-def _pieces_with_room(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+def _pieces_with_buffer(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Each piece with the same room to compute it in: what is new to the cache pushes something out."""
-    room = x.new_empty(min(x.numel(), _CHUNK) if x.is_cpu else x.numel())
-    return ((here, room[: here.stop - here.start]) for here in _pieces(x))
+    buffer = x.new_empty(min(x.numel(), _CHUNK) if x.is_cpu else x.numel())
+    return ((here, buffer[: here.stop - here.start]) for here in _pieces(x))

@@ -115,24 +115,24 @@ def _type_decode(bits: int, add: bool) -> Callable[..., Any]:
     return typed
 
 
-def _type_fold(_: Any, x: Any, begin: Any, lanes: Any) -> Any:
+def _type_rebase(_: Any, x: Any, begin: Any, lanes: Any) -> Any:
     """lanes[:16] = the sums of |x| of a full block, upper half added to lower half four times; whether any
     of its values is 0: the least of each lane is found along with the sums, from the same loads. Where some
     are NaN it may say that there is none, and nobody asks."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        def fold(place: int, stride: int) -> tuple[Any, Any]:
+        def rebase(place: int, stride: int) -> tuple[Any, Any]:
             """Every `stride`-th group of 16 values, from that at `place` on: their sums, and the least."""
             if stride == BLOCK:
                 offset = builder.add(arguments[1], ir.Constant(arguments[1].type, place))
                 pointer = _pointer(context, builder, _FLOATS, signature.args[0], arguments[0], offset)
                 value = _magnitudes(builder, builder.load(pointer, align=4))
                 return value, value
-            (low, least), (high, other) = fold(place, 2 * stride), fold(place + stride, 2 * stride)
+            (low, least), (high, other) = rebase(place, 2 * stride), rebase(place + stride, 2 * stride)
             less = builder.fcmp_ordered("<", least, other)
             return builder.fadd(low, high), builder.select(less, least, other)
 
-        sums, least = fold(0, LANES)
+        sums, least = rebase(0, LANES)
         first = ir.Constant(arguments[1].type, 0)
         target = _pointer(context, builder, _FLOATS, signature.args[2], arguments[2], first)
         builder.store(sums, target, align=4)
@@ -166,7 +166,7 @@ def _levels(builder: Any, bits: int, codes: Any) -> Any:
     return builder.sitofp(builder.sub(builder.xor(magnitude, negative), negative), _FLOATS)
 
 
-def _told(context: Any, builder: Any, kind: Any, array: Any, place: Any, parity: Any) -> Any:
+def _sent(context: Any, builder: Any, kind: Any, array: Any, place: Any, parity: Any) -> Any:
     """Of 32 values those of one parity."""
     halves = []
     for ahead in (0, LANES):
@@ -179,11 +179,11 @@ def _told(context: Any, builder: Any, kind: Any, array: Any, place: Any, parity:
     return builder.select(builder.trunc(parity, ir.IntType(1)), odd, even)
 
 
-def _type_count_told(_: Any, x: Any, place: Any, parity: Any) -> Any:
+def _type_count_sent(_: Any, x: Any, place: Any, parity: Any) -> Any:
     """How many of x[place : place + 32] of that parity are not 0."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        value = _told(context, builder, signature.args[0], *arguments)
+        value = _sent(context, builder, signature.args[0], *arguments)
         marks = builder.fcmp_unordered("!=", value, _vector(_FLOATS, 0.0))
         number = builder.ctpop(builder.bitcast(marks, ir.IntType(LANES)))
         return builder.zext(number, ir.IntType(64))
@@ -191,12 +191,12 @@ def _type_count_told(_: Any, x: Any, place: Any, parity: Any) -> Any:
     return types.int64(x, place, parity), generate
 
 
-def _type_encode_told(bits: int) -> Callable[..., Any]:
+def _type_encode_sent(bits: int) -> Callable[..., Any]:
     """From data[to] on, the codes of x[place : place + 32] in a block with zeros: those of one parity."""
 
     def typed(_: Any, x: Any, place: Any, parity: Any, scale: Any, data: Any, to: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            value = _told(context, builder, signature.args[0], *arguments[:3])
+            value = _sent(context, builder, signature.args[0], *arguments[:3])
             zero, kind = _vector(_FLOATS, 0.0), ir.VectorType(ir.IntType(8), LANES)
             marks = [
                 (builder.fcmp_unordered("!=", value, zero), 1),
@@ -206,8 +206,8 @@ def _type_encode_told(bits: int) -> Callable[..., Any]:
                 limit = builder.fmul(_vector(_FLOATS, 2.0), _everywhere(builder, arguments[3]))
                 marks.append((builder.fcmp_ordered(">", _magnitudes(builder, value), limit), 4))
             codes = _vector(kind, 0)
-            for mark, bit in marks:
-                codes = builder.or_(codes, builder.select(mark, _vector(kind, bit), _vector(kind, 0)))
+            for anchor, bit in marks:
+                codes = builder.or_(codes, builder.select(anchor, _vector(kind, bit), _vector(kind, 0)))
             packed = _packed(builder, 2 * bits, codes)
             target = _pointer(context, builder, packed.type, signature.args[4], *arguments[4:])
             builder.store(packed, target, align=1)
@@ -218,7 +218,7 @@ def _type_encode_told(bits: int) -> Callable[..., Any]:
     return typed
 
 
-def _type_decode_told(bits: int, add: bool) -> Callable[..., Any]:
+def _type_decode_sent(bits: int, add: bool) -> Callable[..., Any]:
     """The reverse: to out[to : to + 32], or on top of what is there."""
 
     def typed(_: Any, data: Any, place: Any, parity: Any, scale: Any, out: Any, to: Any) -> Any:
@@ -233,10 +233,10 @@ def _type_decode_told(bits: int, add: bool) -> Callable[..., Any]:
                 larger = builder.and_(builder.lshr(code, one), two)
                 level = builder.mul(level, builder.add(larger, one))
             scale = _everywhere(builder, arguments[3])
-            told = builder.fmul(builder.sitofp(level, _FLOATS), scale)
+            sent = builder.fmul(builder.sitofp(level, _FLOATS), scale)
             others = builder.fmul(_vector(_FLOATS, 0.0), scale)
             is_odd = builder.trunc(arguments[2], ir.IntType(1))
-            sides = builder.select(is_odd, others, told), builder.select(is_odd, told, others)
+            sides = builder.select(is_odd, others, sent), builder.select(is_odd, sent, others)
             for ahead in (0, LANES):
                 lanes = [(ahead + lane) // 2 + LANES * (lane % 2) for lane in range(LANES)]
                 value = builder.shuffle_vector(*sides, ir.Constant(_INTS, lanes))
@@ -263,11 +263,11 @@ add_2: Any = intrinsic(_type_decode(2, add=True))
 add_4: Any = intrinsic(_type_decode(4, add=True))
 
 
-fold: Any = intrinsic(_type_fold)
-count_told: Any = intrinsic(_type_count_told)
-encode_told_1: Any = intrinsic(_type_encode_told(1))
-encode_told_2: Any = intrinsic(_type_encode_told(2))
-decode_told_1: Any = intrinsic(_type_decode_told(1, add=False))
-decode_told_2: Any = intrinsic(_type_decode_told(2, add=False))
-add_told_1: Any = intrinsic(_type_decode_told(1, add=True))
-add_told_2: Any = intrinsic(_type_decode_told(2, add=True))
+rebase: Any = intrinsic(_type_rebase)
+count_sent: Any = intrinsic(_type_count_sent)
+encode_sent_1: Any = intrinsic(_type_encode_sent(1))
+encode_sent_2: Any = intrinsic(_type_encode_sent(2))
+decode_sent_1: Any = intrinsic(_type_decode_sent(1, add=False))
+decode_sent_2: Any = intrinsic(_type_decode_sent(2, add=False))
+add_sent_1: Any = intrinsic(_type_decode_sent(1, add=True))
+add_sent_2: Any = intrinsic(_type_decode_sent(2, add=True))

@@ -85,9 +85,9 @@ def encode_low(bits: int, values: Tensor, blocks: Blocks | None = None) -> Tenso
         for some, counts in zip(*(_pieces(each) for each in inputs), strict=True)
     ]
     halves, codes = (torch.cat(each) for each in zip(*parts, strict=True))
-    room, total = BLOCK * bits // 8, blocks.size(bits) - 2 * blocks.number
-    codes = codes.view(*lead, blocks.number, room)
-    codes = closed(codes, blocks, (true * bits + 7) // 8, room, total)
+    buffer, total = BLOCK * bits // 8, blocks.size(bits) - 2 * blocks.number
+    codes = codes.view(*lead, blocks.number, buffer)
+    codes = closed(codes, blocks, (true * bits + 7) // 8, buffer, total)
     return torch.cat([halves.view(*lead, 2 * blocks.number), codes], -1)
 
 
@@ -105,9 +105,9 @@ def decode_low(
     levels = _levels(bits, codes, dtype).view(*lead, blocks.number, BLOCK)
     scale = halves.view(torch.bfloat16)
     if bits < 4 and _may_hold(with_zeros := halves < 0):
-        told = _levels_with_zeros(bits, codes, dtype)
+        sent = _levels_with_zeros(bits, codes, dtype)
         odd = (halves & 1 != 0)[..., None]
-        pairs = torch.stack([told.masked_fill(odd, 0), told.masked_fill(~odd, 0)], -1)
+        pairs = torch.stack([sent.masked_fill(odd, 0), sent.masked_fill(~odd, 0)], -1)
         levels = torch.where(with_zeros[..., None], pairs.view(levels.shape), levels)
         scale = (halves & 0x7FFF).view(torch.bfloat16)
     decoded = levels.mul_(scale.to(dtype)[..., None])
@@ -150,11 +150,11 @@ def _encode_blocks(bits: int, blocks: Tensor, true: Tensor) -> tuple[Tensor, Ten
     sums = _sums_of_parities(blocks.abs())
     whole = sums[:, 0] + sums[:, 1]
     halves = _bfloat16(_level(bits, whole, true))
-    told = (blocks != 0).view(-1, BLOCK // 2, 2)
-    mixed = (told.sum((1, 2)) < true) & (whole > 0) & (whole < math.inf)
+    sent = (blocks != 0).view(-1, BLOCK // 2, 2)
+    mixed = (sent.sum((1, 2)) < true) & (whole > 0) & (whole < math.inf)
     parity = (sums[:, 1] > sums[:, 0]).to(torch.int16)
     if _may_hold(mixed):
-        members = told.sum(1).gather(1, parity.to(torch.int64)[:, None])[:, 0]
+        members = sent.sum(1).gather(1, parity.to(torch.int64)[:, None])[:, 0]
         found = _bfloat16(_level(bits, sums.amax(-1), members))
         usable = (found > 0) & (found < INFINITE)
         marked = found & 0x7FFE | parity | (WITH_ZEROS - 0x10000)
@@ -202,10 +202,10 @@ def _codes_with_zeros(bits: int, blocks: Tensor, scale: Tensor, parity: Tensor) 
     """A code of twice the bits lies where the two of its pair would: as these two."""
     pairs = blocks.view(-1, BLOCK // 2, 2)
     x = torch.where(parity[:, None] == 0, pairs[..., 0], pairs[..., 1])
-    told, above = (x != 0).view(torch.uint8), (x > 0).view(torch.uint8)
+    sent, above = (x != 0).view(torch.uint8), (x > 0).view(torch.uint8)
     if bits == 1:
-        return torch.stack([told, above], -1).flatten(1)
-    return torch.stack([told | above << 1, (x.abs() > 2 * scale).view(torch.uint8)], -1).flatten(1)
+        return torch.stack([sent, above], -1).flatten(1)
+    return torch.stack([sent | above << 1, (x.abs() > 2 * scale).view(torch.uint8)], -1).flatten(1)
 
 
 def _pack(bits: int, codes: Tensor) -> Tensor:

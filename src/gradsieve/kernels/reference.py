@@ -61,44 +61,44 @@ def accumulate(residual: Tensor, gradient: Tensor, scale: float, out: Tensor) ->
     return is_finite(out)
 
 
-def waiting(mark: Tensor, own: Tensor, out: Tensor) -> None:
+def waiting(anchor: Tensor, own: Tensor, out: Tensor) -> None:
     """out = mark - own; what is not finite counts as 0."""
-    out.copy_(_waits(mark, own))
+    out.copy_(_waits(anchor, own))
 
 
-def waiting_above(mark: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+def waiting_above(anchor: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """Sorted indices where |waiting| >= threshold, and what waits there."""
-    waits = _waits(mark, own)
+    waits = _waits(anchor, own)
     found = above(waits, threshold)
     return found, waits[found]
 
 
-def settle(
+def apply(
     shared: Tensor,
     own: Tensor,
-    mark: Tensor,
+    anchor: Tensor,
     update: Tensor,
     spent: Tensor,
     world: int,
     preview: float | None,
 ) -> None:
-    x = own.to(mark.dtype)
-    left = (mark - x) - spent
-    mark.copy_(x + torch.where(left.isfinite(), left, 0.0))
+    x = own.to(anchor.dtype)
+    left = (anchor - x) - spent
+    anchor.copy_(x + torch.where(left.isfinite(), left, 0.0))
     shared.copy_(shared - update / world)
     if preview is not None:
-        fold(shared, own, mark, preview)
+        rebase(shared, own, anchor, preview)
 
 
-def fold(shared: Tensor, own: Tensor, mark: Tensor, preview: float) -> None:
+def rebase(shared: Tensor, own: Tensor, anchor: Tensor, preview: float) -> None:
     """own = shared - preview * waiting, rounded to its dtype; the mark goes along, so that as much waits."""
-    waits = _waits(mark, own)
+    waits = _waits(anchor, own)
     own.copy_(shared - preview * waits)
-    mark.copy_(own + waits)
+    anchor.copy_(own + waits)
 
 
-def _waits(mark: Tensor, own: Tensor) -> Tensor:
-    waits = mark - own
+def _waits(anchor: Tensor, own: Tensor) -> Tensor:
+    waits = anchor - own
     return torch.where(waits.isfinite(), waits, 0.0)
 
 

@@ -20,9 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gradsieve.kernels import fast
-from gradsieve.kernels.fast import above, fold, settle, waiting, waiting_above
+from gradsieve.kernels.fast import above, apply, rebase, waiting, waiting_above
 
-__all__ = ["above", "accumulate", "fold", "select", "settle", "try_out", "waiting", "waiting_above"]
+__all__ = ["above", "accumulate", "apply", "rebase", "select", "try_out", "waiting", "waiting_above"]
 
 _BLOCK = 1024
 
@@ -99,7 +99,7 @@ def accumulate_and_mark(
     return _marks(residual, gradient, out, scale, threshold, add=True)
 
 
-def mark(x: Tensor, threshold: float) -> Marks:
+def anchor(x: Tensor, threshold: float) -> Marks:
     """What is above the threshold in x."""
     return _marks(x, x, x, 1.0, threshold, add=False)
 
@@ -145,7 +145,7 @@ def accumulate(residual: Tensor, gradient: Tensor, scale: float, out: Tensor) ->
 
 
 def select(x: Tensor, threshold: float, capacity: int, phase: float) -> tuple[Tensor, Tensor, Tensor]:
-    marks = mark(x, threshold)
+    marks = anchor(x, threshold)
     starts = scan(marks.counts)
     demand = starts[-1]
     indices = compact(x, threshold, starts, fast.window_start(demand, capacity, phase), capacity)

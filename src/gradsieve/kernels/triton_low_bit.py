@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradsieve.kernels import low_bit
-from gradsieve.kernels.blocks import BLOCK, Blocks, even, lay
+from gradsieve.kernels.blocks import BLOCK, Blocks, block_layout, even
 
 __all__ = ["decode_low", "decode_low_sum", "encode_low", "try_out"]
 
@@ -66,8 +66,8 @@ def _encode(values, data, edges, places, count, size, blocks, bits: tl.constexpr
         zeros = tl.sum((inside & (x == 0.0)).to(tl.int32), 0)
         mixed = (zeros > 0) & (total > 0.0) & (total < float("inf"))
         parity = (odd > even).to(tl.int32)
-        told = (x != 0.0) & (i % 2 == parity)
-        members = tl.maximum(tl.sum(told.to(tl.int32), 0), 1)
+        sent = (x != 0.0) & (i % 2 == parity)
+        members = tl.maximum(tl.sum(sent.to(tl.int32), 0), 1)
         scale = tl.where(
             mixed,
             tl.div_rn(tl.where(odd > even, odd, even), members.to(tl.float32)),
@@ -85,7 +85,7 @@ def _encode(values, data, edges, places, count, size, blocks, bits: tl.constexpr
             beyond = (tl.abs(x) > 2.0 * scale).to(tl.int32)
             code = code | (beyond << 1)
             wide = wide | (beyond << 2)
-        code = tl.where(with_zeros, tl.where(told, wide, 0), tl.where(inside, code, 0))
+        code = tl.where(with_zeros, tl.where(sent, wide, 0), tl.where(inside, code, 0))
         shift = tl.where(with_zeros, i // 2 * 2 * bits, i * bits) % 8
     byte = tl.sum(tl.reshape(code << shift, [width * bits // 8, 8 // bits]), 1)
     start = data + row * size
@@ -110,12 +110,12 @@ def _decoded(start, codes, block, i, inside, bits: tl.constexpr):  # type: ignor
         place = tl.where(with_zeros, i // 2 * 2 * bits, i * bits)
         byte = tl.load(start + codes + place // 8, mask=inside, other=0).to(tl.int32)
         code = byte >> (place % 8)
-        told = (code & 1) * (i % 2 == (half & 1)).to(tl.int32) * ((code & 2) - 1)
+        sent = (code & 1) * (i % 2 == (half & 1)).to(tl.int32) * ((code & 2) - 1)
         level = 2 * (code & 1) - 1
         if bits == 2:
-            told = told * (1 + ((code >> 1) & 2))
+            sent = sent * (1 + ((code >> 1) & 2))
             level = level * (1 + (code & 2))
-        level = tl.where(with_zeros, told, level)
+        level = tl.where(with_zeros, sent, level)
         half = half & 0x7FFF
     return level.to(tl.float32) * (half << 16).to(tl.float32, bitcast=True)
 
@@ -191,7 +191,7 @@ def try_out(device: torch.device) -> None:
     x = torch.arange(-1000.0, 1001.0, dtype=torch.float32, device=device).div_(3).view(3, -1).contiguous()
     count = x.shape[1]
     x[1, ::7] = 0.0
-    cut = lay((300, count - 300)).between(0, count)
+    cut = block_layout((300, count - 300)).between(0, count)
     for bits, blocks in itertools.product((1, 2, 4), (None, cut)):
         data = encode_low(bits, x, blocks)
         alike = torch.equal(data, low_bit.encode_low(bits, x, blocks))

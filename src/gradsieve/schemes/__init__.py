@@ -7,28 +7,28 @@ from typing import Any
 
 from gradsieve.errors import ConfigError
 from gradsieve.schemes.base import Scheme
-from gradsieve.schemes.cltk import CltK
+from gradsieve.schemes.baselines.cltk import CltK
+from gradsieve.schemes.baselines.dense import Dense
+from gradsieve.schemes.baselines.dgc import Dgc
+from gradsieve.schemes.baselines.gaussiank import GaussianK
+from gradsieve.schemes.baselines.gtopk import GTopK
+from gradsieve.schemes.baselines.hard_threshold import HardThreshold
+from gradsieve.schemes.baselines.noop import Noop
+from gradsieve.schemes.baselines.randomk import RandomK
+from gradsieve.schemes.baselines.sidco import Sidco
+from gradsieve.schemes.baselines.topk import TopK
+from gradsieve.schemes.baselines.topk_union import TopKUnion
 from gradsieve.schemes.deft import Deft
-from gradsieve.schemes.deft_paper import DeftPaper
-from gradsieve.schemes.dense import Dense
-from gradsieve.schemes.dgc import Dgc
 from gradsieve.schemes.exdyna import ExDyna
-from gradsieve.schemes.exdyna_paper import ExDynaPaper
-from gradsieve.schemes.gaussiank import GaussianK
-from gradsieve.schemes.gtopk import GTopK
-from gradsieve.schemes.hard_threshold import HardThreshold
 from gradsieve.schemes.micro import Micro
-from gradsieve.schemes.micro_paper import MicroPaper
-from gradsieve.schemes.noop import Noop
 from gradsieve.schemes.oktopk import OkTopk
-from gradsieve.schemes.oktopk_paper import OkTopkPaper
-from gradsieve.schemes.randomk import RandomK
-from gradsieve.schemes.sidco import Sidco
+from gradsieve.schemes.papers.deft import DeftPaper
+from gradsieve.schemes.papers.exdyna import ExDynaPaper
+from gradsieve.schemes.papers.micro import MicroPaper
+from gradsieve.schemes.papers.oktopk import OkTopkPaper
+from gradsieve.schemes.papers.spardl import SparDLPaper
 from gradsieve.schemes.spardl import SparDL
-from gradsieve.schemes.spardl_paper import SparDLPaper
 from gradsieve.schemes.stripes import Stripes
-from gradsieve.schemes.topk import TopK
-from gradsieve.schemes.topk_union import TopKUnion
 
 SCHEMES: dict[str, type[Scheme[Any]]] = {
     "noop": Noop,

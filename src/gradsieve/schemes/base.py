@@ -59,7 +59,7 @@ class Scheme(ABC, Generic[State]):
     lossless: ClassVar[bool] = False
     """True where every step spends everything: such a scheme needs no residual."""
 
-    silent: ClassVar[bool] = False
+    no_comm: ClassVar[bool] = False
     """True for the one scheme that never communicates."""
 
     reads_parts: ClassVar[bool] = False
@@ -75,7 +75,7 @@ class Scheme(ABC, Generic[State]):
     merges: ClassVar[float] = 1.0
     """How often what was selected is sorted, packed and added up on its way; 0 where it needs no index."""
 
-    in_turn: ClassVar[bool] = False
+    round_robin: ClassVar[bool] = False
     """True where every element is sent within 1/density steps: small tensors need no way of their own."""
 
     def __post_init__(self) -> None:
@@ -104,7 +104,7 @@ class Scheme(ABC, Generic[State]):
         holds for the whole model, such as a threshold, is taken over from it.
         """
 
-    def lay(self, sizes: Sequence[int], world: int, previous: State | None = None) -> State:
+    def init_state(self, sizes: Sequence[int], world: int, previous: State | None = None) -> State:
         """`begin` for a unit made of tensors of these sizes; most schemes see one vector."""
         return self.begin(sum(sizes), world, previous)
 
@@ -112,7 +112,7 @@ class Scheme(ABC, Generic[State]):
     def step(self, acc: Tensor, state: State, ctx: Ctx) -> Program[Outcome[State]]:
         """One exchange. Reads `acc`, mutates nothing."""
 
-    def settle(self, states: Sequence[State]) -> list[State]:
+    def apply(self, states: Sequence[State]) -> list[State]:
         """End of a step, with the new states of all buckets: what is decided for the whole model."""
         return list(states)
 

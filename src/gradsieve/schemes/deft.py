@@ -62,11 +62,11 @@ class Deft(Agreed[State]):
         check_speeds(self.speeds)
 
     def begin(self, n: int, world: int, previous: State | None = None) -> State:
-        return self.lay([n], world)
+        return self.init_state([n], world)
 
-    def lay(self, sizes: Sequence[int], world: int, previous: State | None = None) -> State:
+    def init_state(self, sizes: Sequence[int], world: int, previous: State | None = None) -> State:
         # 1.
-        return State(edges=lay_layers(sizes, world))
+        return State(edges=make_layers(sizes, world))
 
     def step(self, acc: Tensor, state: State, ctx: Ctx) -> Program[Outcome[State]]:
         n, sizes = acc.numel(), state.edges.diff()
@@ -130,7 +130,7 @@ class Deft(Agreed[State]):
         return 6 * log2_ceil(world)
 
 
-def lay_layers(sizes: Sequence[int], world: int) -> Tensor:
+def make_layers(sizes: Sequence[int], world: int) -> Tensor:
     """First element of every layer, and n."""
     n, layers = sum(sizes), [0]
     for size in sizes:

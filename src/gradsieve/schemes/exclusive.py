@@ -42,7 +42,7 @@ from gradsieve.schemes.agreed import Agreed, Values, asked_for_sum, sum_agreed
 from gradsieve.schemes.base import blank, log2_ceil
 from gradsieve.schemes.owners import Owners
 from gradsieve.schemes.quota import phase
-from gradsieve.schemes.threshold import FACTORS, AnyPartitioned, settle_threshold
+from gradsieve.schemes.threshold import FACTORS, AnyPartitioned, move_threshold
 from gradsieve.telemetry import stage
 from gradsieve.types import Ctx, Host, Program, Sparse, Vector, to_host
 from gradsieve.wire import indices
@@ -65,8 +65,8 @@ class Exclusive(Agreed[AnyPartitioned]):
         """Ranks that own a partition, and send a row."""
         return world
 
-    def settle(self, states: Sequence[AnyPartitioned]) -> list[AnyPartitioned]:
-        return settle_threshold(states, self.k(sum(state.n for state in states)), self.control)
+    def apply(self, states: Sequence[AnyPartitioned]) -> list[AnyPartitioned]:
+        return move_threshold(states, self.k(sum(state.n for state in states)), self.control)
 
     def report(self, state: AnyPartitioned) -> Mapping[str, float]:
         return {

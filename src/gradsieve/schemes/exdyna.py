@@ -24,13 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradsieve.errors import ConfigError
-from gradsieve.schemes.exclusive import (
-    Exclusive,
-    Gathered,
-    absorb,
-    gather_selected,
-    sum_values,
-)
+from gradsieve.schemes.exclusive import Exclusive, Gathered, absorb, gather_selected, sum_values
 from gradsieve.schemes.owners import partitions
 from gradsieve.schemes.quota import quota
 from gradsieve.schemes.speeds import check_speeds, shares_of_work
@@ -66,7 +60,7 @@ class State(Partitioned):
     between). Not rounded to blocks: that would swallow moves of less than half a block, and could stall."""
     age: int = 0
     """Steps since the cuts were laid. The first moves are the largest: the mean of all quantiles so far."""
-    room: float = later()
+    buffer: float = later()
     """Of a row, over what is expected in it."""
 
 
@@ -92,8 +86,8 @@ class ExDyna(Exclusive[State]):
         cuts = torch.arange(pieces + 1, dtype=torch.float64, device="cpu") * n / pieces
         share = float(self.k(n))
         # Before anything was seen: an eighth, and a standard deviation of a count that is random.
-        room = previous.room if previous else 1.125 + 1 / math.sqrt(max(1.0, share / min(world, pieces)))
-        return State(n=n, threshold=threshold, share=share, curve=no_curve(), room=room, cuts=cuts)
+        buffer = previous.buffer if previous else 1.125 + 1 / math.sqrt(max(1.0, share / min(world, pieces)))
+        return State(n=n, threshold=threshold, share=share, curve=no_curve(), buffer=buffer, cuts=cuts)
 
     def owners(self, world: int, state: State) -> int:
         return state.cuts.numel() - 1 if self.speeds is None else world
@@ -110,7 +104,7 @@ class ExDyna(Exclusive[State]):
         cuts[-1] = n
         # 2. and 3.
         quotas = quota(parts, state.share, ctx.step).numpy()
-        capacity = min(n, math.ceil(state.room * state.share * float(parts.numpy().max())) or 1)
+        capacity = min(n, math.ceil(state.buffer * state.share * float(parts.numpy().max())) or 1)
         gathered = yield from gather_selected(acc, cuts, quotas, capacity, state.threshold, ctx)
         # 4.
         update, spent = yield from sum_values(acc, gathered, self.values, ctx)
@@ -118,7 +112,7 @@ class ExDyna(Exclusive[State]):
         new = absorb(state, gathered)
         if self.balance:
             new = replace(new, cuts=_balanced(state, gathered))
-        return Outcome(update, spent, replace(new, age=state.age + 1, room=_room(state, new.cut)))
+        return Outcome(update, spent, replace(new, age=state.age + 1, buffer=_buffer(state, new.cut)))
 
 
 @stage("partition")
@@ -129,12 +123,12 @@ def _in_proportion(cuts: Edges, parts: Edges) -> Edges:
     return moved
 
 
-def _room(state: State, cut: float) -> float:
+def _buffer(state: State, cut: float) -> float:
     """A little more where more rows were cut than may be, else a little less: rows become as long as demands
     scatter, whatever makes them scatter."""
     if not state.threshold or state.age < _TRAVELLED:  # an exact selection has the length that is expected
-        return state.room
-    return min(max(state.room * math.exp(_LENGTHEN * (cut - _CUT)), _SHORTEST), _LONGEST)
+        return state.buffer
+    return min(max(state.buffer * math.exp(_LENGTHEN * (cut - _CUT)), _SHORTEST), _LONGEST)
 
 
 @stage("partition")

@@ -30,7 +30,7 @@ from gradsieve.schemes.oktopk_parts import (
     State,
     Sums,
     among,
-    lay_regions,
+    make_regions,
     split_and_reduce,
 )
 from gradsieve.schemes.quota import quota
@@ -57,7 +57,7 @@ class OkTopk(Regional):
         # 3.
         cuts = state.cuts
         if int(cuts[-1]) != n or ctx.step % self.region_period == 0:
-            cuts = yield from lay_regions(_quantiles(selected, n, ctx.world), n)
+            cuts = yield from make_regions(_quantiles(selected, n, ctx.world), n)
         # 4.
         selected = thinned(acc, selected, cuts, k)
         sums = yield from split_and_reduce(acc, selected, cuts, k, ctx)

@@ -111,7 +111,7 @@ class Regional(Scheme[State]):
         return 2 * world + 2 * log2_ceil(world)
 
 
-def lay_regions(wanted: Tensor, n: int) -> Program[Tensor]:
+def make_regions(wanted: Tensor, n: int) -> Program[Tensor]:
     """From the P - 1 cuts that each rank would like, P + 1 edges that are the same on every rank."""
     world = wanted.numel() + 1
     total = yield AllReduce(wanted)

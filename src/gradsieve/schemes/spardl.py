@@ -29,8 +29,8 @@ from gradsieve.comm import bruck
 from gradsieve.comm.links import Links, measure_links
 from gradsieve.comm.ops import Exchange
 from gradsieve.errors import ConfigError
-from gradsieve.schemes.bags import Bags, Entries
 from gradsieve.schemes.base import Scheme, log2_ceil
+from gradsieve.schemes.block_buffers import BlockBuffers, Entries
 from gradsieve.schemes.quota import quota
 from gradsieve.schemes.teams import best_teams
 from gradsieve.types import Ctx, Outcome, Program, Sparse, private
@@ -92,24 +92,24 @@ class SparDL(Scheme[State]):
         places = ctx.world // state.teams
         team, place = divmod(ctx.rank, places)
         quotas = self.quotas(state.n, places, ctx.step)
-        bags = Bags(acc, places, quotas, self.candidates(quotas))
+        buffers = BlockBuffers(acc, places, quotas, self.candidates(quotas))
         # 1.
-        yield from _reduce_scatter(bags, place, team * places)
+        yield from _reduce_scatter(buffers, place, team * places)
         # 2.
         if state.teams == 1:
-            block = bags.cut(place, 1)
+            block = buffers.cut(place, 1)
         elif self.across == "r-sag":
-            block = yield from _recursive(bags, place, team, state.teams)
+            block = yield from _recursive(buffers, place, team, state.teams)
         else:
-            block, state = yield from self._bruck(bags, place, team, state)
+            block, state = yield from self._bruck(buffers, place, team, state)
         # 3.
         ranks = range(team * places, team * places + places)
-        mine = bags.pack(block, place, int(quotas[place]))
+        mine = buffers.pack(block, place, int(quotas[place]))
         gathered = yield from bruck.gather(mine, place, ranks, (2 * quotas).tolist())
-        final = bags.unpack(gathered, 0, places, f"of all blocks in step {ctx.step}")
+        final = buffers.unpack(gathered, 0, places, f"of all blocks in step {ctx.step}")
         # 4.
         return Outcome(
-            Sparse(final.indices, final.values, state.n), bags.spent(final.indices, self.residuals), state
+            Sparse(final.indices, final.values, state.n), buffers.spent(final.indices, self.residuals), state
         )
 
     def quotas(self, n: int, places: int, step: int) -> Tensor:
@@ -130,24 +130,28 @@ class SparDL(Scheme[State]):
         elements to send, and h never moves."""
         return max(1, (part - kept) // 100)
 
-    def _bruck(self, bags: Bags, place: int, team: int, state: State) -> Program[tuple[Entries, State]]:
+    def _bruck(
+        self, buffers: BlockBuffers, place: int, team: int, state: State
+    ) -> Program[tuple[Entries, State]]:
         """B-SAG. The published h has no upper bound; here it stays within the block's part of k."""
-        part = self.part(state.n, bags.places)
+        part = self.part(state.n, buffers.places)
         least = max(1, part // state.teams)
         kept = state.kept or least
         move = state.move or self.first_move(part, kept)
-        size = min(kept, int(bags.quotas[place]))
-        own = bags.cut(place, 1, limit=size)
-        ranks = range(place, state.teams * bags.places, bags.places)
-        gathered = yield from bruck.gather(bags.pack(own, place, size), team, ranks, [2 * size] * state.teams)
-        union = bags.merged(gathered.view(state.teams, -1), place)
+        size = min(kept, int(buffers.quotas[place]))
+        own = buffers.cut(place, 1, limit=size)
+        ranks = range(place, state.teams * buffers.places, buffers.places)
+        gathered = yield from bruck.gather(
+            buffers.pack(own, place, size), team, ranks, [2 * size] * state.teams
+        )
+        union = buffers.merged(gathered.view(state.teams, -1), place)
         fits = union.indices.numel() <= part
         if fits == (move > 0):
             move, confirmed = (2 * move, 0) if state.confirmed else (move, 1)
         else:
             move, confirmed = int(-move / 2) if abs(move) > 1 else -move, 0
         new = replace(state, kept=min(max(kept + move, least), part), move=move, confirmed=confirmed)
-        block, _ = bags.largest(union, place)
+        block, _ = buffers.largest(union, place)
         return block, new
 
     def _best_teams(self, n: int, world: int, links: Links) -> int:
@@ -179,32 +183,32 @@ class SparDL(Scheme[State]):
         return 2 * log2_ceil(world // d) + log2_ceil(d)
 
 
-def _reduce_scatter(bags: Bags, place: int, first_rank: int) -> Program[None]:
+def _reduce_scatter(buffers: BlockBuffers, place: int, first_rank: int) -> Program[None]:
     """The bag of a round: as many blocks as the gap, in the first round those beyond it."""
-    places = bags.places
+    places = buffers.places
     for power in reversed(range(log2_ceil(places))):
         gap = 1 << power
         size = min(gap, places - gap)
         to, source = (place + gap) % places, (place - gap) % places
-        message = bags.pack(bags.cut(to, size), to, bags.room(to, size))
-        reply = yield Exchange(message, first_rank + to, first_rank + source, 2 * bags.room(place, size))
-        bags.add(bags.unpack(reply, place, size, f"from place {source}"))
+        message = buffers.pack(buffers.cut(to, size), to, buffers.buffer(to, size))
+        reply = yield Exchange(message, first_rank + to, first_rank + source, 2 * buffers.buffer(place, size))
+        buffers.add(buffers.unpack(reply, place, size, f"from place {source}"))
 
 
-def _recursive(bags: Bags, place: int, team: int, teams: int) -> Program[Entries]:
+def _recursive(buffers: BlockBuffers, place: int, team: int, teams: int) -> Program[Entries]:
     """R-SAG. What is dropped in round s is dropped by 2^(s+1) teams alike: each keeps its share of it."""
-    block, room = bags.cut(place, 1), int(bags.quotas[place])
+    block, buffer = buffers.cut(place, 1), int(buffers.quotas[place])
     for power in range(log2_ceil(teams)):
         partner = team ^ (1 << power)
-        message = bags.pack(block, place, room)
-        other = partner * bags.places + place
-        reply = yield Exchange(message.clone(), other, other, 2 * room)
+        message = buffers.pack(block, place, buffer)
+        other = partner * buffers.places + place
+        reply = yield Exchange(message.clone(), other, other, 2 * buffer)
         pair = torch.stack([message, reply] if team < partner else [reply, message])
-        union = bags.merged(pair, place)
-        block, dropped = bags.largest(union, place)
+        union = buffers.merged(pair, place)
+        block, dropped = buffers.largest(union, place)
         alike = 2 << power
         share = dropped.values / alike
         if team % alike == 0:  # the remainder, where a share is too small to be represented
             share = dropped.values - share * (alike - 1)
-        bags.drop(Entries(dropped.indices, share))
+        buffers.drop(Entries(dropped.indices, share))
     return block

@@ -7,7 +7,7 @@ from typing import Any
 
 from gradsieve.schemes import make
 from gradsieve.schemes.base import Scheme
-from gradsieve.settings import with_settings
+from gradsieve.schemes.settings import with_settings
 
 
 def parse(

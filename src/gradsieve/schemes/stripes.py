@@ -42,7 +42,7 @@ class State:
 
     @property
     def layout(self) -> Layout:
-        return blocks.lay(self.sizes or (self.n,))
+        return blocks.block_layout(self.sizes or (self.n,))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Stripes(Agreed[State]):
     values: Values = "sign"
 
     reads_parts: ClassVar[bool] = True
-    in_turn: ClassVar[bool] = True
+    round_robin: ClassVar[bool] = True
     looks: ClassVar[float] = 0.0
     merges: ClassVar[float] = 0.0
 
@@ -63,9 +63,9 @@ class Stripes(Agreed[State]):
         return replace(self, density=1.0, values="exact")
 
     def begin(self, n: int, world: int, previous: State | None = None) -> State:
-        return self.lay([n], world, previous)
+        return self.init_state([n], world, previous)
 
-    def lay(self, sizes: Sequence[int], world: int, previous: State | None = None) -> State:
+    def init_state(self, sizes: Sequence[int], world: int, previous: State | None = None) -> State:
         """The place in turn is the same for every number of ranks."""
         n, sizes = sum(sizes), tuple(sizes)
         if previous is not None and previous.n == n:

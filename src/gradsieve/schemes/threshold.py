@@ -73,7 +73,7 @@ AnyPartitioned = TypeVar("AnyPartitioned", bound=Partitioned)
 
 
 @stage("threshold")
-def settle_threshold(states: Sequence[AnyPartitioned], k: int, control: bool = True) -> list[AnyPartitioned]:
+def move_threshold(states: Sequence[AnyPartitioned], k: int, control: bool = True) -> list[AnyPartitioned]:
     """One threshold for all buckets, and each bucket's share of k, from what all of them saw."""
     demand = sum(state.demand for state in states)
     sent = sum(state.sent for state in states)

@@ -83,5 +83,5 @@ class VirtualRanks:
             for bucket, round_ in enumerate(rounds):
                 round_.outcomes[rank].spent.subtract_from(round_.accs[rank])
                 self.residuals[rank][bucket] = round_.accs[rank]
-            self.states[rank] = self.scheme.settle([round_.outcomes[rank].state for round_ in rounds])
+            self.states[rank] = self.scheme.apply([round_.outcomes[rank].state for round_ in rounds])
         self.step += 1

@@ -185,10 +185,10 @@ class Coded:
 
     def pieces(self) -> Iterator[Tensor]:
         shape, rounded = self.shape, self.rounded
-        room = torch.empty(shape.longest, dtype=shape.dtype, device=shape.device)
+        buffer = torch.empty(shape.longest, dtype=shape.dtype, device=shape.device)
         for number, (row, pieces) in enumerate(zip(self.rows, shape.pieces, strict=True)):
             for piece in pieces:
-                values = room[: piece.length]
+                values = buffer[: piece.length]
                 piece.codec.decode_into(shape.cut(row, piece), values)
                 if rounded is not None and rounded.number == number:
                     values += rounded.added(shape, piece)

@@ -51,11 +51,11 @@ _ENTRY = re.compile(
 )
 
 
-def pieces(tensors: Mapping[str, Tensor], room: int = 0) -> Iterator[memoryview]:
+def pieces(tensors: Mapping[str, Tensor], buffer: int = 0) -> Iterator[memoryview]:
     """The file's bytes, from the first to the last; padded to at least `room`."""
     header, size = _header(tensors)
     long = len(header) + _LINE
-    short = max(room, SHARE * long if long > ALWAYS else 0) - size
+    short = max(buffer, SHARE * long if long > ALWAYS else 0) - size
     if short > 0:
         tensors = {**tensors, PADDING: torch.zeros(short, dtype=torch.uint8, device="cpu")}
         header, _ = _header(tensors)

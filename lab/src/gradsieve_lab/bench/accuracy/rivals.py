@@ -1,0 +1,138 @@
+"""A task trained by a rival. Most run on virtual ranks (`rival_runs.py`).
+
+Virtual ranks cannot run torch's own communication hooks: these train in real processes on the loopback.
+Model, shards, batches and evaluations are those of `virtual.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gradsieve.errors import ConfigError
+from gradsieve.schemes.settings import with_settings
+from gradsieve.torch_names import buffers_stay
+from gradsieve_lab.bench.common.machine import one_thread
+from gradsieve_lab.bench.common.ranks import leave, run_ranks
+from gradsieve_lab.bench.common.virtual import Course, looks, own_batches
+from gradsieve_lab.bench.rivals import runs as rival_runs
+from gradsieve_lab.bench.rivals.base import Rival, RivalRun
+from gradsieve_lab.bench.rivals.names import POWERSGD_FROM, POWERSGD_RANK, RIVALS, bucket_cap_mb, torch_hook
+from gradsieve_lab.bench.tasks import training as tasks
+
+Shapes = Sequence[Sequence[int]]
+_COURSE = "course.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """One of torch's hooks, with its setting."""
+
+    name: str
+    rank: int = POWERSGD_RANK
+    """Columns of both factors of a matrix (PowerSGD)."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError(f"{self.name}: rank is a number of columns, from 1 up, not {self.rank}")
+
+    def bytes_sent(self, shapes: Shapes, world: int, steps: int) -> float:
+        """By the busiest rank, a step; as `Course` has it."""
+        if self.name == "fp16":
+            return all_reduce_bytes(2 * _elements(shapes), world)
+        whole = min(steps, POWERSGD_FROM)
+        dense = all_reduce_bytes(4 * _elements(shapes), world)
+        return (whole * dense + (steps - whole) * powersgd_bytes(shapes, self.rank, world)) / steps
+
+
+def is_rival(sync: str) -> bool:
+    return sync.partition(":")[0] in (*RIVALS, *rival_runs.RIVALS)
+
+
+def parse(text: str) -> Hook | Rival:
+    """A rival as text: `fp16`, `powersgd:rank=4`, `diloco:every=32`."""
+    name, colon, settings = text.partition(":")
+    if name in rival_runs.RIVALS:
+        return rival_runs.parse(text)
+    fixed = ["name"] if name == "powersgd" else ["name", "rank"]
+    return with_settings(Hook(name), name, settings, fixed) if colon else Hook(name)
+
+
+def powersgd_bytes(shapes: Shapes, rank: int, world: int) -> float:
+    """Moved by a rank in a step of PowerSGD: both factors of each matrix, and all of the other tensors."""
+    return all_reduce_bytes(4 * sum(_powersgd_elements(shape, rank) for shape in shapes), world)
+
+
+def _powersgd_elements(shape: Sequence[int], rank: int) -> int:
+    """As torch's hook: all dimensions but the first are a matrix's columns, and factors have to halve it."""
+    rows, columns = shape[0], math.prod(shape[1:])
+    factors = min(rows, columns, rank) * (rows + columns)
+    return factors if 2 * factors < rows * columns else rows * columns
+
+
+def all_reduce_bytes(size: float, world: int) -> float:
+    """Moved by a rank, as `comm/meter.py` counts them."""
+    return 2 * size * (world - 1) / world
+
+
+def _elements(shapes: Shapes) -> int:
+    return sum(map(math.prod, shapes))
+
+
+def train(run: RivalRun, after_step: Callable[[], None]) -> Course:
+    """Hooks in `world` processes of their own; `after_step` is called in that of rank 0."""
+    if isinstance(run.rival, Rival):
+        with one_thread():
+            return rival_runs.train(run, run.rival, after_step)
+    with tempfile.TemporaryDirectory(prefix="gradsieve-rival-") as folder:
+        run_ranks(_rank, (run, folder, after_step), run.world)
+        return Course(**json.loads((Path(folder) / _COURSE).read_text()))
+
+
+def _rank(rank: int, run: RivalRun, folder: str, after_step: Callable[[], None]) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=run.world)
+    course = learn(run, after_step)
+    if rank == 0:
+        (Path(folder) / _COURSE).write_text(json.dumps(asdict(course)))
+    leave()
+
+
+def learn(run: RivalRun, after_step: Callable[[], None]) -> Course:
+    """One rank's part, in a process group; on rank 0, which is the one that is judged, the course."""
+    rank, course = dist.get_rank(), Course(density=1.0)
+    rival = run.rival
+    assert isinstance(rival, Hook)
+    training = tasks.build(run.task, run.seed, run.steps, run.batch, run.rate)
+    # Batch norm's running statistics are rank 0's without any broadcast: only its model is judged.
+    ddp = DistributedDataParallel(training.model, bucket_cap_mb=bucket_cap_mb(rival.name), **buffers_stay())
+    hook = torch_hook(rival.name, rival.rank)
+    assert hook is not None  # torch has all of them
+    ddp.register_comm_hook(*hook)
+    batches = own_batches(training, rank, run.world, run.mixed, run.seed)
+    judged = looks(run.steps)
+    for step in range(1, run.steps + 1):
+        batch = training.train.take(next(batches))
+        training.optimizer.zero_grad()
+        torch.autograd.backward(training.loss(ddp(*batch.inputs), batch.target))
+        training.optimizer.step()
+        training.schedule.step()
+        if rank == 0:
+            if step in judged:
+                course.steps.append(step)
+                course.values.append(training.evaluate())
+            after_step()
+    course.parameters = training.n
+    shapes = [parameter.shape for parameter in training.model.parameters()]
+    course.bytes_sent = rival.bytes_sent(shapes, run.world, run.steps)
+    return course

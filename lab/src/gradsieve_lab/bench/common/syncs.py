@@ -1,0 +1,80 @@
+"""The syncs that a bench on real ranks compares: schemes, `auto`, and torch's own hooks (`rivals.py`).
+
+    exdyna                            a scheme
+    exdyna:values=sign                with settings, as every bench takes them
+    exdyna@paper                      in a treatment, as `bench accuracy --treatments` takes them
+    spardl:teams=2@steps:late=false   both
+    stripes:density=1@steps:every=30  stripes have a density of their own
+
+What is no scheme of ours has neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from gradsieve.errors import ConfigError
+from gradsieve.parallel.ddp import DdpSync
+from gradsieve.pipeline import presets
+from gradsieve.pipeline.treatment import Treatment
+from gradsieve.schemes import SCHEMES
+from gradsieve.schemes.base import Scheme
+from gradsieve.schemes.spec import parse
+from gradsieve_lab.bench.rivals.names import RIVALS
+
+_NO_SCHEMES = ("auto", *RIVALS)
+SYNCS = (*SCHEMES, *_NO_SCHEMES)
+
+
+def syncs_of(names: str, always: Sequence[str]) -> list[str]:
+    """Those that `always` run, then what a person asks for with commas between; each once."""
+    wanted = list(dict.fromkeys([*always, *filter(None, names.split(","))]))
+    for sync in wanted:
+        if sync not in _NO_SCHEMES:
+            treated(sync)  # refused here rather than by every host
+    return wanted
+
+
+def treated(sync: str, density: float | None = None) -> tuple[Scheme[Any], Treatment]:
+    """A scheme, at that density if it chooses elements, and what happens around its exchange."""
+    text, at, treatment = sync.partition("@")
+    name = text.partition(":")[0]
+    if name not in SCHEMES:
+        raise ConfigError(f"no sync is called {sync}; there are: {', '.join(SYNCS)}")
+    # What stripes send need not be as little as what others choose: the text may say how much.
+    scheme = parse(text, fixed=()) if name == "stripes" else parse(text, density)
+    if at and scheme.lossless:
+        raise ConfigError(f"{name} has nothing that waits, and so no treatment: {sync}")
+    return scheme, presets.parse(treatment if at else "default", scheme)
+
+
+def steps_late(sync: str) -> int | None:
+    """After how many steps at most a gradient knows what other ranks moved; None if it never does."""
+    if sync == "noop":
+        return None
+    if sync == "auto":
+        return 1
+    if sync in _NO_SCHEMES:
+        return 0
+    _, treatment = treated(sync)
+    return int(treatment.exchange == "steps" and treatment.late) + treatment.every - 1
+
+
+def attached(
+    sync: str,
+    ddp: DistributedDataParallel,
+    optimizer: Optimizer,
+    density: float,
+    dense_if_faster: bool = True,
+) -> DdpSync:
+    """One of ours. `auto`: what a user gets who asks for nothing. What was published never goes dense by
+    itself."""
+    if sync == "auto":
+        return DdpSync(ddp, optimizer)
+    scheme, treatment = treated(sync, density)
+    dense_if_faster = dense_if_faster and not sync.endswith("@paper")
+    return DdpSync(ddp, optimizer, scheme=scheme, preset=treatment, dense_if_faster=dense_if_faster)

@@ -1,0 +1,80 @@
+"""A rank's part in rivals that gradsieve's own engine runs; steps are numbered as in `rival_local.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from gradsieve.pipeline.optimizer_adapter import adapt
+from gradsieve.pipeline.steps import StepPipeline
+from gradsieve.pipeline.treatment import Treatment
+from gradsieve.schemes.base import Scheme
+from gradsieve.types import Ctx, Program
+from gradsieve_lab.bench.rivals.base import Part
+from gradsieve_lab.bench.tasks.training import Training
+
+
+class EnginePart(Part):
+    def __init__(self, training: Training, ctx: Ctx, scheme: Scheme[Any], treatment: Treatment) -> None:
+        super().__init__(training, ctx)
+        parameters = dict(training.model.named_parameters())
+        self.adapter = adapt(parameters, [training.optimizer], scheme, treatment, ctx.rank, ctx.world)
+        self.pipeline = self.adapter.pipeline
+
+    def step(self, number: int) -> Program[None]:
+        if not self.pipeline.exchanges_steps:
+            yield from self.exchange(everything=number == self.training.steps)
+            self.take_step()
+            return
+        self.take_step()  # 1.
+        if self.pipeline.begins_exchange():
+            yield from self.exchange()
+
+    def exchange(self, everything: bool = False) -> Program[None]:
+        tensors = self.adapter.tensors()
+        for index in range(len(self.pipeline.units)):
+            yield from self.pipeline.program(index, tensors, everything)  # 2.
+        self.adapter.finish(tensors)  # 3.
+
+    def finish(self) -> Program[None]:
+        whole = self.pipeline.scheme.is_whole and not self.pipeline.since
+        if self.pipeline.exchanges_steps and not whole:
+            yield from self.exchange(everything=True)
+
+
+class OuterPart(EnginePart):
+    def __init__(
+        self,
+        training: Training,
+        ctx: Ctx,
+        scheme: Scheme[Any],
+        treatment: Treatment,
+        rate: float,
+        momentum: float,
+    ) -> None:
+        super().__init__(training, ctx, scheme, treatment)
+        self.rate, self.momentum = rate, momentum
+        self.before = {name: part.clone() for name, part in self._shared().items()}
+        self.velocity = {name: part.new_zeros(part.shape) for name, part in self.before.items()}
+
+    def _shared(self) -> dict[str, Tensor]:
+        assert isinstance(self.pipeline, StepPipeline)
+        return {
+            name: part for local in self.pipeline.local for name, part in local.by_kind()["shared"].items()
+        }
+
+    def exchange(self, everything: bool = False) -> Program[None]:
+        yield from super().exchange(everything)
+        for name, shared in self._shared().items():  # 4.
+            before, velocity = self.before[name], self.velocity[name]
+            mean = before - shared
+            velocity.mul_(self.momentum).add_(mean)
+            before.sub_(mean.add(velocity, alpha=self.momentum), alpha=self.rate)
+            shared.copy_(before)
+        assert isinstance(self.pipeline, StepPipeline)
+        self.pipeline.adopt(self.pipeline.own.keys())
+
+    def finish(self) -> Program[None]:
+        if self.pipeline.since:
+            yield from self.exchange(everything=True)

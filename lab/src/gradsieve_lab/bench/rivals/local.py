@@ -1,0 +1,97 @@
+"""Rivals that are settings of gradsieve's own engine: what it exchanges, when, and what is made of the mean.
+
+    local-sgd   steps 1 to 3, all elements as they are         local SGD, arXiv 1805.09767
+    diloco      the same and an outer step, 4                  DiLoCo, arXiv 2311.08105
+    one-shot    the same as local-sgd, once, at the end        one-shot averaging, Zinkevich et al. 2010
+    sparta      1 to 3 in every step, a random few elements    SPARTA, EXO Labs 2025, no paper
+    one-bit     signs of gradients, all of them, every step    EF-SignSGD, arXiv 1901.09847; the
+                                                               sum rounded too: DoubleSqueeze, 1905.05957
+
+1. Every rank's optimizer takes `every` steps on its own model.            DiLoCo: InnerOpt
+2. What they moved is averaged over ranks.                                 the outer gradient
+3. All ranks go on from the shared model less that mean.
+4. Outer step: v = momentum v + mean; model -= rate (mean + momentum v).   OuterOpt, Nesterov
+
+The exchange stands where papers have it: right after the step, so that the next gradient knows it. (Ours runs
+behind the next forward and backward, one step late.) Steps are as long as the optimizer makes them.
+
+Differences. SPARTA draws elements anew in every step; here each has its turn once in 1/density steps, in a
+random order. `values` in few bits has the mean rounded as well, as an owner sends it back; DiLoCo then drops
+what rounding left, as Streaming DiLoCo (2501.18512) does, which also staggers its fragments: this does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from gradsieve.pipeline.treatment import Treatment
+from gradsieve.schemes.agreed import Values
+from gradsieve.schemes.baselines.randomk import RandomK
+from gradsieve.schemes.stripes import Stripes
+from gradsieve.types import Ctx, check_density
+from gradsieve_lab.bench.rivals.base import Part, Rival, at_least
+from gradsieve_lab.bench.rivals.engine import EnginePart, OuterPart
+from gradsieve_lab.bench.tasks.training import Training
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSgd(Rival):
+    every: int = 8
+
+    def __post_init__(self) -> None:
+        at_least(1, every=self.every)
+
+    def begin(self, training: Training, ctx: Ctx) -> Part:
+        return EnginePart(training, ctx, Stripes(density=1.0, values="exact"), _steps(self.every))
+
+
+@dataclass(frozen=True, slots=True)
+class DiLoCo(Rival):
+    every: int = 32
+    rate: float = 0.7
+    momentum: float = 0.9
+    values: Values = "exact"
+
+    loses: ClassVar[str] = "the outer step makes more or less way than the mean of the ranks' steps"
+
+    def __post_init__(self) -> None:
+        at_least(1, every=self.every)
+        at_least(0, rate=self.rate, momentum=self.momentum)
+
+    def begin(self, training: Training, ctx: Ctx) -> Part:
+        scheme = Stripes(density=1.0, values=self.values)
+        return OuterPart(training, ctx, scheme, _steps(self.every), self.rate, self.momentum)
+
+
+@dataclass(frozen=True, slots=True)
+class OneShot(Rival):
+    def begin(self, training: Training, ctx: Ctx) -> Part:
+        never = _steps(training.steps + 1)
+        return EnginePart(training, ctx, Stripes(density=1.0, values="exact"), never)
+
+
+@dataclass(frozen=True, slots=True)
+class Sparta(Rival):
+    density: float = 0.005
+
+    def __post_init__(self) -> None:
+        check_density(self.density)
+
+    def begin(self, training: Training, ctx: Ctx) -> Part:
+        return EnginePart(training, ctx, RandomK(density=self.density), _steps(1))
+
+
+@dataclass(frozen=True, slots=True)
+class OneBit(Rival):
+    exchange: Literal["gradients", "steps"] = "gradients"
+    """Papers have gradients; of steps, any optimizer's travel."""
+
+    def begin(self, training: Training, ctx: Ctx) -> Part:
+        treatment = _steps(1) if self.exchange == "steps" else Treatment(exchange="gradients", small=0)
+        return EnginePart(training, ctx, Stripes(density=1.0, values="sign"), treatment)
+
+
+def _steps(every: int) -> Treatment:
+    """With all of what waits in the rank's own model, which then is an ordinary local model."""
+    return Treatment(every=every, preview=1.0, small=0)

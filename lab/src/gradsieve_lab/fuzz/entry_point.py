@@ -1,0 +1,32 @@
+"""A door: a place where bytes of others come in, with messages as honest ranks send them.
+
+Whatever is handed to `enter`, it returns having checked that what it read is lawful, or raises one of
+REFUSED. Anything else is a finding: another exception, a crash, a hang, memory beyond the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gradsieve.errors import Malformed, ProtocolError
+from gradsieve.types import Host
+
+REFUSED = (Malformed, ProtocolError)
+"""The second, where a peer says of itself another thing than this rank does (`pipeline/tags.py`)."""
+
+
+@dataclass(frozen=True)
+class EntryPoint:
+    name: str
+    honest: tuple[bytes, ...]
+    """Messages that are let in; the first one is altered, the others lend parts, as a replay would."""
+    edges: tuple[int, ...]
+    """Numbers beside which a check should change its mind: a length, a count."""
+    enter: Callable[[bytearray], None]
+
+
+def check_rising(indices: Host, n: int) -> None:
+    """What no reader may let through otherwise."""
+    if len(indices) and (indices[0] < 0 or indices[-1] >= n or not (indices[1:] > indices[:-1]).all()):
+        raise AssertionError("indices that are not sorted, unique and inside")

@@ -1,0 +1,1 @@
+"""Adapters for Accelerate, Lightning, Transformers' Trainer and torchft."""

@@ -1,0 +1,95 @@
+"""Accelerate: `attach` after `accelerator.prepare`.
+
+    model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+    sync = gradsieve.frameworks.accelerate.attach(accelerator, model, optimizer)      # the one new line
+
+`accelerator.save_state` and `load_state` then keep every rank's state, in a folder `gradsieve` within.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from gradsieve.checkpoint import directory as files
+from gradsieve.errors import ConfigError
+from gradsieve.feedback.digest import digest
+from gradsieve.frameworks.sidecar import FOLDER, load_from, save_into
+from gradsieve.parallel import ddp
+from gradsieve.sync.optimizer_hooks import as_list
+
+
+def attach(accelerator: Accelerator, model: Any, optimizer: Any, **settings: Any) -> ddp.DdpSync:
+    """`gradsieve.attach`, whose settings it takes, and a place in the accelerator's checkpoints.
+
+    `model` and `optimizer` are what `prepare` gave; several optimizers as a list. Call it before the first
+    backward. To go on from a checkpoint, call `load_state` after it.
+    """
+    every = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+    unprepared = [one for one in every if one not in accelerator._optimizers]
+    if unprepared:
+        raise ConfigError(
+            f"rank {accelerator.process_index}: {type(unprepared[0]).__name__} was not prepared by this "
+            "accelerator, so that it would not save it: give attach() what accelerator.prepare() returned"
+        )
+    sync: ddp.DdpSync = ddp.attach(model, every, **settings)
+    _Checkpoints(accelerator, sync, as_list(every))
+    return sync
+
+
+class _Checkpoints:
+    """Hooks in `save_state` and `load_state`, for as long as the sync is open.
+
+    Accelerate has none after loading, and loads rank 0's optimizer on all ranks last of what we need: so ours
+    is loaded when the last of the optimizers has been.
+    """
+
+    def __init__(self, accelerator: Accelerator, sync: ddp.DdpSync, optimizers: list[Any]) -> None:
+        self._accelerator, self._optimizers = accelerator, optimizers
+        self._sync = weakref.ref(sync)  # the model holds it; the accelerator, which has our hooks, need not
+        self._folder: Path | None = None
+        """Where to load from, while `load_state` runs."""
+        self._models: list[nn.Module] = []
+        self._missing: set[int] = set()
+        """Places of the optimizers that it has yet to load."""
+        accelerator.register_save_state_pre_hook(self._before_saving)
+        accelerator.register_load_state_pre_hook(self._before_loading)
+        for place, one in enumerate(optimizers):
+            one.register_load_state_dict_post_hook(lambda _, place=place: self._after_loading(place))
+
+    def _before_saving(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
+        """Before anything of Accelerate's: what breaks off leaves none of its files, and is not taken for
+        whole."""
+        sync = self._sync()
+        if sync is not None and any(each is sync for each in self._accelerator._custom_objects):
+            raise ConfigError(
+                f"rank {self._accelerator.process_index}: the sync is saved by attach() already; with "
+                "register_for_checkpointing(sync) one rank's state would be saved as well, for all of them: "
+                "leave that line out"
+            )
+        save_into(sync, Path(folder) / FOLDER, _pair(models))
+
+    def _before_loading(self, models: list[nn.Module], folder: str) -> None:
+        sync = self._sync()
+        if sync is not None and not sync.is_closed:
+            self._folder, self._models = Path(folder) / FOLDER, models
+            self._missing = set(range(len(self._optimizers)))
+
+    def _after_loading(self, place: int) -> None:
+        self._missing.discard(place)
+        sync = self._sync()
+        if self._folder is not None and not self._missing and sync is not None:
+            folder, self._folder = self._folder, None  # loading ours loads the optimizers again
+            pair = _pair(self._models)
+            load_from(sync, folder, False, "" if files.is_without_pairs(folder) else pair)
+
+
+def _pair(models: list[nn.Module]) -> str:
+    """Accelerate's files have no place for a mark: what they belong to is known by the models in them."""
+    tensors = [each for model in models for each in model.state_dict().values() if isinstance(each, Tensor)]
+    return f"{int(digest(tensors)) % (1 << 64):016x}"

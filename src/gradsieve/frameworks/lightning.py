@@ -1,0 +1,105 @@
+"""Lightning: a strategy in the place of "ddp".
+
+    trainer = lightning.Trainer(strategy=gradsieve.frameworks.lightning.GradsieveStrategy())
+
+A strategy and not a callback: it alone is told on all ranks which file is saved, loaded and removed. Every
+rank's state goes to a folder beside that file, `NAME.ckpt.gradsieve`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+from lightning import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+
+from gradsieve.frameworks.sidecar import finish, load_from, new_pair, save_into
+from gradsieve.parallel.ddp import DdpSync, attach
+
+_MARK = "gradsieve"
+"""In a checkpoint with a folder beside it, which pair the two are, and the step; True in older ones. One
+without it is of plain DDP, or of the end of a training."""
+
+
+class GradsieveStrategy(DDPStrategy):
+    """DDP with the exchange of `gradsieve.attach`. Takes the settings of both, by name."""
+
+    def __init__(self, **settings: Any) -> None:
+        ours = attach.__kwdefaults__ or {}
+        super().__init__(**{name: value for name, value in settings.items() if name not in ours})
+        self._settings = {name: value for name, value in settings.items() if name in ours}
+        self.sync: DdpSync | None = None
+        self._loading: str = ""
+        self._broke_off = False
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        self._broke_off = False
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.sync = attach(self.model, self.optimizers, **self._settings)
+
+    def on_train_end(self) -> None:
+        """What still waits goes into the model, which is then a plain one: to be tested, saved, taken on."""
+        super().on_train_end()
+        self._finish()
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self._broke_off = True
+
+    def teardown(self) -> None:
+        """Also of a training that broke off, on this rank perhaps alone: nobody is asked then. And of one
+        that was at its end when it was gone on from: Lightning calls no `on_train_end` for it."""
+        if not self._broke_off:
+            self._finish()
+        if self.sync is not None and not self.sync.is_closed:
+            self.sync.close()
+        super().teardown()
+
+    def _finish(self) -> None:
+        if self.sync is not None and not self.sync.is_closed:
+            self.sync.flush()
+            self.sync.close()
+
+    # -- checkpoints ------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """The folder first: a file that has the mark has its folder. Weights alone need none."""
+        folder, pair = _beside(filepath), new_pair()
+        is_paired = "optimizer_states" in checkpoint and save_into(self.sync, folder, pair)
+        if is_paired:
+            checkpoint[_MARK] = {"pair": pair, "step": checkpoint["global_step"]}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if is_paired and self.sync is not None:
+            finish(self.sync, folder)
+
+    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
+        """The file first, for the same reason."""
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            shutil.rmtree(_beside(filepath), ignore_errors=True)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        self._loading = _beside(os.path.realpath(checkpoint_path))  # `last.ckpt` may be a link
+        loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        return loaded
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """One rank's on all of them, and then each its own."""
+        super().load_optimizer_state_dict(checkpoint)
+        if self.sync is not None:
+            mark = checkpoint.get(_MARK)
+            pair = str(mark["pair"]) if isinstance(mark, dict) else ""
+            load_from(self.sync, self._loading, mark is not None, pair)
+
+
+def _beside(file: str | os.PathLike[str]) -> str:
+    return f"{os.fspath(file)}.gradsieve"

@@ -1,1 +1,0 @@
-"""Doors from the frameworks people run into the pipeline."""

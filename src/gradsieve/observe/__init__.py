@@ -1,0 +1,1 @@
+"""What a training says about itself: startup log, metrics, diagnostics, records, sinks."""

@@ -1,0 +1,168 @@
+"""THE model of costs: what an exchange takes, on the link and on the processor.
+
+    link       every op of a step as it is carried: rounds times latency and words times seconds a word, by
+               the function that chooses at run time how collectives go (`comm/rounds.py`). Copying bytes in
+               and out of sockets goes on at the same time: the longer of the two counts
+    computed   passes over memory, comparisons, the processor's part of each message, what a unit needs
+               whatever its size
+
+A scheme states what it asks for (`Scheme.asks`), how much it compares and how much it rounds; nothing here
+knows a scheme by name. Who predicts (`plan/`) and who decides while training runs (`pipeline/budget.py`,
+`Pipeline.fall_back`) ask here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gradsieve.comm.links import Links
+from gradsieve.comm.meter import Meter
+from gradsieve.comm.ops import AllReduce, Op
+from gradsieve.comm.rounds import Rounds
+from gradsieve.schemes.base import Scheme, blank
+from gradsieve.schemes.baselines.dense import Dense
+
+WORD = 4
+"""Bytes."""
+PASS = 8.0
+"""Bytes of memory traffic for one element copied: read and written."""
+CARRIED = 64.0
+"""Bytes of memory traffic for a word that a socket sends and one that it receives: dense's processor time
+over its words, at 14 GB/s (`step-mlp-1gbit-2026-11-15.json`: 165 ms for 38 million)."""
+HANDLED, GIVEN, TAKEN = 55e6, 6300.0, 700.0
+"""For a unit of ours beside all passes over it; for a word of what a rank selected, its index or its value,
+which is sorted and packed; and for one that it gets and adds up: 5 ms, 0.5 us and 0.06 us at 12 GB/s, by
+processor time of six schemes on 2 to 16 hosts (`benchmarks/plan_computed.py`, `plan-lab-2026-11-16.json`). As
+bytes, since hosts that move them faster run Python faster too."""
+CODED = 36.0
+"""For an element that is rounded, summed and read again (the same)."""
+APART = 1.3
+"""Times that the slowest pair must be behind the median to count: less is noise in what was measured."""
+_SMALL = 0.0005
+"""Share of the elements in vectors and tiny tensors, which ride along whole, as many as a scheme sends at
+most: the MLP of `bench step`. A transformer has a little more."""
+_PIGGYBACK = 32
+"""Words that ride along whatever is sent: tags, votes, seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One rank's, while all others work too."""
+
+    memory: float
+    """Bytes a second, read and written."""
+    selection: float
+    """Elements a second that are compared with a threshold."""
+    message: float
+    """Processor seconds of a message."""
+    carried: float = CARRIED
+    """0 where the rate of the links is what hosts carry, whatever it costs them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one exchange, on the busiest rank; costs add up."""
+
+    link: float = 0.0
+    computed: float = 0.0
+    words: float = 0.0
+    rounds: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.link + other.link,
+            self.computed + other.computed,
+            self.words + other.words,
+            self.rounds + other.rounds,
+        )
+
+    def times(self, count: float) -> Cost:
+        return Cost(count * self.link, count * self.computed, count * self.words, round(count * self.rounds))
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What things cost in one group."""
+
+    world: int
+    links: Links
+    host: Host
+    rings: Links | None = None
+    """Where a ring is not as slow as the slowest pair."""
+
+    @property
+    def around(self) -> Links:
+        """That torch's own sums go over."""
+        return self.rings or self.links
+
+    def of_ops(self, ops: Iterable[Op], ours: bool = True) -> Cost:
+        """What they cost one after the other, beside the scheme's own computing; `ours`: through our engine,
+        which has other ways than the group's own."""
+        cost = Cost()
+        for op in ops:
+            meter = Meter(0, self.world)
+            meter.count(op)
+            words = meter.moved / WORD
+            carrying = self.host.carried * words / self.host.memory
+            seconds = max(link_seconds([op], self.links if ours else self.around, self.world, ours), carrying)
+            cost += Cost(seconds, self.host.message * meter.rounds, words, meter.rounds)
+        return cost
+
+    def of_scheme(self, scheme: Scheme[Any], n: int, units: int, passes: float) -> Cost:
+        """An exchange of n elements in so many units, one after the other; `passes` over memory beside it."""
+        return self._of_unit(scheme, -(-n // units), passes).times(units)
+
+    def _of_unit(self, scheme: Scheme[Any], n: int, passes: float) -> Cost:
+        ops = [] if scheme.no_comm else with_piggyback(scheme, n, self.world)
+        compared = scheme.looked_at(n, self.world) / self.host.selection
+        merged = scheme.merges * sum(_merged(op, self.world) for op in ops)
+        moved = HANDLED + merged + passes * PASS * n + CODED * scheme.coded(n, self.world)
+        return Cost(computed=compared + moved / self.host.memory) + self.of_ops(ops)
+
+
+def _merged(op: Op, world: int) -> float:
+    """Bytes of memory traffic that handling what a rank gives and gets costs as much as."""
+    own = op.tensor.numel() * op.tensor.element_size() / WORD
+    meter = Meter(0, world)
+    meter.count(op)
+    return GIVEN * own + TAKEN * (own if isinstance(op, AllReduce) else meter.moved / WORD)
+
+
+def with_piggyback(scheme: Scheme[Any], n: int, world: int) -> list[Op]:
+    """As `feedback/piggyback.py`: small tensors and votes in the first all-reduce, or in one of their own."""
+    small = 0 if scheme.lossless or scheme.round_robin else min(round(_SMALL * n), scheme.k(n))
+    ops = list(scheme.asks(n, world))
+    for place, op in enumerate(ops):
+        if isinstance(op, AllReduce):
+            ops[place] = AllReduce(blank(op.tensor.numel() + small + _PIGGYBACK))
+            return ops
+    return [*ops, AllReduce(blank(small + _PIGGYBACK))]
+
+
+def link_seconds(ops: Iterable[Op], links: Links, world: int, ours: bool = True) -> float:
+    """On links whose rings are known (`with_rings`)."""
+    rounds = Rounds(0, world, links if ours else None)
+    return sum(rounds.seconds(op, links) for op in ops)
+
+
+def with_rings(links: Links, world: int) -> Links:
+    """What the engine's own collectives cost at least, where nobody measured it: gloo's rings."""
+    hops = links.latency * (world - 1)
+    return replace(links, gather=links.gather or hops, sum=links.sum or 2 * hops)
+
+
+def dense_seconds(words: int, links: Links, world: int) -> float:
+    """That a dense exchange of so many words takes on the links."""
+    return link_seconds(Dense().asks(words, world), with_rings(links, world), world)
+
+
+def seconds_a_bit(links: Links, n: int) -> float:
+    """That one more bit for each of n parameters takes on the links."""
+    return links.word * n / (8 * WORD)
+
+
+def bits_in(seconds: float, a_bit: float, least: float, most: float) -> float:
+    """Bits a parameter that go over the links in that time; as good as any number where they are free."""
+    return min(max(seconds / a_bit if a_bit > 0 else most, least), most)

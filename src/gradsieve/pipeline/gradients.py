@@ -1,0 +1,230 @@
+"""Exchange of gradients: the optimizer is given the mean of what all ranks sent.
+
+    unit -> accumulate -> select, exchange -> apply -> commit
+            acc = e + g   the scheme          g = update / P    e = acc - spent
+
+Nothing that outlives the step is changed before the last unit's program knows that every rank's step is good;
+then all of it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradsieve.comm.meter import Meter
+from gradsieve.comm.ops import AllReduce
+from gradsieve.feedback.clip import clip
+from gradsieve.feedback.estimate import Estimate
+from gradsieve.feedback.residual import Residual
+from gradsieve.feedback.units import Unit, by_slot, flat_view, parts_of
+from gradsieve.feedback.velocity import Momentum, Velocity
+from gradsieve.kernels import is_finite
+from gradsieve.pipeline.base import UNIT_CAP_MB, Memory, Pipeline, Stats
+from gradsieve.pipeline.treatment import Treatment
+from gradsieve.schemes.base import Scheme
+from gradsieve.types import Outcome, Program, Sparse
+
+PLAIN = Treatment(exchange="gradients")
+
+
+@dataclass(slots=True)
+class Staged:
+    """What a unit's exchange gave, waiting for the verdict on the whole step."""
+
+    outcome: Outcome[Any]
+    released: Sparse
+    good: bool
+
+
+class GradientPipeline(Pipeline):
+    exchanges_steps = False
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, Tensor]],
+        scheme: Scheme[Any],
+        rank: int,
+        world: int,
+        bucket_cap_mb: float = UNIT_CAP_MB,
+        treatment: Treatment = PLAIN,
+        momentum: Mapping[str, Momentum] | None = None,
+    ) -> None:
+        """`momentum` by parameter name, where the treatment applies it before the exchange."""
+        named = dict(parameters)
+        super().__init__(named.items(), scheme, rank, world, bucket_cap_mb, treatment)
+        kind = Estimate if treatment.memory == "estimate" else Residual
+        self.residuals = [] if scheme.lossless else [kind(unit) for unit in self.units]
+        self.velocities: list[Velocity] = []
+        if momentum is not None and not scheme.lossless:
+            flat = {name: flat_view(parameter.detach()) for name, parameter in named.items()}
+            self.velocities = [Velocity(unit, momentum, flat) for unit in self.units]
+        self.loss_scale = self.residual_scale = 1.0
+        """What gradients are multiplied by in this step, and were when the residuals were stored."""
+        self.rate, self.residual_rate = 1.0, 0.0
+        """The learning rate in this step, and the one in which residuals are counted; 0: none so far."""
+        self._elements = sum(parameter.numel() for parameter in named.values())
+        self.may_have_unused = False
+        """DDP with unused parameters: an update to one that no rank used would be dropped, so keep it."""
+        self._staged: list[Staged] = []
+        self._usable = True
+        """Whether this rank's own gradient was finite, in the units so far."""
+        self._fresh = self.stats
+
+    def program(
+        self, index: int, tensors: Mapping[str, Tensor], everything: bool = False, call: int = 0
+    ) -> Program[None]:
+        """Exchange unit `index`; flat gradients by parameter name are overwritten with the mean update.
+
+        Units go in order: the first opens a step, the last one decides on it.
+        """
+        unit, gradients = self.units[index], tensors
+        if index == 0:
+            self._staged, self._usable = [], True
+            self._fresh = Stats(Meter(self.rank, self.world))
+        self.in_order(index, len(self._staged))
+        stats = self._fresh
+        with stats.timeline.stage("accumulate", index):
+            acc, good = self._accumulate(index, gradients)
+            self._usable &= good
+            piggyback = self._piggyback(unit, gradients, good)
+        outcome, ride = yield from self.exchange(index, acc, piggyback, stats, everything, call)
+        with stats.timeline.stage("apply", index):
+            if self.may_have_unused and not self.scheme.lossless:
+                outcome = _only_used(outcome, unit, ride)
+            released = self.residuals[index].released(outcome.update) if self.residuals else outcome.update
+            good = (is_finite(released.bounds(), ride) or is_finite(released.values, ride)) and not int(
+                ride[-1]
+            )
+            good &= self._apply(unit, gradients, released, ride)
+        self._staged.append(Staged(outcome, released, good))
+        if index == len(self.units) - 1:
+            with stats.timeline.stage("commit"):
+                self._decide(gradients)
+
+    def note_loss_scale(self, scale: float) -> None:
+        self.loss_scale = scale
+
+    def offer(self, index: int) -> tuple[Tensor, Tensor]:
+        unit = self.units[index]
+        nothing = torch.zeros(unit.n, dtype=unit.dtype, device=unit.device)
+        return nothing, self._piggyback(unit, {}, good=False)
+
+    def _accumulate(self, index: int, gradients: Mapping[str, Tensor]) -> tuple[Tensor, bool]:
+        """acc = e + g, and whether this rank's gradient is finite; where it is not, acc = e."""
+        unit = self.units[index]
+        if self.scheme.lossless:
+            acc = torch.cat([gradients[slot.name].to(unit.dtype) for slot in unit.slots])
+            return acc, is_finite(acc)
+        if self.treatment.clip is not None:
+            own = {slot.name: gradients[slot.name] for slot in unit.slots}
+            share = sum(slot.numel for slot in unit.slots) / self._elements
+            clip(own, self.treatment.clip * self.loss_scale * math.sqrt(share / self.world))
+        scale = self.loss_scale / self.residual_scale
+        if self.velocities:
+            self.velocities[index].correct(gradients, scale, self.loss_scale)
+        if self.residual_rate > 0:
+            scale *= self.residual_rate / self._rate
+        acc, good = self.residuals[index].accumulate(gradients, scale)
+        if good and is_finite(*(gradients[slot.name] for slot in unit.dense)):
+            return acc, True
+        return self.residuals[index].without_gradient(), False
+
+    @property
+    def _rate(self) -> float:
+        """The learning rate in which residuals are to be counted. One of 0 moves nothing: the last one
+        holds."""
+        return self.rate if self.treatment.by_rate and self.rate > 0 else self.residual_rate
+
+    def _piggyback(self, unit: Unit, gradients: Mapping[str, Tensor], good: bool) -> Tensor:
+        """Dense slots, then one mark for each sparse slot this rank used, then the vote."""
+        vote = torch.tensor([0.0 if good else 1.0], dtype=unit.dtype, device=unit.device)
+        if not good:
+            length = sum(slot.numel for slot in unit.dense) + self.may_have_unused * len(unit.sparse)
+            return torch.cat([vote.new_zeros(length), vote])
+        parts = [gradients[slot.name].to(unit.dtype) for slot in unit.dense]
+        if self.may_have_unused:
+            parts += [gradients[slot.name].count_nonzero().to(unit.dtype)[None] for slot in unit.sparse]
+        return torch.cat([*parts, vote])
+
+    def _apply(self, unit: Unit, gradients: Mapping[str, Tensor], update: Sparse, ride: Tensor) -> bool:
+        """g = update / P; False where a gradient's narrower type cannot hold it (on all ranks alike)."""
+        good = True
+        for slot in unit.sparse:
+            if update.indices is not None or slot.start < update.start or slot.stop > update.stop:
+                gradients[slot.name].zero_()
+        sparse = chain.from_iterable(by_slot(unit.sparse, part) for part in update.parts())
+        for slot, where, values in chain(by_slot(unit.dense, Sparse.full(ride)), sparse):
+            gradient = gradients[slot.name]
+            mean = (values / self.world).to(gradient.dtype)
+            good &= gradient.dtype == unit.dtype or is_finite(mean)
+            gradient[where] = mean
+        return good
+
+    def _decide(self, gradients: Mapping[str, Tensor]) -> None:
+        """Commit the step on every rank, or on none: all ranks saw the same votes."""
+        self.last_step_good = all(staged.good for staged in self._staged)
+        self.stats = self._fresh
+        self.idle = 0 if self._usable else self.idle + 1
+        if not self.last_step_good:
+            self.skipped += 1
+            for gradient in gradients.values():
+                gradient.fill_(torch.nan)  # a GradScaler must see it, on every rank
+            return
+        for residual, staged in zip(self.residuals, self._staged, strict=False):
+            residual.commit(staged.outcome.spent, staged.released)  # e = acc - spent
+        masked = self.treatment.momentum == "masked"
+        for velocity, staged in zip(self.velocities, self._staged, strict=False):
+            velocity.commit(staged.outcome.spent if masked else None)
+        self.residual_scale, self.residual_rate = self.loss_scale, self._rate
+        self.apply([staged.outcome.state for staged in self._staged])
+
+    def drain(self) -> Program[dict[str, Tensor]]:
+        """All that waits on all ranks leaves the residuals, once the last of them was summed: its mean by
+        parameter."""
+        means: dict[str, Tensor] = {}
+        waiting = [each for each in self.residuals if isinstance(each, Residual)]  # an estimate has none
+        for residual in waiting:
+            total = yield AllReduce(residual.kept.clone())
+            means |= parts_of(total / (self.world * self.residual_scale), residual.unit.sparse)
+        for residual in waiting:
+            residual.kept.zero_()
+        self.last_step_good = True
+        return means
+
+    def figures(self) -> dict[str, float]:
+        return {"residual_scale": self.residual_scale, "residual_rate": self.residual_rate}
+
+    def set_figures(self, figures: Mapping[str, float]) -> None:
+        self.residual_scale, self.residual_rate = figures["residual_scale"], figures["residual_rate"]
+
+    @property
+    def outcomes(self) -> list[Outcome[Any]]:
+        return [staged.outcome for staged in self._staged]
+
+    def waiting(self) -> Iterator[Tensor]:
+        return (residual.kept for residual in self.residuals)
+
+    def remembering(self) -> Sequence[Memory]:
+        return [*self.residuals, *self.velocities]
+
+
+def _only_used(outcome: Outcome[Any], unit: Unit, ride: Tensor) -> Outcome[Any]:
+    """Take back what would land in a parameter that no rank used in this step: DDP drops it there."""
+    marks = ride[-1 - len(unit.sparse) : -1] > 0
+    if bool(marks.all()) or outcome.update.count == outcome.update.numel:
+        return outcome
+    edges = torch.tensor([slot.stop for slot in unit.sparse], dtype=torch.int64, device=marks.device)
+
+    def kept(part: Sparse) -> Sparse:
+        indices = part.listed()
+        keep = marks[torch.searchsorted(edges, indices, right=True)]
+        return Sparse(indices[keep], part.values[keep], part.numel)
+
+    return Outcome(kept(outcome.update), kept(outcome.spent), outcome.state)

@@ -1,0 +1,178 @@
+"""A rank's part of a checkpoint; and what ranks of another number go on with.
+
+Old ranks' parts are divided among the new ones, rank r mod P' takes that of old rank r, and one all-reduce
+tells all of them the mean of what waited, which then waits on each:
+
+    e' = sum over old ranks of e / P        so that sum of e' / P' = sum of e / P
+
+An exchange divides by the number of ranks. So what waits is as much as before where it counts, in the model
+that all of it leads to: w - mean e stays where it was. The sum itself grows with the number of ranks, and is
+the same again when that is. As all ranks hold the same, x is w - e'. Likewise u, momentum before the
+exchange, and h, EF21's estimates, whose sum H follows from them.
+
+Replicated state is rebuilt for the new number; what holds for every number (thresholds, the place in turn)
+a scheme takes over (`Scheme.begin`). How alike gradients are is counted over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradsieve.comm.ops import AllReduce
+from gradsieve.feedback.coherence import Coherence
+from gradsieve.pipeline.base import Pipeline
+from gradsieve.pipeline.steps import StepPipeline
+from gradsieve.types import Program
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """What one rank had."""
+
+    step: int
+    figures: Mapping[str, float]
+    memories: Mapping[str, Tensor]
+    """By kind/parameter, flat, as `Pipeline.kept`."""
+    states: list[Any]
+    noted: Sequence[Tensor] = ()
+    """As `Pipeline.noted`; where ranks are others, nothing."""
+
+
+def capture(pipeline: Pipeline) -> RankState:
+    memories = {key: part.clone() for key, part in pipeline.kept().items()}
+    return RankState(pipeline.step, pipeline.figures(), memories, list(pipeline.states), pipeline.noted())
+
+
+def restore(pipeline: Pipeline, part: RankState) -> None:
+    pipeline.step, pipeline.states = part.step, list(part.states)
+    pipeline.set_figures(part.figures)
+    for key, view in pipeline.kept().items():
+        view.copy_(part.memories[key])
+    if isinstance(pipeline, StepPipeline):
+        pipeline.set_noted(part.noted)
+        pipeline.renew()
+
+
+# -- nothing waits --------------------------------------------------------------------------------------
+
+
+def left_out(pipeline: Pipeline) -> frozenset[str]:
+    """Kinds of memory that say nothing where nothing waits."""
+    return frozenset({"own", "mark"} if isinstance(pipeline, StepPipeline) else {"residual"})
+
+
+def has_no_residual(pipeline: Pipeline) -> bool:
+    """Whether what `left_out` names follows from the rest, to the last bit."""
+    kept = pipeline.kept()
+    if not isinstance(pipeline, StepPipeline):
+        return not any(bool(part.any()) for key, part in kept.items() if key.startswith("residual/"))
+    return all(
+        torch.equal(own, kept[f"shared/{name}"].to(own.dtype))
+        and torch.equal(own.to(kept[f"mark/{name}"].dtype), kept[f"mark/{name}"])
+        for name, own in pipeline.own.items()
+    )
+
+
+def filled_in(pipeline: Pipeline, memories: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """With what was left out, after a flush: x and m are w, residuals 0."""
+    out, kept = dict(memories), pipeline.kept()
+    for key, view in kept.items():
+        kind, _, name = key.partition("/")
+        if kind == "residual":
+            out[key] = torch.zeros_like(view)
+        elif kind in ("own", "mark"):
+            out[key] = memories[f"shared/{name}"].to(kept[f"own/{name}"].dtype).to(view.dtype)
+    return out
+
+
+# -- another number of ranks ----------------------------------------------------------------------------
+
+
+def given_by(rank: int, world: int, old: int) -> range:
+    """Old ranks whose memories this one of `world` ranks adds up."""
+    return range(rank, old, world)
+
+
+def stand_in(rank: int, old: int) -> int:
+    """The old rank whose replicated state, and optimizer, this one takes."""
+    return rank % old
+
+
+def needed_by(rank: int, world: int, old: int) -> list[int]:
+    """Old ranks whose parts this one has to be given."""
+    return [rank] if world == old else sorted({*given_by(rank, world, old), stand_in(rank, old)})
+
+
+class Merger:
+    """What one rank goes on with of the parts of `old` ranks, which it is given one after the other: it keeps
+    one of them and the sums."""
+
+    def __init__(self, pipeline: Pipeline, old: int) -> None:
+        self.pipeline, self.old = pipeline, old
+        self.like: RankState | None = None
+        self._totals = {
+            key: torch.zeros_like(view)
+            for key, view in pipeline.kept().items()
+            if not key.startswith(("shared/", "total/", "own/"))
+        }
+        """Of steps, what waits, under the names of the marks."""
+
+    def add(self, rank: int, part: RankState) -> None:
+        if rank == stand_in(self.pipeline.rank, self.old):
+            self.like = part
+        if rank not in given_by(self.pipeline.rank, self.pipeline.world, self.old):
+            return
+        for key, total in self._totals.items():
+            kind, _, name = key.partition("/")
+            given = part.memories[key]
+            if kind == "mark":
+                given = given - part.memories[f"own/{name}"]
+                given = torch.where(given.isfinite(), given, 0.0)
+            total += given.to(total.device)
+
+    def merged(self) -> Program[RankState]:
+        """With what the other ranks were given."""
+        assert self.like is not None
+        pipeline, like = self.pipeline, self.like
+        figures = dict(like.figures)
+        if isinstance(pipeline, StepPipeline):
+            figures |= _figures_among(pipeline, like.figures, self.old)
+        memories: dict[str, Tensor] = {}
+        for key, view in pipeline.kept().items():  # in the same order on all ranks
+            kind, _, name = key.partition("/")
+            if kind in ("shared", "own"):
+                memories[key] = like.memories[key].to(view.device)
+            elif kind == "total":  # of all ranks' estimates, each of which becomes their mean
+                memories[key] = like.memories[key] * (pipeline.world / self.old)
+            else:
+                memories[key] = (yield AllReduce(self._totals[key])) / self.old
+        for name, own in pipeline.own.items() if isinstance(pipeline, StepPipeline) else ():
+            shared, waits = memories[f"shared/{name}"], memories[f"mark/{name}"]
+            x = (shared - figures["preview"] * waits).to(own.dtype)
+            memories |= {f"own/{name}": x, f"mark/{name}": x.to(shared.dtype) + waits}
+        states = [
+            pipeline.scheme.init_state(unit.sizes, pipeline.world, state)
+            for unit, state in zip(pipeline.units, like.states, strict=True)
+        ]
+        return RankState(like.step, figures, memories, states)
+
+
+def _figures_among(pipeline: StepPipeline, figures: Mapping[str, float], old: int) -> dict[str, float]:
+    """What waits is the same on all ranks now, so that a rank believes all of it."""
+    agreement = Coherence(
+        figures["gradients_alike"], figures["gradients_all"], figures["gradients_seen"]
+    ).among(old, pipeline.world)
+    fixed = pipeline.treatment.preview
+    return {
+        "preview": 1.0 if fixed is None else fixed,
+        "alike": 0.0,
+        "all": 0.0,
+        "gradients_alike": agreement.alike,
+        "gradients_all": agreement.all,
+        "gradients_seen": agreement.seen,
+    }

@@ -1,0 +1,331 @@
+"""Exchange of steps: every rank's optimizer steps the rank's own model, and what it moved is exchanged.
+
+    waiting      e = what this rank's steps moved and the others have not been told
+    exchange     the scheme, while backward computes the next gradient; nothing that backward reads is written
+    take over    shared model -= update / P;  e -= spent;  nor is anything here
+    fold         own model = shared model - preview * e, where something was sent and by windows
+    step         the optimizer, with this rank's own gradient
+
+With `every` above 1 all but the last of so many steps are the optimizer's alone. A gradient meets the others'
+news one step after they were sent, and its own rank's at once. A rank whose gradient is not
+finite takes no step and has nothing new to tell; the others go on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradsieve.comm.meter import Meter
+from gradsieve.feedback.coherence import Coherence, count, places_in, probe, squares, with_square
+from gradsieve.feedback.local_steps import WINDOWS, LocalSteps
+from gradsieve.feedback.units import Slot, flat_view
+from gradsieve.kernels import is_finite
+from gradsieve.kernels.blocks import block_layout
+from gradsieve.pipeline.base import UNIT_CAP_MB, Memory, Pipeline, Stats
+from gradsieve.pipeline.budget import LEAST, SENT, Times, cost, spend
+from gradsieve.pipeline.checksum import WORDS as CHECKSUM_WORDS
+from gradsieve.pipeline.tags import WORDS
+from gradsieve.pipeline.treatment import Treatment
+from gradsieve.schemes.base import Scheme
+from gradsieve.types import Host, Outcome, Program, Sparse, Vector, to_host
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """What a unit's exchange gave."""
+
+    outcome: Outcome[Any]
+    dense: Outcome[None]
+    """Of the dense slots, as many as had their turn."""
+    probes: Tensor
+
+
+class StepPipeline(Pipeline):
+    exchanges_steps = True
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, Tensor]],
+        scheme: Scheme[Any],
+        rank: int,
+        world: int,
+        bucket_cap_mb: float = UNIT_CAP_MB,
+        treatment: Treatment | None = None,
+    ) -> None:
+        named = dict(parameters)
+        treatment = treatment or Treatment()
+        super().__init__(named.items(), scheme, rank, world, bucket_cap_mb, treatment)
+        self.own = {name: flat_view(parameter.data) for name, parameter in named.items()}
+        """This rank's model, flat, by parameter. `.data`: version counters are raised by whoever knows
+        which model the parameters hold (`replica/parameter_views.py`)."""
+        self.local = [LocalSteps(unit, self.own) for unit in self.units]
+        self._staged: list[Staged] = []
+        self._arriving: list[Staged] = []
+        """Of the last exchange that was taken over, and of the one under way; by unit."""
+        self._aside: list[tuple[Tensor | Vector, Sparse, Tensor]] = []
+        self._fresh = self.stats
+        self.coherence = Coherence()
+        """Of what waits; and of gradients."""
+        self.agreement = Coherence()
+        self.preview = 1.0
+        beside = sum(1 + count(unit.n) + WORDS + CHECKSUM_WORDS for unit in self.units) + len(Times._fields)
+        elements = sum(slot.numel for unit in self.units for slot in unit.slots)
+        self._beside = 32.0 * beside * 2.0 * (world - 1) / world / max(1, elements)
+        """Bits a parameter that travel beside the scheme's own."""
+        self._bought: tuple[float, Scheme[Any]] | None = None
+        """Bits a parameter, and what they buy."""
+        self._noted: dict[str, Tensor] = {}
+        self._noted_for = -1
+        """Gradients of the last step at the elements looked at, by parameter; and for which exchange."""
+
+    def program(
+        self, index: int, tensors: Mapping[str, Tensor], everything: bool = False, call: int = 0
+    ) -> Program[None]:
+        """Exchange unit `index`, given flat parameters; they are written in `fold`, and only there."""
+        if index == 0:
+            self._arriving = []
+            self._fresh = Stats(Meter(self.rank, self.world))
+            if not self._aside:
+                self._begins()
+        self.in_order(index, len(self._arriving))
+        stats = self._fresh
+        with stats.timeline.stage("accumulate", index):
+            offered = self._aside[index] if self._aside else self._offer(index, tensors, everything)
+            waiting, dense, piggyback = offered
+        outcome, ride = yield from self.exchange(index, waiting, piggyback, stats, everything, call)
+        total = replace(dense, source=ride[: dense.count])
+        self._arriving.append(Staged(outcome, Outcome(total, dense, None), ride[dense.count :]))
+
+    def begin(self, tensors: Mapping[str, Tensor], everything: bool, moved: bool) -> None:
+        self.idle = 0 if moved else self.idle + 1
+        if self.treatment.late > 1:
+            self.snapshot(tensors, everything)
+
+    def snapshot(self, own: Mapping[str, Tensor], everything: bool) -> None:
+        """Copy all that the exchange which begins now will read: optimizers write while it is pending."""
+        self._begins()
+        self._aside = []
+        for index, unit in enumerate(self.units):
+            waiting, dense, piggyback = self._offer(index, own, everything)
+            self._aside.append((waiting.between(0, unit.n), dense, piggyback))
+
+    def _begins(self) -> None:
+        """A tentative exchange begins before the step that it belongs to was counted."""
+        self.began_at = 0 if self.tentative else self.since
+        self._staged = []
+
+    def _within_budget(self) -> Scheme[Any]:
+        if self.budget is None:
+            return self.scheme
+        bits = max(self.treatment.every * self.budget.bits - self._beside, LEAST / 2)
+        if self._bought is None or self._bought[0] != bits:
+            self._bought = bits, self._buy(bits)
+        return self._bought[1]
+
+    def _buy(self, bits: float) -> Scheme[Any]:
+        """What so many bits a parameter are spent on: scales and short blocks of this model are a part."""
+        layouts = [block_layout(tuple(unit.sizes)) for unit in self.units if unit.n]
+        costs = {values: cost(values, self.world, layouts) for values in SENT}
+        values, density = spend(bits, self.world, costs)
+        return replace(self.scheme, values=values, density=density)  # type: ignore[call-arg]  # stripes
+
+    def offer(self, index: int) -> tuple[Vector, Tensor]:
+        waiting, _, piggyback = self._offer(index, self.own, False)
+        return waiting, piggyback
+
+    def _offer(
+        self, index: int, own: Mapping[str, Tensor], everything: bool
+    ) -> tuple[Vector, Sparse, Tensor]:
+        """What waits, that of dense slots, and the rider: these and the probes."""
+        local = self.local[index]
+        scheme = self.scheme_of_this_step()
+        most = None if everything or scheme.is_whole else scheme.k(local.unit.n)
+        here = local.dense_turn(self.step, most)
+        dense = Sparse.run(here.start, local.waiting_dense(own, here), local.anchor_dense.numel())
+        waiting = local.waiting(own, exchanged=True)
+        probes = self._probe_gradients(index) if self.step % 2 else probe(waiting, self.step)
+        return waiting, dense, torch.cat([dense.values, probes])
+
+    def note_gradients(self, gradients: Mapping[str, Tensor | None], scale: float = 1.0) -> None:
+        """An optimizer is about to step by these, flat, times `scale`; some of them ride along in the next
+        exchange, if it is one of every second that look at gradients."""
+        if self.step % 2 == 0:
+            return
+        if self._noted_for != self.step:
+            self._noted, self._noted_for = {}, self.step
+        for index in range(len(self.units)):
+            for slot, here in self._looked_at(index):
+                gradient = gradients.get(slot.name)
+                if gradient is not None and here.size:
+                    at = torch.from_numpy(here).to(gradient.device)
+                    noted = gradient.index_select(0, at).to(self.units[index].dtype)
+                    self._noted[slot.name] = noted if scale == 1.0 else noted * scale
+
+    def _looked_at(self, index: int) -> Iterator[tuple[Slot, Host]]:
+        """Places in each parameter of a unit, dense ones too."""
+        slots = self.units[index].slots
+        yield from zip(slots, places_in([slot.numel for slot in slots], self.step), strict=True)
+
+    def _probe_gradients(self, index: int) -> Tensor:
+        return with_square(self._noted_in(index))
+
+    def _noted_in(self, index: int) -> Tensor:
+        """0 where this rank took no step: it then says nothing about the others' agreement."""
+        unit = self.units[index]
+        noted = self._noted if self._noted_for == self.step else {}
+        none = torch.zeros(0, dtype=unit.dtype, device=unit.device)
+        parts = [noted.get(slot.name, none.new_zeros(here.size)) for slot, here in self._looked_at(index)]
+        return torch.cat([none, *parts])
+
+    def noted(self) -> list[Tensor]:
+        return [self._noted_in(index) for index in range(len(self.units))]
+
+    def set_noted(self, vectors: Sequence[Tensor]) -> None:
+        """After the step was set."""
+        self._noted, self._noted_for = {}, self.step
+        for index, vector in enumerate(vectors):
+            slots, places = zip(*self._looked_at(index), strict=True)
+            copied = vector.to(self.units[index].device, copy=True)
+            parts = torch.split(copied, [here.size for here in places])
+            self._noted |= {slot.name: part for slot, part in zip(slots, parts, strict=True)}
+
+    def complete(self, tensors: Mapping[str, Tensor], names: Set[str] = frozenset()) -> bool:
+        """Apply what the exchange gave, after the programs of all units. Parameters of these names are
+        rebased at once; the others are only read.
+
+        A sum that overflowed is the same on all ranks, and they all leave it: it still waits. Then False.
+        """
+        stats = self.stats = self._fresh
+        self._staged, self._arriving, self._aside = self._arriving, [], []
+        for local in self.local:
+            local.notice_writing()
+        with stats.timeline.stage("apply"):
+            seen = to_host(torch.stack([squares(staged.probes) for staged in self._staged]))
+            updates = [
+                each for staged in self._staged for each in (staged.dense.update, staged.outcome.update)
+            ]
+            good = is_finite(*(update.bounds() for update in updates)) or is_finite(
+                *(update.values for update in updates)
+            )
+        if not good:
+            self.skipped += 1
+            return False
+        if self.step % 2:
+            looked_at = sum(staged.probes.numel() - 1 for staged in self._staged)
+            self.agreement = self.agreement.after(seen, self.world, looked_at)
+        else:
+            self.coherence = self.coherence.after(seen, self.world)
+        fixed = self.treatment.preview
+        self.preview = self.coherence.share(self.world) if fixed is None else fixed
+        for index, (local, staged) in enumerate(zip(self.local, self._staged, strict=True)):
+            update, spent, dense = staged.outcome.update, staged.outcome.spent, staged.dense
+            soon = self.scheme.round_robin and update.count * WINDOWS >= update.numel
+            window = None if soon else self.step % WINDOWS
+            with stats.timeline.stage("apply", index):
+                local.apply(update, spent, dense, tensors, self.world, window, self.preview, names)
+                if self.treatment.every > 1:  # windows would come round only every WINDOWS periods
+                    local.allow_rebase_all()
+        with stats.timeline.stage("commit"):
+            self.apply([staged.outcome.state for staged in self._staged])
+        return True
+
+    def needs_rebase(self, names: Set[str]) -> bool:
+        return any(local.is_due(names) for local in self.local)
+
+    def rebase(self, names: Set[str] | None = None) -> None:
+        for index, local in enumerate(self.local):
+            with self.stats.timeline.stage("commit", index):
+                local.rebase(self.own, self.preview, names)
+
+    def finish(self, parameters: Mapping[str, Tensor]) -> bool:
+        """Both, where no optimizer moves in between."""
+        good = self.complete(parameters, self.own.keys())
+        self.rebase()
+        return good
+
+    def shown(self) -> dict[str, Tensor]:
+        """The shared model, flat, by parameter, in the parameter's own type."""
+        return {name: part for local in self.local for name, part in local.shown().items()}
+
+    def show_in(self, name: str, memory: Tensor) -> None:
+        """Show this parameter from that memory, flat, which is kept up to date: where it has to lie apart."""
+        for local in self.local:
+            local.show_in(name, memory)
+
+    def adopt(self, names: Set[str]) -> None:
+        """The shared model was replaced in these parameters, alike on all ranks."""
+        for local in self.local:
+            local.adopt(self.own, names)
+
+    def write_shared(self, name: str, values: Tensor) -> None:
+        """The user wrote to a parameter while it held the shared model."""
+        for local in self.local:
+            local.write_shared(name, values)
+
+    def renew(self) -> None:
+        for local in self.local:
+            local.renew()
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "preview": self.preview,
+            "alike": self.coherence.alike,
+            "all": self.coherence.all,
+            "gradients_alike": self.agreement.alike,
+            "gradients_all": self.agreement.all,
+            "gradients_seen": self.agreement.seen,
+            "since": float(self.since),
+            "budget": 0.0 if self.budget is None else self.budget.bits,
+        }
+
+    def set_figures(self, figures: Mapping[str, float]) -> None:
+        self.coherence = Coherence(figures["alike"], figures["all"])
+        self.agreement = Coherence(
+            figures["gradients_alike"], figures["gradients_all"], figures["gradients_seen"]
+        )
+        self.preview, self.since = figures["preview"], int(figures["since"])
+        if self.budget is not None:
+            self.budget = self.budget.at(figures["budget"])
+
+    @property
+    def gradient_size(self) -> float:
+        """Root mean square of an element of a rank's own gradient; 0: none was seen."""
+        return self.agreement.size
+
+    @property
+    def rho(self) -> float:  # type: ignore[override]  # a constant where gradients are exchanged
+        return self.agreement.share(self.world)
+
+    @property
+    def outcomes(self) -> list[Outcome[Any]]:
+        return [staged.outcome for staged in self._staged]
+
+    def waiting(self) -> Iterator[Tensor]:
+        return (local.waiting(self.own).between(0, local.unit.n) for local in self.local)
+
+    def waiting_norm(self) -> float:
+        """Of all that waits, dense slots included."""
+        dense = (local.waiting_dense(self.own) for local in self.local)
+        return math.hypot(*(float(part.norm()) for part in (*dense, *self.waiting())))
+
+    def remaining_norm(self) -> float:
+        """Of all that will wait once what is staged is taken over."""
+        norms = []
+        for local, staged in zip(self.local, self._arriving, strict=True):
+            sparse, dense = local.waiting(self.own).between(0, local.unit.n), local.waiting_dense(self.own)
+            staged.outcome.spent.subtract_from(sparse)
+            staged.dense.spent.subtract_from(dense)
+            norms += [float(sparse.norm()), float(dense.norm())]
+        return math.hypot(*norms)
+
+    def kept(self) -> dict[str, Tensor]:
+        return self.memories() | {f"own/{name}": own for name, own in self.own.items()}
+
+    def remembering(self) -> Sequence[Memory]:
+        return self.local

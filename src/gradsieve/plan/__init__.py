@@ -1,7 +1,0 @@
-"""`gradsieve plan`: what every way to exchange would cost, before anybody rents a machine.
-
-options.py   what can be had: torch's own ways and every scheme
-predict.py   the time of a step, by the model of costs (`gradsieve.costs`) and what hides behind what
-quality.py   what each was measured to lose
-choose.py    the ranking, the recommendation, and why not the others
-"""

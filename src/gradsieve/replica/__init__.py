@@ -1,0 +1,1 @@
+"""What one rank has of a training: engine, pipeline, parameters, optimizers, shards."""

@@ -1,0 +1,237 @@
+"""What `fully_shard` left of a model on this rank: plain tensors, and where FSDP reads them.
+
+FSDP gathers a parameter from a flat tensor of its own, as long as the longest shard, whose beginning is the
+parameter's local tensor. So both are pointed elsewhere together, and what is shown has to lie in memory as
+long as that. What was gathered before is given up: it is of the model that was shown then.
+
+Nothing public leads there: `torch_names.py` has FSDP's own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from gradsieve.errors import ConfigError
+from gradsieve.feedback.units import flat_view
+from gradsieve.pipeline import StepPipeline
+from gradsieve.replica.parameter_views import ParameterViews
+from gradsieve.replica.replica import Replica
+from gradsieve.torch_names import (
+    all_gather_flat,
+    averaging_hook_of,
+    local_of,
+    set_averaging_hook,
+    shard_flats_of,
+    shard_groups_of,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShard:
+    """This rank's shard of a parameter."""
+
+    held: DTensor
+    local: Tensor
+    flat: Tensor
+    """What FSDP gathers from: the shard, and as much as it is shorter than the longest one."""
+
+    @property
+    def is_padded(self) -> bool:
+        return self.flat.numel() != self.local.numel()
+
+
+class Shards:
+    """Of a model that `fully_shard` was applied to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self.give_up_gathered()
+        flats = self._flats()
+        self.parts: dict[str, LocalShard] = {}
+        self.frozen: dict[str, Tensor] = {}
+        for name, held in model.named_parameters():
+            if not held.requires_grad:
+                self.frozen[name] = held
+                continue
+            sharded = _fit(name, held)
+            self.parts[name] = LocalShard(sharded, local_of(sharded), flats[held])
+        if not self.parts:
+            raise ConfigError("there is no parameter that requires a gradient")
+        meshes = {part.held.device_mesh for part in self.parts.values()}
+        if len(meshes) > 1 or any(len(shard_groups_of(module)) > 1 for module in self._modules):
+            raise ConfigError(
+                "parameters are sharded over different meshes: give every fully_shard() mesh['shard']"
+            )
+        (mesh,) = meshes
+        self.group: dist.ProcessGroup = mesh.get_group()
+        self.rank, self.count = mesh.get_local_rank(), mesh.size()
+
+    def give_up_gathered(self) -> None:
+        for module in self._modules:
+            module.reshard()
+
+    def listen(self, heard: Callable[[], None] | None) -> None:
+        """Call this when gradients were averaged among shards and are to be exchanged: not in passes that
+        only accumulate (`set_requires_gradient_sync(False)` or `set_requires_all_reduce(False)`)."""
+        for module in self._modules:
+            for group in shard_groups_of(module):
+                set_averaging_hook(group, heard)
+
+    @property
+    def has_listener(self) -> bool:
+        return any(
+            averaging_hook_of(group) is not None
+            for module in self._modules
+            for group in shard_groups_of(module)
+        )
+
+    def _flats(self) -> dict[nn.Parameter, Tensor]:
+        flats: dict[nn.Parameter, Tensor] = {}
+        for module in self._modules:
+            for group in shard_groups_of(module):
+                if isinstance(group.offload_policy, CPUOffloadPolicy):
+                    raise ConfigError(
+                        "parameters that are kept on the host (CPUOffloadPolicy) are not supported"
+                    )
+                flats |= shard_flats_of(group)
+        return flats
+
+    def gather(self, row: Tensor) -> Tensor:
+        """A row of every shard of this host."""
+        rows = row.new_empty((self.count, row.numel()))
+        all_gather_flat(rows.view(-1), row, self.group)
+        return rows
+
+    # -- optimizers' states -----------------------------------------------------------------------------
+
+    def local_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Of an optimizer, in plain tensors."""
+        return {**state, "state": _mapped(state["state"], lambda _, each: _local(each))}
+
+    def held_state(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+        """The reverse: what is as large as this rank's shard of a parameter is sharded like it."""
+        order = [each for group in optimizer.param_groups for each in group["params"]]
+
+        def wrapped(index: int, each: Any) -> Any:
+            held = order[index]
+            if not isinstance(each, Tensor) or not isinstance(held, DTensor):
+                return each
+            if each.shape != local_of(held).shape:
+                return each
+            return DTensor.from_local(
+                each, held.device_mesh, held.placements, shape=held.shape, stride=held.stride()
+            )
+
+        return {**state, "state": _mapped(state["state"], wrapped)}
+
+
+@dataclass(slots=True, eq=False)
+class ShardedReplica(Replica):
+    """A replica of which this rank holds shards."""
+
+    shards: Shards = field(kw_only=True)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return self.shards.local_state(super(ShardedReplica, self).optimizer_state(optimizer))
+
+    def set_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
+        whole = self.shards.held_state(optimizer, state)
+        super(ShardedReplica, self).set_optimizer_state(optimizer, whole)
+
+
+class ShardedViews(ParameterViews):
+    """Which of the two models the shards hold."""
+
+    def __init__(self, shards: Shards, pipeline: StepPipeline) -> None:
+        self._shards = shards
+        self._gathered_own = False
+        """Which model FSDP's gathered parameters, if there are any, are of."""
+        self._flats: dict[int, Tensor] = {}
+        """FSDP's flat tensor by where a shard begins, for those that are padded."""
+        parts = shards.parts
+        for name, part in parts.items():
+            if part.is_padded and part.local.numel():
+                memory = torch.zeros_like(part.flat)
+                pipeline.show_in(name, memory[: part.local.numel()])
+                for flat in (part.flat.data, memory):
+                    self._flats[flat.data_ptr()] = flat
+        super().__init__(
+            {name: part.local for name, part in parts.items()},
+            pipeline,
+            {name: part.held for name, part in parts.items()},
+        )
+
+    def point(self, name: str, memory: Tensor) -> None:
+        part = self._shards.parts[name]
+        if not part.local.numel():
+            return
+        if local_of(part.held) is not part.local:
+            raise ConfigError(
+                f"parameter {name!r} was replaced after attach() (load_state_dict(assign=True), to(...)): do "
+                "it before, or close() and attach again"
+            )
+        super().point(name, memory)
+        part.flat.data = self._flats[memory.data_ptr()] if part.is_padded else flat_view(memory)
+
+    def before_gathering(self) -> None:
+        """A forward begins: what was gathered of the other model is given up. What is of the same one may
+        stay, for those who accumulate."""
+        if self._gathered_own != self.shows_own:
+            self._shards.give_up_gathered()
+            self._gathered_own = self.shows_own
+
+    def show_shared(self, names: Iterable[str] | None = None, *, raise_version: bool = True) -> None:
+        super().show_shared(names, raise_version=raise_version)
+        if raise_version:
+            self._shards.give_up_gathered()
+
+    def raise_versions(self) -> None:
+        super().raise_versions()
+        self._shards.give_up_gathered()
+
+    def renew(self) -> None:
+        super().renew()
+        self._shards.give_up_gathered()
+
+
+def _fit(name: str, held: Tensor) -> DTensor:
+    if not isinstance(held, DTensor):
+        raise ConfigError(
+            f"parameter {name!r} is not sharded (ignored_params), so that nobody would average its gradient: "
+            "freeze it or shard it"
+        )
+    if any(isinstance(each, Replicate) for each in held.placements):
+        raise ConfigError(
+            f"parameter {name!r} is on a mesh of {held.device_mesh.ndim} dimensions, over which FSDP would "
+            "average all gradients by itself: give fully_shard() the shard axis alone, "
+            "fully_shard(module, mesh=mesh['shard'])"
+        )
+    if len(held.placements) != 1 or type(held.placements[0]) is not Shard:
+        raise ConfigError(
+            f"parameter {name!r} is placed as {held.placements}: no way of sharding besides fully_shard() is "
+            "supported"
+        )
+    local = local_of(held)
+    if local.is_meta or type(local) is not Tensor:
+        raise ConfigError(
+            f"parameter {name!r} has no memory of its own yet: initialise the model before attach()"
+        )
+    return held
+
+
+def _mapped(states: Mapping[int, Any], change: Callable[[int, Any], Any]) -> dict[int, Any]:
+    return {
+        index: {key: change(index, each) for key, each in state.items()} for index, state in states.items()
+    }
+
+
+def _local(each: Any) -> Any:
+    return local_of(each) if isinstance(each, DTensor) else each

@@ -1,0 +1,1 @@
+"""Published schemes with the rules as their papers state them."""

@@ -1,0 +1,592 @@
+"""`GradientSync`: the pipeline on a process group, for any training loop.
+
+    sync = gradsieve.GradientSync(model.named_parameters(), optimizer, density=0.001)
+    loss.backward()
+    sync.reduce()
+    optimizer.step()
+
+`gradsieve.attach` (`ddp.py`) is the same behind DistributedDataParallel's communication hook.
+
+What outlives a step is changed on the engine's thread alone, behind the exchanges it belongs to: Ctrl-C
+interrupts the wait for it, never the change.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import wait
+from contextlib import contextmanager
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import Self
+
+from gradsieve import kernels
+from gradsieve.checkpoint import directory
+from gradsieve.checkpoint import state as checkpoints
+from gradsieve.checkpoint.fencing import Writer
+from gradsieve.comm.c10d import Engine
+from gradsieve.consensus import replica_check
+from gradsieve.consensus.link_probe import know_the_links
+from gradsieve.errors import ConfigError, GradsieveError, MismatchError
+from gradsieve.feedback.units import flat_view
+from gradsieve.observe import startup_log
+from gradsieve.observe.diagnostics import Advisor, signs_of
+from gradsieve.observe.metrics import metrics
+from gradsieve.pipeline import UNIT_CAP_MB, GradientPipeline, StepPipeline
+from gradsieve.pipeline.budget import Fixed
+from gradsieve.pipeline.optimizer_adapter import OptimizerAdapter, StepAdapter, adapt
+from gradsieve.pipeline.presets import Preset, choose, choose_scheme
+from gradsieve.pipeline.tags import CALLS, UnmatchedError
+from gradsieve.replica.parameter_views import ParameterViews, SingleModel
+from gradsieve.replica.replica import Replica
+from gradsieve.schemes.base import Scheme
+from gradsieve.sync.moments import make_equal
+from gradsieve.sync.optimizer_hooks import OptimizerHooks, as_list, refuse_sharded, refuse_unfrozen
+from gradsieve.sync.pending import Pending
+from gradsieve.sync.preemption import Notice
+from gradsieve.sync.stopwatch import Stopwatch
+from gradsieve.telemetry import Span
+
+VERIFY_EVERY = 100
+"""Steps between two comparisons of the replicas' fingerprints: a few bytes and one pass over the model."""
+_TRIES = 4
+"""Of a call that meets tentative exchanges: one is enough with honest ranks."""
+_attached: weakref.WeakSet[GradientSync] = weakref.WeakSet()
+_attaching = threading.Lock()
+"""Several ranks may be threads of one process."""
+
+
+class GradientSync:
+    """Sparse exchange between the ranks of a group: residuals, the shared model, the scheme's state."""
+
+    replica: Replica
+    _optimizers: OptimizerHooks | None = None
+    _notice: Notice | None = None
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, Tensor]],
+        optimizer: Any,
+        *,
+        scheme: str | Scheme[Any] | None = None,
+        density: float | None = None,
+        bits: float | None = None,
+        every: int = 1,
+        preset: Preset = "default",
+        scaler: torch.amp.GradScaler | None = None,
+        dense_if_faster: bool = True,
+        group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float = UNIT_CAP_MB,
+    ) -> None:
+        """`parameters` with their names; the ranks of `group`, or all; `bucket_cap_mb` is exchanged together.
+        Other settings are those of `attach`."""
+        if not dist.is_initialized():
+            raise ConfigError("torch.distributed is not initialised: call init_process_group() first")
+        named = dict(parameters)
+        held = {name: p for name, p in named.items() if p.requires_grad}
+        self._frozen = {name: p for name, p in named.items() if not p.requires_grad}
+        chosen = choose_scheme(scheme, density, bits, preset)
+        treatment = choose(preset, chosen, every)
+        optimizers = as_list(optimizer)
+        refuse_sharded(optimizers, treatment.exchange)
+        _refuse_taken(held, treatment.exchange)
+        self._scaler = scaler
+        self._users = weakref.ref(group or dist.group.WORLD)
+        self._pending: Pending | None = None
+        self._moved = True  # whether a step was taken since the last exchange began
+        self.is_closed = self.is_listening = False
+        self._writer = Writer()
+        self._is_preempted = False
+        self.timer = Stopwatch()
+        kernels.active()  # numba is loaded here and not in the first step
+        engine = Engine(group)
+        try:
+            parts = self.parts_of(held)
+            adapter = adapt(
+                parts, optimizers, chosen, treatment, engine.rank, engine.world, bucket_cap_mb, held
+            )
+            self.replica = self.make_replica(engine, held, adapter, None if bits is None else Fixed(bits))
+            self._agree(scheme is None and density is None, dense_if_faster and preset != "paper")
+            self.enter()
+            startup_log.report_settings(self.replica)
+            if self.exchanges_steps:
+                _warn_at_exit(self)
+        except BaseException:
+            self._undo(engine)
+            raise
+        with _attaching:
+            _attached.add(self)
+
+    def parts_of(self, held: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What is exchanged: all of it, where all ranks of the group hold the same."""
+        return held
+
+    def make_replica(
+        self, engine: Engine, held: Mapping[str, Tensor], adapter: OptimizerAdapter, fixed: Fixed | None
+    ) -> Replica:
+        views = SingleModel()
+        if isinstance(adapter, StepAdapter):
+            views = ParameterViews(adapter.parameters, adapter.pipeline)
+        return Replica(engine, held, adapter, views, fixed)
+
+    def _agree(self, spends: bool, dense_if_faster: bool) -> None:
+        """With the other ranks. `spends`: as many bits are sent as forward and backward hide."""
+        replica = self.replica
+        if replica.world > 1 and not replica.scheme.no_comm:
+            replica.engine.agree_on_secret(replica.device)
+            replica_check.start_alike(replica, dense_if_faster)
+            know_the_links(replica, spends and self.exchanges_steps, dense_if_faster)
+        adaptive = not all(isinstance(one, torch.optim.SGD) for one in replica.optimizers)
+        self._advisor = Advisor(replica.scheme, adaptive, replica.rank)
+
+    def _undo(self, engine: Engine) -> None:
+        """A constructor fails: model and optimizer as they were, however far it had come. The user has no
+        sync that could be closed."""
+        try:
+            if "replica" in vars(self):
+                self.leave()
+        finally:
+            if "replica" in vars(self):
+                self.replica.adapter.give_back()
+            engine.close()
+
+    def enter(self) -> None:
+        """Listen to the optimizers that step the model."""
+        self.timer.forget()
+        self.is_listening = True
+        self._optimizers = OptimizerHooks(self.held, self)
+
+    def leave(self) -> None:
+        """Listen no more. The parameters hold this rank's own model."""
+        self.is_listening = False
+        if self._optimizers is not None:
+            self._optimizers.close()
+        self.replica.views.show_own()
+
+    @property
+    def engine(self) -> Engine:
+        return self.replica.engine
+
+    @property
+    def pipeline(self) -> GradientPipeline | StepPipeline:
+        return self.replica.pipeline
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """By name, what is exchanged."""
+        return self.replica.parameters
+
+    @property
+    def held(self) -> Mapping[str, Tensor]:
+        """By name, what the user and the optimizers have."""
+        return self.replica.held
+
+    @property
+    def scheme(self) -> Scheme[Any]:
+        return self.replica.scheme
+
+    @property
+    def exchanges_steps(self) -> bool:
+        return self.pipeline.exchanges_steps
+
+    # -- a step ---------------------------------------------------------------------------------------
+
+    def reduce(self) -> bool:
+        """Exchange, between backward and the optimizer's step; False where the step is to be skipped.
+
+        What the optimizer moved before is exchanged; with `exchange="gradients"`, gradients in `.grad`.
+        """
+        if self.scheme.no_comm:
+            return True
+        self.begin_step()
+        self.start_if_due()
+        self.complete_if_due(self.parameters.keys())
+        self.replica.views.raise_versions()
+        return self.pipeline.last_step_good
+
+    def start_if_due(self) -> None:
+        """A step of all ranks begins."""
+        if self.pipeline.begins_exchange():
+            self.start_exchange()
+
+    def start_exchange(self, call: str = CALLS[0], tentative: bool = False) -> None:
+        """Of all units; what it is given is read. For `flush()`, all of the residual."""
+        self.complete()
+        pipeline, everything = self.pipeline, call == "flush()"
+        pipeline.tentative = tentative
+        pipeline.has_notice = self._has_notice
+        refuse_unfrozen(self._frozen, self.replica.where)
+        moved, self._moved = self._moved, False
+        pipeline.times = self.timer.begin()
+        tensors = self.replica.adapter.tensors()
+        pipeline.begin(tensors, everything, moved)
+        futures = []
+        for index, unit in enumerate(pipeline.units):
+            own = {slot.name: tensors[slot.name] for slot in unit.slots}
+            program = pipeline.program(index, own, everything, CALLS.index(call))
+            futures.append(self.engine.submit(program, self.describe(index), unit.device))
+        self._pending = Pending(tensors, futures, tentative)
+
+    def complete_if_due(self, names: Set[str] = frozenset()) -> None:
+        """In the step in which all ranks do; before it, nobody waits for the pending exchange."""
+        if self._pending is None or self.pipeline.is_exchange_due:
+            self.complete(names)
+        if self.pipeline.is_exchange_due:
+            self._is_preempted = self.pipeline.heard_notice
+
+    def complete(self, names: Set[str] = frozenset()) -> bool:
+        """Wait for the pending exchange, if there is one, and apply what it gave; then write this rank's own
+        model in these parameters, where that is due. False where a sum overflowed."""
+        pending = self._pending
+        if pending is None and not self.pipeline.needs_rebase(names):
+            return True
+        start = time.perf_counter()
+        if pending is not None:
+            self.timer.need()
+        done = self.engine.submit_call(lambda: self._apply(pending, names), self.replica.device)
+        try:
+            wait([done])
+        finally:
+            if done.done():
+                self._pending = None
+        try:
+            done.result()
+        except UnmatchedError:
+            assert pending is not None
+            if pending.is_tentative:
+                self.forget_exchange()
+            else:
+                self.start_exchange()
+            return self.complete(names)
+        if pending is None:
+            return True
+        self.pipeline.stats.timeline.spans.append(Span("waiting", -1, start, time.perf_counter()))
+        if self.exchanges_steps:
+            self._compare()  # now, and not after an optimizer's step: a rank may skip its own
+        return pending.was_good
+
+    @property
+    def has_begun_tentatively(self) -> bool:
+        """Whether an exchange is pending of which nobody knows yet whether all ranks take part."""
+        return self._pending is not None and self._pending.is_tentative
+
+    def forget_exchange(self) -> None:
+        """A tentative one, of which nothing was or will be kept."""
+        self._pending = None
+
+    def _apply(self, pending: Pending | None, names: Set[str]) -> None:
+        """On the engine's thread, after the programs of the exchange."""
+        if pending is not None and not pending.is_complete:
+            self.timer.got()
+            for future in pending.futures:
+                future.result()
+            pending.was_good = self.pipeline.complete(pending.tensors, names)
+            pending.is_complete = True
+            self.timer.done()
+        if names:
+            self.pipeline.rebase(names)
+
+    def begin_step(self) -> None:
+        self.replica.adapter.note_rate()
+        self.pipeline.has_notice = self._has_notice
+        if self._scaler is not None:
+            self.pipeline.note_loss_scale(self._scaler.get_scale())
+
+    def describe(self, index: int) -> str:
+        return f"unit {index} of {len(self.pipeline.units)} in step {self.pipeline.step}"
+
+    def before_update(self, names: Set[str], optimizer: Any) -> None:
+        """An optimizer is about to write these parameters.
+
+        A skipped step changes nothing: optimizers pass over parameters without a gradient. Gradients were
+        voted on, so that all ranks skip. A step is each rank's own business.
+        """
+        self.replica.views.show_own(names)
+        self.complete_if_due(names)
+        if self.exchanges_steps:
+            good = self.are_finite([g for name in names if (g := self.parameters[name].grad) is not None])
+            self.pipeline.last_step_good = good
+            self.pipeline.skipped += not good
+            self._moved |= good
+        if not self.pipeline.last_step_good:
+            for name in names:
+                self.parameters[name].grad = None
+        self.replica.adapter.before_update(optimizer, names)
+
+    def are_finite(self, gradients: Sequence[Tensor]) -> bool:
+        return kernels.is_finite(*gradients)
+
+    def after_update(self, names: Set[str]) -> None:
+        self.replica.adapter.after_update()
+        if not self.exchanges_steps:
+            self._compare()
+
+    def _compare(self) -> None:
+        if self.pipeline.step - self.replica.compared >= VERIFY_EVERY and self._may_compare():
+            self.replica.compared = self.pipeline.step
+            replica_check.compare(self.replica)
+            self._advisor.look(signs_of(self.pipeline), self.pipeline.step)
+
+    def _may_compare(self) -> bool:
+        return True
+
+    # -- preemption -----------------------------------------------------------------------------------
+
+    def heed_preemption(self, signals: Iterable[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
+        """Take these signals, until `close()`, as a notice that this rank will be stopped. They then end
+        nothing by themselves: look at `is_preempted` in every step. Call it on the main thread."""
+        if self.scheme.no_comm:
+            raise ConfigError("noop exchanges nothing, so that no rank would hear of another's notice")
+        self._notice = Notice(signals)
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether any rank was given notice: the same answer on all ranks after the same step. Then save, and
+        leave with an exit code other than 0, for the launcher to start all ranks again.
+
+        Ranks learn of a notice with the next exchange that begins; with `every` above 1, in the next period.
+        """
+        return self._is_preempted
+
+    @property
+    def _has_notice(self) -> bool:
+        return self._notice is not None and self._notice.is_given
+
+    # -- replicas and state ---------------------------------------------------------------------------
+
+    def verify(self) -> None:
+        """Raise DivergenceError unless the shared model and replicated state are the same bits on every rank.
+        Call it on all of them. It also happens by itself, every 100 steps."""
+        if not self.scheme.no_comm:
+            self.complete()
+            self.engine.assemble("verify()", self.pipeline.step)  # no exchange: states may differ
+            replica_check.compare(self.replica)
+
+    def quiesce(self, call: str | None = None) -> None:
+        """Leave no exchange pending that will be completed whatever comes; where all ranks are needed, check
+        that all of them make this call."""
+        if self.is_closed:
+            raise ConfigError(
+                f"{self.replica.where}: the sync is closed, and has nothing to save or to load into"
+            )
+        if call is not None or not self.has_begun_tentatively:
+            self.complete()
+        if call is not None and not self.scheme.no_comm:
+            self.handshake(call)
+
+    def handshake(self, call: str) -> None:
+        """Raise on all ranks unless all make this call."""
+        what = f"{call.removesuffix('()')} after step {self.pipeline.step}"
+        with self.engine.called(call, self.pipeline.step):
+            for _ in range(_TRIES):
+                try:
+                    self.engine.run(self.pipeline.handshake(CALLS.index(call)), what, self.replica.device)
+                    return
+                except UnmatchedError as error:  # with a rank that had only called its model
+                    found = str(error)
+        raise MismatchError(found)
+
+    @contextmanager
+    def shared_model(self) -> Iterator[None]:
+        """Within it the parameters hold the model that all ranks share: to evaluate or save it. Needs no
+        communication. Behind DistributedDataParallel nobody needs it: parameters hold that model anyway,
+        except while a training forward, a backward or a step is running."""
+        before = self.replica.views.look()
+        try:
+            yield
+        finally:
+            self.replica.views.show_own(before)
+
+    def share_optimizer_state(self) -> None:
+        """Make the optimizers' states the same on all ranks: moments are averaged, the rest is rank 0's. For
+        who goes on without a sync; behind DistributedDataParallel it happens by itself. Call it on all ranks.
+        """
+        self.optimizer_states_to_share()()
+
+    def optimizer_states_to_share(self) -> Callable[[], None]:
+        """What does so, later: it needs no sync. Weak: DDP's hook, which may hold it, is held by parameters,
+        in a way that the collector cannot see."""
+        names = {id(parameter): name for name, parameter in self.held.items()}
+        every = self._every_optimizer()
+        references, group, device = [weakref.ref(one) for one in every], self._users, self.replica.device
+
+        def share() -> None:
+            alive = [one for reference in references if (one := reference()) is not None]
+            make_equal(alive, names, group(), device)
+
+        return share
+
+    def _every_optimizer(self) -> Sequence[Any]:
+        given = self.replica.optimizers
+        return given if self._optimizers is None else self._optimizers.known(given)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Residual, models and scheme state of this rank, without optimizers: tensors only, for `torch.save`
+        and distributed checkpoints. Keys are unique to the rank."""
+        self.quiesce()
+        return checkpoints.state_of(self.replica)
+
+    def load_state_dict(self, stored: Mapping[str, Tensor]) -> None:
+        """Load what `state_dict` gave, on all ranks or, if it does not fit on one of them, on none. Call it
+        on all of them. Saved by another number of ranks, old rank r's is needed on rank r mod P."""
+        self.quiesce("load_state_dict()")
+        checkpoints.load(self.replica, lambda: checkpoints.offer_of(self.replica, stored))
+
+    def save(self, folder: str | PathLike[str], optimizers: bool = True) -> None:
+        """Write a checkpoint, with the optimizers' states, to a folder that all ranks see, in the place of
+        the one there, which is whole until the new one is. Call it on all ranks."""
+        self.save_pair(folder, optimizers, "")
+
+    def save_pair(self, folder: str | PathLike[str], optimizers: bool, pair: str) -> None:
+        """As `save`; with `pair`, what a framework's file says that is written with it, the checkpoint before
+        stays until that file is written: `frameworks/sidecar.py`."""
+        self.quiesce("save()")
+        directory.save(self.replica, Path(folder), self._writer.next, optimizers, pair)
+
+    def load(self, folder: str | PathLike[str], optimizers: bool = True) -> None:
+        """Load what `save` wrote, also with another number of ranks; on all ranks or on none. Call it on
+        all of them, after the model's own load_state_dict()."""
+        self.quiesce("load()")
+        read = partial(directory.newest_offer, self.replica, Path(folder), optimizers)
+        checkpoints.load(self.replica, read)
+
+    def flush(self) -> None:
+        """Send all residuals, in one dense exchange, at the end of a training. Call it on all ranks.
+
+        Afterwards all ranks' own models are the shared one. With `exchange="gradients"` the mean of the
+        residuals is in `.grad` instead: call optimizer.step().
+        """
+        if self.scheme.no_comm:
+            return
+        self.complete()
+        self.handshake("flush()")
+        if isinstance(self.pipeline, GradientPipeline):
+            self._flush_gradients(self.pipeline)
+        else:
+            self._flush_steps()
+
+    def _flush_gradients(self, pipeline: GradientPipeline) -> None:
+        what = f"flush after step {pipeline.step}"
+        means = self.engine.run(pipeline.drain(), what, self.replica.device)
+        for name, parameter in self.parameters.items():
+            parameter.grad = torch.zeros_like(parameter)
+            if name in means:
+                flat_view(parameter.grad).copy_(means[name])
+
+    def _flush_steps(self) -> None:
+        moved, self._moved = self._moved, True
+        self.start_exchange("flush()")
+        self._moved = moved
+        if not self.complete(self.parameters.keys()):
+            raise GradsieveError(
+                f"{self.replica.where}: the residuals of all ranks add up to more than "
+                f"{self.pipeline.units[0].dtype} holds; nothing was flushed, and all residuals are as they "
+                "were. The training has diverged: go back to a checkpoint from before"
+            )
+        self.replica.views.raise_versions()
+        replica_check.compare(self.replica)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip as `torch.nn.utils.clip_grad_norm_` would clip the mean of all ranks' gradients; before the
+        optimizer's step. Returns the norm of that mean.
+
+        A rank's own gradient, all it has where steps are exchanged, is longer by the noise of its own batch:
+        what is clipped to 1 in a dense training would be clipped harder here.
+        """
+        shorter = self.pipeline.rho**0.5
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), max_norm / shorter)
+        return torch.mul(norm, shorter)
+
+    def close(self) -> None:
+        """Let go of model and optimizer, with its momentum; end the communication thread and its group. The
+        model is then the shared one, without what was not flushed. One that is not closed ends with Python.
+        """
+        if self.is_closed:
+            return
+        self.leave()
+        pending = self._pending
+        if self.has_begun_tentatively:
+            self.forget_exchange()
+        elif pending is not None and not wait(pending.futures, timeout=1.0).not_done:
+            self.complete()
+        if isinstance(self.pipeline, StepPipeline):
+            startup_log.warn_of_residual(self.pipeline)
+        self.replica.views.end()
+        self.abandon()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Flushes and closes at the end of a `with` block; where the block raised, closes only: the other
+        ranks may not have come this far."""
+        try:
+            if kind is None and not self.is_closed:
+                self.flush()
+                if not self.exchanges_steps:
+                    for optimizer in self._every_optimizer():
+                        optimizer.step()
+        finally:
+            self.close()
+
+    def abandon(self) -> None:
+        """Close where nobody wants the model any more, nor the residual."""
+        self.leave()
+        self.is_closed = True
+        if self._notice is not None:
+            self._notice.close()
+        self.replica.adapter.give_back()
+        self.engine.close()
+        if self.pipeline.observer is not None:
+            self.pipeline.observer.close()
+
+    def metrics(self) -> dict[str, Any]:
+        """The last step in figures: bits, bytes, density, seconds, size and age of the residual, through all
+        of which it goes: not for every step of a large model."""
+        return metrics(self.replica, self.timer.slack)
+
+
+def _warn_at_exit(sync: GradientSync) -> None:
+    reference = weakref.ref(sync)
+
+    def warn() -> None:
+        alive = reference()
+        failed = getattr(sys, "last_value", None) is not None
+        if alive is None or alive.is_closed or failed or alive.engine.world == 1:
+            return
+        with contextlib.suppress(Exception):  # whatever is gone already: it is only a line
+            assert isinstance(alive.pipeline, StepPipeline)
+            startup_log.warn_of_lost_steps(alive.pipeline)
+
+    atexit.register(warn)
+    weakref.finalize(sync, atexit.unregister, warn).atexit = False
+
+
+def _refuse_taken(held: Mapping[str, Tensor], exchange: str) -> None:
+    """A parameter has one owner: who else would know which model it holds?"""
+    mine = {id(parameter): name for name, parameter in held.items()}
+    with _attaching:
+        others = list(_attached)
+    for other in others:
+        if not other.is_listening or "steps" not in (exchange, other.replica.treatment.exchange):
+            continue
+        taken = [mine[id(parameter)] for parameter in other.held.values() if id(parameter) in mine]
+        if taken:
+            raise ConfigError(
+                f"{', '.join(taken[:4])} belongs to another model to which a sync is attached: put both "
+                "models into one module and wrap that in DistributedDataParallel, or use "
+                "preset=gradsieve.Treatment(exchange='gradients') for both"
+            )

@@ -1,0 +1,1 @@
+"""Programs beside a training: `gradsieve doctor`, `plan`, `watch` and `report`."""

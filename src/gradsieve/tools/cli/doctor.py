@@ -1,0 +1,96 @@
+"""`gradsieve doctor`: is this cluster set up well?"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradsieve.errors import ConfigError
+from gradsieve.tools.cli.arguments import describe, drawable
+from gradsieve.tools.cli.progress import progress
+from gradsieve.tools.profiles import write_profile
+from gradsieve.tools.results import writable
+
+if TYPE_CHECKING:
+    from gradsieve.tools.doctor.meeting import Board
+
+_DESCRIPTION = """\
+Examine the group that torchrun or a lab starts: run it where training would run, one process a rank.
+
+It tells which interface gloo really uses on every rank, measures latency and bandwidth of every pair of ranks
+(in rounds, each rank with one partner at a time) and the speed of every host, and looks at threads, versions,
+kernels and time-outs. Each finding has a severity and the command that mends it. Rank 0 prints.
+
+It takes some seconds, 15 s at most for each pair that does not answer, and sends at most 200 MB a rank and
+round, with at most 64 rounds.
+"""
+_EXAMPLES = """\
+examples:
+  torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29400 --no-python gradsieve doctor
+  gradsieve lab run --network examples/networks/slow-link.toml -- gradsieve doctor --heat-map pairs.png
+  gradsieve lab run --hosts 4 --rate 1gbit -- gradsieve doctor --profile lab.toml --model train:build
+
+The exit code is 0 if all is well (there may be notes), 1 if there is an error or a warning, 2 if it could not
+be found out.
+"""
+
+
+def fill(parser: argparse.ArgumentParser) -> None:
+    describe(parser, run, _DESCRIPTION, _EXAMPLES)
+    add = parser.add_argument
+    add("--heat-map", type=Path, metavar="FILE", help="draw bandwidth and latency of all pairs, PNG or SVG")
+    add("--profile", type=Path, metavar="FILE", help="write what was measured there: TOML, to predict from")
+    add(
+        "--model",
+        metavar="MODULE:FACTORY",
+        help="a function that returns your model, or it and a function that takes it and returns a loss: "
+        "counts parameters and units, measures forward and backward, looks for hooks in the way",
+    )
+    add(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="that your training gives to init_process_group (default: torch's 1800)",
+    )
+    add("--json", type=Path, metavar="FILE", help="write facts, figures and findings there")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.timeout is not None and not args.timeout > 0:
+        raise ConfigError("--timeout is more than 0 s")
+    from gradsieve.tools.doctor.meeting import Board
+    from gradsieve.tools.doctor.run import examine, leave
+
+    meeting = Board.join()
+    if meeting.rank == 0:
+        return _lead(meeting, args)
+    examine(meeting, args.model, args.timeout, lambda _: None)
+    leave(meeting)
+    return 0
+
+
+def _lead(meeting: Board, args: argparse.Namespace) -> int:
+    """Rank 0 has the others' figures, and the exit code."""
+    from gradsieve.tools.doctor import view
+    from gradsieve.tools.doctor.findings import exit_code
+    from gradsieve.tools.doctor.pairs import rounds
+    from gradsieve.tools.doctor.run import examine, leave
+
+    for path in (args.heat_map, args.profile, args.json):
+        writable(path)
+    drawable(args.heat_map)
+    if args.profile is not None and meeting.world < 2:
+        raise ConfigError("a profile is of a network: start two ranks at least, by torchrun or in a lab")
+    with progress(len(rounds(meeting.world)) + 4) as advance:
+        report = examine(meeting, args.model, args.timeout, lambda doing: advance(1, doing))
+    leave(meeting)
+    assert report is not None
+    print(view.text(report))
+    if args.json is not None:
+        view.write_json(args.json, report)
+    if args.heat_map is not None and report.answers:
+        view.draw(report, args.heat_map)
+    if args.profile is not None and report.answers:
+        write_profile(args.profile, view.profile_of(report))
+    return exit_code(report.findings)

@@ -1,0 +1,68 @@
+# PYTHON_ARGCOMPLETE_OK
+"""`gradsieve`: one command, a few verbs. `tree.py` has them all."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from gradsieve import __version__
+from gradsieve.errors import ConfigError, GradsieveError
+from gradsieve.tools.cli.tree import IN_LAB, commands, grow
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    _hear_interruption()
+    try:
+        if "_ARGCOMPLETE" in os.environ:
+            return _complete()
+        words = sys.argv[1:] if argv is None else argv
+        args = parsed(words)  # which may load torch, and take a while
+        return int(args.call(args))
+    except GradsieveError as error:
+        print(f"gradsieve: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def parsed(words: Sequence[str]) -> argparse.Namespace:
+    return parser_for(words).parse_args(words)
+
+
+def parser_for(words: Sequence[str] | None) -> argparse.ArgumentParser:
+    """One that knows all commands by name, and the arguments of that which the words ask for; None: of all,
+    for those who list them."""
+    known = commands()
+    if words and words[0] in IN_LAB and words[0] not in known:
+        raise ConfigError(f"`gradsieve {words[0]}` is a command of the lab: pip install gradsieve-lab")
+    parser = argparse.ArgumentParser(
+        prog="gradsieve", description="Sparse gradient exchange for PyTorch: check, plan, watch, report."
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    grow(parser, known, words)
+    return parser
+
+
+def _complete() -> int:
+    """The shell asks how the line may go on (`eval "$(register-python-argcomplete gradsieve)"`)."""
+    import argcomplete
+
+    line, end = os.environ.get("COMP_LINE", ""), os.environ.get("COMP_POINT", "")
+    words = line[: int(end)].split() if end.isdigit() else line.split()
+    argcomplete.autocomplete(parser_for(words[1:]))
+    return 0
+
+
+def _hear_interruption() -> None:
+    """Also where a script started this in its background: shells have such a process ignore SIGINT, and
+    whoever sends it to this process alone means it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""A plan for people and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gradsieve.comm.links import Links
+from gradsieve.pipeline.costs import Costs, with_rings
+from gradsieve.tools import results
+from gradsieve.tools.plan.choose import ERROR_BAR, Plan, acceptable, recommendation
+from gradsieve.tools.plan.options import Model, Option, automatic, dense, no_communication
+from gradsieve.tools.plan.predict import Prediction, predict
+
+_MB = 1e6
+_RATES = [10 ** (7 + place / 10) for place in range(41)]
+"""bit/s of a picture: 10 Mbit/s to 100 Gbit/s."""
+_DRAWN = 4
+"""Options of a picture beside dense, the recommended one and no communication."""
+COLUMNS = ["option", "step_ms", "vs_dense", "of_link", "bits", "memory_mb", "gap", "why_not"]
+
+
+def rows(plan: Plan, price: float | None) -> list[dict[str, Any]]:
+    """One an option, the quickest first; before them the limit."""
+    limit = predict(no_communication(plan.model), plan.model, plan.costs)
+    told = ["the limit", *(reason or "RECOMMENDED" for reason in plan.reasons)]
+    return [_row(each, plan, why, price) for each, why in zip([limit, *plan.ranked], told, strict=True)]
+
+
+def _row(each: Prediction, plan: Plan, why: str, price: float | None) -> dict[str, Any]:
+    row = {
+        "option": each.option.name,
+        "call": each.option.call,
+        "step_ms": round(1e3 * each.step, 3),
+        "vs_dense": round(plan.dense.step / each.step, 3),
+        "link_ms": round(1e3 * each.cost.link, 3),
+        "computed_ms": round(1e3 * each.cost.computed, 3),
+        "rounds": each.cost.rounds,
+        "of_link": round(each.of_link, 4),
+        "bits": round(each.bits, 4),
+        "memory_mb": round(each.option.memory / _MB, 1),
+        "gb_a_day": round(each.gb_a_day, 3),
+        "gap": str(each.option.gap) if each.option.call else "-",
+        "gap_percent": each.option.gap.above,
+        "why_not": why,
+    }
+    return row if price is None else row | {"money_a_day": round(price * each.gb_a_day, 2)}
+
+
+def text(plan: Plan, price: float | None) -> str:
+    place = COLUMNS.index("gap")
+    columns = COLUMNS if price is None else [*COLUMNS[:place], "money_a_day", *COLUMNS[place:]]
+    return f"{results.table(rows(plan, price), columns)}\n\n{recommendation(plan)}\n\n{ERROR_BAR}"
+
+
+def draw(plan: Plan, most_above: float, path: Path) -> None:
+    """The step of the best options against the rate of the links, all else as it is."""
+    from matplotlib.figure import Figure  # the `plot` extra, not needed to plan
+
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    axes = figure.add_subplot()
+    model, rates = plan.model, [rate / 1e6 for rate in _RATES]
+    for number, option in enumerate(_drawn(plan, most_above)):
+        steps = [
+            predict(_at(option, plan, rate), model, _with_rate(plan.costs, rate)).step for rate in _RATES
+        ]
+        chosen = option == plan.best.option
+        label = f"{option.name}{' (recommended)' if chosen else ''}"
+        axes.plot(rates, steps, label=label, color=f"C{number % 10}", linewidth=2.5 if chosen else 1.5)
+    axes.axhline(model.compute, color="black", linestyle=":", label="no communication")
+    axes.axvline(plan.costs.links.bandwidth / 1e6, color="gray", linestyle="--", label="your links")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xticks([10 ** (1 + place) for place in range(5)], ["10", "100", "1,000", "10,000", "100,000"])
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlabel("rate of a rank's link, Mbit/s")
+    axes.set_ylabel("predicted step, s")
+    axes.set_title(
+        f"{model.parameters:,} parameters, {plan.costs.world} ranks, {1e3 * model.compute:,.4g} ms of "
+        f"computing, {1e3 * plan.costs.links.latency:,.3g} ms a round"
+    )
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(loc="upper right")
+    figure.savefig(path, dpi=150)
+
+
+def _drawn(plan: Plan, most_above: float) -> list[Option]:
+    """Dense, the recommended one, and the quickest of the others whose loss is known first."""
+    known_first: Sequence[Prediction] = sorted(
+        plan.ranked, key=lambda each: (not acceptable(each, most_above), each.step)
+    )
+    first = [dense(plan.model).name, plan.best.option.name]
+    by_name = {each.option.name: each.option for each in plan.ranked}
+    names = dict.fromkeys([*first, *(each.option.name for each in known_first)])
+    return [by_name[name] for name in list(names)[: _DRAWN + len(set(first))]]
+
+
+def _at(option: Option, plan: Plan, rate: float) -> Option:
+    """What finds its budget finds another one on other links."""
+    if option.name.startswith("auto"):
+        return automatic(plan.model, _with_rate(plan.costs, rate), option.every)
+    return option
+
+
+def _with_rate(costs: Costs, rate: float) -> Costs:
+    links = with_rings(Links.at(costs.links.latency, rate), costs.world)
+    return replace(costs, links=links, rings=None)
+
+
+def describe(model: Model, costs: Costs) -> str:
+    """What a plan is made from."""
+    links, host = costs.links, costs.host
+    return (
+        f"{costs.world} ranks, {links.bandwidth / 1e6:,.4g} Mbit/s, {1e3 * links.latency:.3g} ms a round; "
+        f"{model.parameters:,} parameters, forward {1e3 * model.forward:,.4g} ms, backward "
+        f"{1e3 * model.backward:,.4g} ms; memory {host.memory / 1e9:.3g} GB/s, selection "
+        f"{host.selection / 1e6:,.4g} M/s"
+    )

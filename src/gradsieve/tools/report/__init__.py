@@ -1,0 +1,1 @@
+"""`gradsieve report`: one HTML page of what was recorded."""

@@ -1,0 +1,1 @@
+"""`gradsieve watch`: a running job, live, from its records."""

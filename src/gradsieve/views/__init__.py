@@ -1,1 +1,0 @@
-"""What people see of records: `gradsieve watch` and `gradsieve report`."""
