@@ -13,8 +13,8 @@ import torch
 
 from gradsieve.comm import lockstep
 from gradsieve.pipeline.budget import Fixed
+from gradsieve.pipeline.exchange_settings import Steps
 from gradsieve.pipeline.steps import StepPipeline
-from gradsieve.pipeline.treatment import Treatment
 from gradsieve.schemes.spec import parse
 from gradsieve.tools import results
 from gradsieve_lab.bench.tasks import training as tasks
@@ -31,7 +31,7 @@ COLUMNS = ["way", "world", "bits_received", "over_4_peers"]
 def received(scheme: str, density: float, bits: float | None, world: int) -> float:
     """Bits a parameter and step, of the rank that receives most."""
     models = [dict(tasks.TASKS["transformer"].model().named_parameters()) for _ in range(world)]
-    treatment = Treatment(every=EVERY)
+    treatment = Steps(every=EVERY)
     ranks = [
         StepPipeline(model.items(), parse(scheme, density), rank, world, treatment=treatment)
         for rank, model in enumerate(models)

@@ -44,7 +44,7 @@ COLUMNS = ["torch", "python", "state", "passed", "failed", "skipped", "lacks", "
 LOOK = """
 import json, platform, torch, gradsieve
 from gradsieve.torch_names import lacking
-gradsieve.attach, gradsieve.SCHEMES
+gradsieve.attach, gradsieve.schemes.SCHEMES
 versions = {"build": torch.__version__, "python": platform.python_version()}
 print(json.dumps({**versions, "lacks": [str(each) for each in lacking()]}))
 """

@@ -59,7 +59,7 @@ def timed(*args):
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("--model", choices=["cnn", "mlp"], default="cnn")
-parser.add_argument("--scheme", choices=list(gradsieve.SCHEMES), default="exdyna")
+parser.add_argument("--scheme", choices=list(gradsieve.schemes.SCHEMES), default="exdyna")
 parser.add_argument("--density", type=float, default=0.01, help="share of the gradient sent in a step")
 parser.add_argument("--steps", type=int, default=400)
 parser.add_argument("--lr", type=float, default=0.05)
@@ -71,7 +71,7 @@ torch.manual_seed(rank)
 images, labels = load("train", rank, world)
 ddp, dense = (DistributedDataParallel(build(args.model)) for _ in range(2))
 optimizer, dense_optimizer = (torch.optim.SGD(m.parameters(), args.lr, momentum=0.9) for m in (ddp, dense))
-sync = gradsieve.attach(ddp, optimizer, scheme=args.scheme, density=args.density, dense_if_faster=False)
+sync = gradsieve.attach(ddp, optimizer, scheme=args.scheme, density=args.density, deterministic=True)
 times, size = [], sum(p.numel() for p in dense.parameters())
 for step in range(1, args.steps + (0 if is_loopback else RACES) + 1):
     pick = torch.randint(len(images), (BATCH,))

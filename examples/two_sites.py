@@ -67,7 +67,7 @@ def seconds(model, steps):
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("--steps", type=int, default=300)
 parser.add_argument("--every", type=int, default=30, help="steps to an exchange")
-parser.add_argument("--late", type=int, default=10, help="steps that an exchange may take")
+parser.add_argument("--overlap", type=int, default=10, help="steps that an exchange may take")
 parser.add_argument("--bits", type=float, default=0.06, help="a parameter and step")
 parser.add_argument("--step-ms", type=float, default=50)
 parser.add_argument("--lr", type=float, default=3e-3)
@@ -81,8 +81,8 @@ dense = seconds(DistributedDataParallel(NextByte()), DENSE)
 
 ddp = DistributedDataParallel(NextByte())
 optimizer = torch.optim.AdamW(ddp.parameters(), args.lr)
-treatment = gradsieve.Treatment(every=args.every, late=args.late)
-sync = gradsieve.attach(ddp, optimizer, bits=args.bits, preset=treatment)  # the one new line
+exchange = gradsieve.Steps(every=args.every, overlap=args.overlap)
+sync = gradsieve.attach(ddp, optimizer, bits=args.bits, exchange=exchange)  # the one new line
 losses, start = [], time.perf_counter()
 for number in range(1, args.steps + 1):
     losses.append(step(ddp, optimizer))

@@ -305,7 +305,7 @@ def page(results: Sequence[Result], cells: Sequence[str], command: str, seconds:
         f"Written by `{command}` on {date.today()}, in {seconds / 60:.0f} minutes: "
         f"{', '.join(f'{name} {version}' for name, version in versions().items())}; two ranks with gloo "
         f"on a CPU, {steps} steps of a small regression in which each rank has inputs of its own, "
-        "`attach(ddp, optimizer, bits=2.0, dense_if_faster=False)`. "
+        "`attach(ddp, optimizer, bits=2.0, deterministic=True)`. "
         f"Cells: {', '.join(f'{number} {kind}' for kind, number in counts.items() if number)}.",
         "A number is the loss on unseen data in units of that of plain DDP with the same optimizer, and says "
         "that the cell is served: parameters and averages are the same bits on both ranks after every step, "

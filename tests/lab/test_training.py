@@ -37,8 +37,8 @@ def train(scheme: str, folder: Path, diverge: bool = False) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.02)
     # Exchanging steps, what a rank changes by itself is its own step; with gradients it is an error.
-    preset = gradsieve.Treatment(exchange="gradients") if diverge else gradsieve.Treatment()
-    sync = gradsieve.attach(ddp, optimizer, scheme=scheme, density=0.02, preset=preset, dense_if_faster=False)
+    preset = gradsieve.Gradients() if diverge else gradsieve.Steps()
+    sync = gradsieve.attach(ddp, optimizer, scheme=scheme, density=0.02, exchange=preset, deterministic=True)
     source = torch.Generator().manual_seed(rank)
     for step in range(DRIFTING if diverge else STEPS):
         inputs = torch.randn(16, 64, generator=source)

@@ -68,7 +68,7 @@ class Hand:
         self.sync = gradsieve.GradientSync(
             self.model.named_parameters(),
             self.optimizer,
-            dense_if_faster=False,
+            deterministic=True,
             bucket_cap_mb=0.0002,
             **settings,
         )

@@ -98,13 +98,13 @@ class OneRank:
         self.both = torch.optim.SGD(parameters.values(), lr=RATE)
         self.one = torch.optim.SGD([parameters[name] for name in ONE], lr=RATE)
         self.other = torch.optim.SGD([parameters[name] for name in OTHER], lr=RATE)
-        self.settings = {"scheme": scheme, "density": density, "dense_if_faster": False}
-        self.treatment = gradsieve.Treatment(small=6, preview=preview, every=every, late=late)
+        self.settings = {"scheme": scheme, "density": density, "deterministic": True}
+        self.exchange = gradsieve.Steps(small=6, preview=preview, every=every, overlap=late)
         self.sync = self.attach()
 
     def attach(self) -> DdpSync:
         take_seat(self.room, self.rank)
-        return gradsieve.attach(self.ddp, self.both, preset=self.treatment, **self.settings)
+        return gradsieve.attach(self.ddp, self.both, exchange=self.exchange, **self.settings)
 
     @property
     def pipeline(self) -> StepPipeline:

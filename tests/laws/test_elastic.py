@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsieve import DivergenceError, MismatchError, Treatment
+from gradsieve import DivergenceError, MismatchError, Steps
 from gradsieve.errors import ConfigError
 from gradsieve.sync.elastic import Replica
 from gradsieve.testing.laws import same_bits
@@ -36,7 +36,7 @@ class One(Replica):
         settings = {
             "scheme": scheme,
             "density": 0.1,
-            "dense_if_faster": False,
+            "deterministic": True,
             "bucket_cap_mb": 2e-4,
             **settings,
         }
@@ -142,7 +142,7 @@ def test_a_death_loses_what_waited_there_and_says_how_much(scheme: str) -> None:
 
 def test_what_the_optimizers_move_is_all_that_changes_in_a_smaller_group() -> None:
     """Exactly: no rounding in whole numbers and a world of 2."""
-    settings = {"density": 0.25, "preset": Treatment(small=6, preview=1.0)}
+    settings = {"density": 0.25, "exchange": Steps(small=6, preview=1.0)}
     ones = [One(number, "topk", **settings) for number in range(4)]
     with Group(1, ones) as group:
         group.train(3)
@@ -244,7 +244,7 @@ def test_replicas_of_another_model_are_refused() -> None:
 
 def test_gradients_cannot_change_their_group() -> None:
     with pytest.raises(ConfigError, match="only what exchanges steps"):
-        Group(1, [One(number, "exdyna", preset="paper") for number in range(2)])
+        Group(1, [One(number, "exdyna-paper") for number in range(2)])
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------

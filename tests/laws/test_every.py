@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from gradsieve.errors import ConfigError, MismatchError
 from gradsieve.pipeline import StepPipeline
 from gradsieve.pipeline.budget import Fixed
+from gradsieve.pipeline.exchange_settings import Exchange, Steps
 from gradsieve.pipeline.optimizer_adapter import adapt
-from gradsieve.pipeline.treatment import Treatment
 from gradsieve.schemes.stripes import Stripes
 from gradsieve.testing.laws import same_bits
 from laws.cases import registered
@@ -50,7 +50,7 @@ class Lasting(Periods):
     """Exchanges that last for several steps. `at_once`: they are carried when they begin; else only just
     before they are taken over, after optimizers wrote what they read."""
 
-    def __init__(self, case: Case, scheme: Any, treatment: Treatment, at_once: bool) -> None:
+    def __init__(self, case: Case, scheme: Any, treatment: Exchange, at_once: bool) -> None:
         super().__init__(case, scheme, treatment)
         self.at_once, self.under_way = at_once, False
 
@@ -79,11 +79,11 @@ class Lasting(Periods):
 
     @property
     def every(self) -> int:
-        return self.pipelines[0].treatment.every
+        return self.pipelines[0].settings.every
 
 
 def check_lasting(case: Case, scheme: str, every: int, late: int) -> None:
-    treatment = Treatment(small=SMALL, preview=1.0, every=every, late=late)
+    treatment = Steps(small=SMALL, preview=1.0, every=every, overlap=late)
     at_once, at_last = (Lasting(case, scheme, treatment, when) for when in (True, False))
     taken = []
     for step in range(3 * every):
@@ -122,12 +122,12 @@ def test_one_that_reads_later_is_found_out(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(("every", "late"), [(1, 2), (4, 5), (4, -1)])
 def test_an_exchange_is_over_before_the_next_one_begins(every: int, late: int) -> None:
-    with pytest.raises(ConfigError, match=f"late={late} with every={every}"):
-        Treatment(every=every, late=late)
+    with pytest.raises(ConfigError, match=f"overlap={late} with every={every}"):
+        Steps(every=every, overlap=late)
 
 
-def treated(every: int, preview: float | None = 1.0) -> Treatment:
-    return Treatment(small=SMALL, preview=preview, every=every)
+def treated(every: int, preview: float | None = 1.0) -> Exchange:
+    return Steps(small=SMALL, preview=preview, every=every)
 
 
 def check_period(case: Case, scheme: str, every: int, preview: float | None, flush_after: int) -> None:
@@ -166,7 +166,7 @@ def test_what_is_written_in_the_middle_of_a_period_is_found_out(monkeypatch: pyt
     """Twin: a period whose steps between two exchanges are forgotten."""
 
     def forget(self: StepPipeline) -> bool:
-        self.since = (self.since + 1) % self.treatment.every
+        self.since = (self.since + 1) % self.settings.every
         if self.since:
             for local in self.local:
                 local.adopt(self.own, set(self.own))
@@ -221,7 +221,7 @@ def test_the_place_in_the_period_is_in_a_checkpoint() -> None:
 
 def test_a_budget_counts_steps_so_that_a_period_has_that_of_all_its_steps() -> None:
     case = Case(world=4, n=4001)
-    once = Stepping(case, Stripes(), Treatment(small=SMALL)).pipelines[0]
+    once = Stepping(case, Stripes(), Steps(small=SMALL)).pipelines[0]
     rarely = Periods(case, Stripes(), treated(4)).pipelines[0]
     once.budget = rarely.budget = Fixed(1.0)
     share, longer = once.scheme_of_this_step().density, rarely.scheme_of_this_step().density
@@ -234,7 +234,7 @@ def test_a_lossless_scheme_exchanges_steps_only_where_there_are_periods(every: i
     optimizer = torch.optim.SGD(model.values(), lr=0.1)
     from gradsieve.schemes import make
 
-    fitted = adapt(model, [optimizer], make("dense"), Treatment(every=every), 0, 2)
+    fitted = adapt(model, [optimizer], make("dense"), Steps(every=every), 0, 2)
     assert isinstance(fitted.pipeline, StepPipeline) is kind
 
 
@@ -246,7 +246,7 @@ def test_what_a_rank_receives_is_flat_in_its_peers_most_so_with_a_budget(
 
     def received(world: int) -> float:
         scheme = Stripes(density=1.0)
-        ranks = Stepping(Case(world=world, n=240_001), scheme, Treatment(small=0, every=30))
+        ranks = Stepping(Case(world=world, n=240_001), scheme, Steps(small=0, every=30))
         for pipeline in ranks.pipelines:
             pipeline.budget = budget
         total = 0.0

@@ -19,10 +19,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from gradsieve import ConfigError, Malformed, MismatchError, Treatment
+from gradsieve import ConfigError, Gradients, MismatchError, Steps
 from gradsieve.checkpoint import directory as files
 from gradsieve.checkpoint import fencing
 from gradsieve.checkpoint import state as saving
+from gradsieve.errors import Malformed
 from laws.crew import ELEMENTS, Crew, Hand, adamw, fake_group, sgd  # noqa: F401  # a fixture
 
 KEPT = Path(__file__).parents[1] / "data" / "checkpoint-1"
@@ -62,7 +63,7 @@ def snapshots(crew: Crew) -> list[dict[str, Tensor]]:
         (sgd, EXDYNA),
         (sgd, {"bits": 0.8, "dtype": torch.bfloat16}),
         (adamw, {"bits": 0.8, "every": 2}),
-        (sgd, {**EXDYNA, "preset": Treatment(exchange="gradients", momentum="local")}),
+        (sgd, {**EXDYNA, "exchange": Gradients(momentum="local")}),
     ],
     ids=["adamw", "exdyna", "bfloat16", "every", "gradients"],
 )
@@ -125,16 +126,16 @@ def elements(hand: Hand, optimizers: bool) -> int:
 
 @pytest.mark.parametrize(
     ("preset", "before", "after"),
-    [(Treatment(), 3, 1), (Treatment(exchange="gradients", small=0), 1, 0)],
+    [(Steps(), 3, 1), (Gradients(small=0), 1, 0)],
     ids=["steps", "gradients"],
 )
 def test_after_a_flush_only_what_a_flushed_run_needs_is_saved(
-    preset: Treatment, before: int, after: int, tmp_path: Path
+    preset: Steps | Gradients, before: int, after: int, tmp_path: Path
 ) -> None:
     def vectors(crew: Crew) -> float:
         return elements(crew.hands[0], optimizers=False) / ELEMENTS
 
-    with Crew(2, **EXDYNA, preset=preset) as crew, Crew(2, **EXDYNA, preset=preset) as later:
+    with Crew(2, **EXDYNA, exchange=preset) as crew, Crew(2, **EXDYNA, exchange=preset) as later:
         assert vectors(crew.train(0, 3)) == before
         crew.everyone(lambda hand: hand.sync.flush())
         assert vectors(crew) == after

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradsieve.pipeline.presets import published as treatment_of
+from gradsieve.pipeline.exchange_settings import published as treatment_of
 from gradsieve.schemes import make
 from gradsieve.testing.gradients import EXACT, KINDS, Source
 from gradsieve.testing.laws import (

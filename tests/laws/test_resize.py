@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from gradsieve import Malformed, MismatchError, Treatment
+from gradsieve import Gradients, MismatchError, Steps
+from gradsieve.errors import Malformed
 from gradsieve.feedback.coherence import Coherence
 from gradsieve.pipeline import parts
 from gradsieve.schemes import SCHEMES
@@ -15,7 +16,7 @@ from gradsieve.testing.laws import same_bits
 from laws.crew import Crew, adamw, fake_group, sgd  # noqa: F401  # a fixture
 
 WAY = [4, 2, 3, 6, 4]
-GRADIENTS = Treatment(exchange="gradients", small=6)
+GRADIENTS = Gradients(small=6)
 
 
 def go_the_way(way: list[int], optimizer: Any = sgd, **settings: Any) -> list[dict[str, Any]]:
@@ -51,7 +52,7 @@ def check(seen: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_what_waits_is_kept_for_another_number_of_ranks(scheme: str) -> None:
-    seen = go_the_way(WAY, scheme=scheme, density=0.1, preset=Treatment(small=6))
+    seen = go_the_way(WAY, scheme=scheme, density=0.1, exchange=Steps(small=6))
     check(seen)
     if not SCHEMES[scheme].lossless:
         assert all(float(change["before"]["waits"].abs().max()) > 1e-3 for change in seen), "nothing waited"
@@ -61,21 +62,21 @@ def test_what_waits_is_kept_for_another_number_of_ranks(scheme: str) -> None:
     "treatment",
     [
         GRADIENTS,
-        Treatment(exchange="gradients", small=6, momentum="local"),
-        Treatment(exchange="gradients", small=6, by_rate=True),
-        Treatment(small=6, preview=0.5),
-        Treatment(small=6, every=2),
+        Gradients(small=6, momentum="local"),
+        Gradients(small=6, by_rate=True),
+        Steps(small=6, preview=0.5),
+        Steps(small=6, every=2),
     ],
-    ids=Treatment.describe,
+    ids=lambda settings: settings.describe(),
 )
-def test_whatever_the_treatment(treatment: Treatment) -> None:
-    check(go_the_way([4, 3, 4], scheme="exdyna", density=0.1, preset=treatment))
+def test_whatever_the_exchange_settings(treatment: Steps | Gradients) -> None:
+    check(go_the_way([4, 3, 4], scheme="exdyna", density=0.1, exchange=treatment))
 
 
 def test_estimates_add_up_to_their_sum() -> None:
     settings = {"scheme": "topk", "density": 0.1}
-    treatment = Treatment(exchange="gradients", small=6, memory="estimate")
-    with Crew(4, preset=treatment, **settings) as crew, Crew(6, preset=treatment, **settings) as more:
+    treatment = Gradients(small=6, memory="estimate")
+    with Crew(4, exchange=treatment, **settings) as crew, Crew(6, exchange=treatment, **settings) as more:
         more.load(crew.train(0, 4).states())
         for hand in more.hands:
             estimates = torch.stack([each.memory("estimate") for each in more.hands]).sum(0)

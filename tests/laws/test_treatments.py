@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gradsieve.feedback.local_steps import WINDOWS
 from gradsieve.feedback.units import flat_view
+from gradsieve.pipeline.exchange_settings import Gradients, Steps
 from gradsieve.pipeline.optimizer_adapter import adapt
-from gradsieve.pipeline.treatment import Treatment
 from gradsieve.schemes import SCHEMES, make
 from gradsieve.testing.laws import same_bits
 from gradsieve.types import Outcome, Sparse
@@ -51,7 +51,7 @@ DYADIC = [name for name, treatment in STEPS.items() if treatment.preview is not 
 
 @every_scheme
 @few
-@given(case=cases(), treatment=st.sampled_from(list(STEPS)), data=st.data())
+@given(case=cases(), settings=st.sampled_from(list(STEPS)), data=st.data())
 def test_steps_are_conserved_and_shared_alike(
     scheme: str, case: Case, treatment: str, data: st.DataObject
 ) -> None:
@@ -96,7 +96,7 @@ def test_density_one_is_training_on_the_mean_step(scheme: str, case: Case) -> No
 
 @every_scheme
 @few
-@given(case=cases(), treatment=st.sampled_from(list(STEPS)))
+@given(case=cases(), settings=st.sampled_from(list(STEPS)))
 def test_an_idle_rank_pays_its_share_and_no_more(scheme: str, case: Case, treatment: str) -> None:
     ranks = Stepping(case, scheme, STEPS[treatment])
     for step in range(case.steps):
@@ -136,7 +136,7 @@ def test_rounding_to_a_narrow_parameter_is_not_a_step(dtype: torch.dtype) -> Non
     ranks = Stepping(case, "topk", STEPS["half"])
     ranks.flat = [{name: p.to(dtype) for name, p in own.items()} for own in ranks.flat]
     ranks.pipelines = [
-        type(one)(ranks.flat[rank].items(), one.scheme, rank, 2, 25.0, Treatment(small=0, preview=0.5))
+        type(one)(ranks.flat[rank].items(), one.scheme, rank, 2, 25.0, Steps(small=0, preview=0.5))
         for rank, one in enumerate(ranks.pipelines)
     ]
     ranks.flat[0]["last"].mul_(3.0)
@@ -160,7 +160,7 @@ def test_rounding_to_a_narrow_parameter_is_not_a_step(dtype: torch.dtype) -> Non
 
 @every_scheme
 @few
-@given(case=cases(), treatment=st.sampled_from(list(GRADIENTS)))
+@given(case=cases(), settings=st.sampled_from(list(GRADIENTS)))
 def test_every_rank_is_given_the_same_and_memories_are_what_they_say(
     scheme: str, case: Case, treatment: str
 ) -> None:
@@ -213,7 +213,7 @@ def test_a_total_is_the_sum_of_estimates(scheme: str, treatment: str, case: Case
 @given(
     case=cases(),
     rates=st.lists(st.sampled_from([0.25, 0.5, 1.0, 2.0, 0.3, 0.01]), min_size=1, max_size=6),
-    late=st.booleans(),
+    overlap=st.booleans(),
 )
 def test_a_schedule_does_not_change_what_waits(
     scheme: str, case: Case, rates: list[float], late: bool
@@ -241,7 +241,7 @@ def test_with_everything_sent_local_momentum_is_sgd(
 ) -> None:
     case = Case(world)
     settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05, "nesterov": nesterov}
-    treatment = Treatment(exchange="gradients", momentum=momentum, small=6)
+    treatment = Gradients(momentum=momentum, small=6)
     models = [{n: p.double().requires_grad_() for n, p in case.model().items()} for _ in range(world + 1)]
     optimizers = [torch.optim.SGD(model.values(), **settings) for model in models]
     fitted = [
@@ -286,8 +286,10 @@ def _norm(parts: dict[str, Tensor]) -> float:
 
 
 def test_treatments_of_both_kinds_are_in_the_tables() -> None:
-    """Every field of a treatment is tried. When an exchange begins (`every`) and ends (`late`) is not a
+    """Every setting is tried. When an exchange begins (`every`) and ends (`overlap`) is not a
     pipeline's matter alone: test_every.py, tests/multiproc/test_late.py."""
     tried = [*STEPS.values(), *GRADIENTS.values()]
-    for field in Treatment.__dataclass_fields__.keys() - {"every", "late"}:
-        assert len({getattr(treatment, field) for treatment in tried}) > 1, field
+    for kind in (Steps, Gradients):
+        of_kind = [settings for settings in tried if isinstance(settings, kind)]
+        for field in kind.__dataclass_fields__.keys() - {"every", "overlap"}:
+            assert len({getattr(settings, field) for settings in of_kind}) > 1, field

@@ -191,8 +191,8 @@ class Seen(RuleBasedStateMachine):
         self.everyone(do)
 
     def _may_be_late(self, which: str) -> bool:
-        """With late=False a forward waits for all ranks."""
-        return bool(self.players[0].nets[which].treatment.late)
+        """With overlap=0 a forward waits for all ranks."""
+        return bool(self.players[0].nets[which].exchange.overlap)
 
     @rule(seed=seeds, which=st.sampled_from(["one", "other"]))
     def gradient_in_evaluation_mode(self, seed: int, which: str) -> None:

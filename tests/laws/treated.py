@@ -21,7 +21,7 @@ from gradsieve.feedback.local_steps import WINDOWS
 from gradsieve.feedback.units import flat_view, parts_of
 from gradsieve.feedback.velocity import Momentum
 from gradsieve.pipeline import GradientPipeline, StepPipeline
-from gradsieve.pipeline.treatment import Treatment
+from gradsieve.pipeline.exchange_settings import Exchange, Gradients, Steps
 from gradsieve.schemes import make
 from gradsieve.schemes.base import Scheme
 from gradsieve.testing.laws import same_bits, same_state
@@ -32,15 +32,15 @@ SMALL = 6
 """Tensors below this many elements go dense here."""
 
 STEPS = {
-    "measured": Treatment(small=SMALL),
-    "whole": Treatment(small=SMALL, preview=1.0),
-    "half": Treatment(small=SMALL, preview=0.5),
-    "hidden": Treatment(small=SMALL, preview=0.0),
-    "warm-up": Treatment(small=SMALL, preview=1.0, warm_up=3),
-    "refresh": Treatment(small=SMALL, refresh=2),
-    "all sparse": Treatment(small=0),
+    "measured": Steps(small=SMALL),
+    "whole": Steps(small=SMALL, preview=1.0),
+    "half": Steps(small=SMALL, preview=0.5),
+    "hidden": Steps(small=SMALL, preview=0.0),
+    "warm-up": Steps(small=SMALL, preview=1.0, warm_up=3),
+    "refresh": Steps(small=SMALL, refresh=2),
+    "all sparse": Steps(small=0),
 }
-_PLAIN = Treatment(exchange="gradients", small=SMALL)
+_PLAIN = Gradients(small=SMALL)
 GRADIENTS = {
     "plain": _PLAIN,
     "local": replace(_PLAIN, momentum="local"),
@@ -127,7 +127,7 @@ def total(memories: Sequence[Mapping[str, Tensor]], key: str) -> Tensor:
 class Stepping(Ranks):
     """Every rank has a model of its own; what its steps moved is exchanged."""
 
-    def __init__(self, case: Case, scheme: str | Scheme[Any], treatment: Treatment) -> None:
+    def __init__(self, case: Case, scheme: str | Scheme[Any], treatment: Exchange) -> None:
         self.case, self.world = case, case.world
         scheme = make(scheme, case.density) if isinstance(scheme, str) else scheme
         self.models = [case.model() for _ in range(case.world)]
@@ -164,7 +164,7 @@ class Receiving(Ranks):
         self,
         case: Case,
         scheme: str | Scheme[Any],
-        treatment: Treatment,
+        treatment: Exchange,
         momentum: Momentum = MOMENTUM,
     ) -> None:
         self.case, self.world = case, case.world
@@ -279,7 +279,7 @@ def check_estimates(ranks: Receiving, exact: bool) -> None:
 def check_velocities(ranks: Receiving, before: Sequence[Mapping[str, Tensor]], given: Any) -> None:
     """u = m u + g + decay w; forgotten where an element was sent if the treatment masks, and only there."""
     for rank, (own, pipeline) in enumerate(zip(ranks.memories(), ranks.pipelines, strict=True)):
-        sent = _sent(pipeline) if pipeline.treatment.momentum == "masked" else {}
+        sent = _sent(pipeline) if pipeline.settings.momentum == "masked" else {}
         for name, gradient in given[rank].items():
             key = f"velocity/{name}"
             u = gradient + MOMENTUM.decay * flat_view(ranks.model[name]) + MOMENTUM.factor * before[rank][key]

@@ -27,7 +27,7 @@ from gradsieve.frameworks.lightning import GradsieveStrategy
 from gradsieve.sync.optimizer_hooks import as_list
 from multiproc.outside import Lines
 
-SETTINGS: dict[str, Any] = {"bits": 0.75, "dense_if_faster": False}
+SETTINGS: dict[str, Any] = {"bits": 0.75, "deterministic": True}
 
 
 class Fit(nn.Module):
@@ -54,7 +54,7 @@ def said(call: Callable[[], Any]) -> str:
     """The error that it ends with."""
     try:
         call()
-    except (gradsieve.ConfigError, gradsieve.Malformed, gradsieve.MismatchError) as error:
+    except (gradsieve.ConfigError, gradsieve.errors.Malformed, gradsieve.MismatchError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 

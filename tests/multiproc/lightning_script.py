@@ -17,7 +17,7 @@ from gradsieve.feedback.digest import digest
 from gradsieve.frameworks.lightning import GradsieveStrategy
 
 STEPS, ACCUMULATED, CLIP, VALIDATED_EVERY = 40, 2, 1.0, 10
-SETTINGS: dict[str, Any] = {"density": 0.05, "dense_if_faster": False}
+SETTINGS: dict[str, Any] = {"density": 0.05, "deterministic": True}
 RANK = int(os.environ["RANK"])
 
 

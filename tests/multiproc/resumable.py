@@ -20,7 +20,7 @@ class Resumable:
         self.rank, self.model = rank, Mlp()
         self.optimizer = optimizer(self.model.parameters())
         self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=0.01)
-        self.sync = gradsieve.attach(self.ddp, self.optimizer, dense_if_faster=False, **settings)
+        self.sync = gradsieve.attach(self.ddp, self.optimizer, deterministic=True, **settings)
 
     def train(self, begin: int, end: int) -> dict[str, Tensor]:
         for step in range(begin, end):

@@ -108,9 +108,9 @@ def whole_training(rank: int, steps: int, **settings: Any) -> dict[str, dict[str
     mesh = mesh_of(2, 2)
     model = fully_shard(Whole(SHAPES), mesh=mesh["shard"])
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    treatment = gradsieve.Treatment(preview=1.0)
+    treatment = gradsieve.Steps(preview=1.0)
     sync = gradsieve.attach(
-        model, optimizer, replicate=mesh["replicate"], preset=treatment, dense_if_faster=False, **settings
+        model, optimizer, replicate=mesh["replicate"], exchange=treatment, deterministic=True, **settings
     )
     fed = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in _names()}
     for step in range(steps):

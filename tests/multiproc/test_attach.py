@@ -69,7 +69,7 @@ def attach_with_density(density: float) -> None:
 
 
 def attach_with_two_densities() -> None:
-    gradsieve.attach(*_wrapped(), scheme=gradsieve.ExDyna(density=0.01), density=0.02)
+    gradsieve.attach(*_wrapped(), scheme=gradsieve.schemes.ExDyna(density=0.01), density=0.02)
 
 
 def attach_to_a_frozen_model() -> None:
@@ -203,7 +203,7 @@ def test_metrics_tell_of_the_last_step(two: Ranks, scheme: str) -> None:
         some = {"partition", "encode", "decode", "threshold", "waiting"}
         assert stages <= set(metrics["seconds"]) <= stages | some
         assert all(0 <= seconds < 10 for seconds in metrics["seconds"].values())
-        lossless = gradsieve.SCHEMES[scheme].lossless
+        lossless = gradsieve.schemes.SCHEMES[scheme].lossless
         assert (metrics["residual_norm"] == 0) == lossless
         assert metrics.get("imbalance", 1.0) >= 1.0
         assert metrics.get("threshold", 1.0) > 0
@@ -219,7 +219,7 @@ def documented_metrics() -> set[str]:
 def test_every_metric_of_the_reference_is_there(two: Ranks) -> None:
     found = set[str]()
     for scheme in ("exdyna", "deft", "oktopk", "spardl"):
-        found |= set(two.run(train_and_measure, Plan(scheme, preset=gradsieve.Treatment()))[0])
+        found |= set(two.run(train_and_measure, Plan(scheme, exchange=gradsieve.Steps()))[0])
     assert found == documented_metrics()
 
 

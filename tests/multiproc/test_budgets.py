@@ -203,7 +203,7 @@ def test_a_flush_is_no_part_of_the_mean(two: Ranks) -> None:
 
 
 def test_of_other_schemes_bits_are_the_mean_over_some_exchanges(two: Ranks) -> None:
-    for seen in two.run(bits_by_step, 24, scheme="topk", density=0.05, dense_if_faster=False):
+    for seen in two.run(bits_by_step, 24, scheme="topk", density=0.05, deterministic=True):
         alone = [each for _, each in seen]
         assert seen[4][0] == pytest.approx(sum(alone[:5]) / 5), "of as many as there were"
         assert seen[-2][0] == pytest.approx(sum(alone[:20]) / 20), "of twenty, when there were"

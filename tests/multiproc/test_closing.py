@@ -22,7 +22,7 @@ from multiproc.harness import Ranks
 from multiproc.outside import Lines, torchrun
 from multiproc.training import GRADIENTS
 
-PRESETS = {"steps": gradsieve.Treatment(), "gradients": GRADIENTS}
+PRESETS = {"steps": gradsieve.Steps(), "gradients": GRADIENTS}
 
 
 def new_model() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -43,7 +43,7 @@ def closed_then_dense(rank: int, exchange: str) -> bool:
     """Whether a closed sync leaves plain DDP: the same bits as DDP from the same start."""
     model, optimizer = new_model()
     ddp = DistributedDataParallel(model)
-    sync = gradsieve.attach(ddp, optimizer, density=0.1, preset=PRESETS[exchange], dense_if_faster=False)
+    sync = gradsieve.attach(ddp, optimizer, density=0.1, exchange=PRESETS[exchange], deterministic=True)
     train(ddp, optimizer, rank, range(5))
     sync.flush()
     if exchange == "gradients":
@@ -68,7 +68,7 @@ def in_a_block(rank: int, exchange: str) -> list[list[Tensor]]:
     for block in (True, False):
         model, optimizer = new_model()
         ddp = DistributedDataParallel(model)
-        sync = gradsieve.attach(ddp, optimizer, density=0.1, preset=PRESETS[exchange], dense_if_faster=False)
+        sync = gradsieve.attach(ddp, optimizer, density=0.1, exchange=PRESETS[exchange], deterministic=True)
         if block:
             with sync as same:
                 assert same is sync
@@ -94,7 +94,7 @@ def test_a_block_ends_with_all_residuals_sent(two: Ranks, exchange: str) -> None
 def block_that_raises(rank: int) -> list[bool]:
     model, optimizer = new_model()
     ddp = DistributedDataParallel(model)
-    sync = gradsieve.attach(ddp, optimizer, density=0.1, dense_if_faster=False)
+    sync = gradsieve.attach(ddp, optimizer, density=0.1, deterministic=True)
     with mock.patch.object(sync, "flush", wraps=sync.flush) as flush, contextlib.suppress(KeyError), sync:
         train(ddp, optimizer, rank, range(3))
         raise KeyError
@@ -109,7 +109,7 @@ def attached_twice(rank: int) -> list[Tensor]:
     model, optimizer = new_model()
     ddp = DistributedDataParallel(model)
     for density, steps in ((0.1, range(4)), (0.3, range(4, 8))):
-        sync = gradsieve.attach(ddp, optimizer, density=density, dense_if_faster=False)
+        sync = gradsieve.attach(ddp, optimizer, density=density, deterministic=True)
         train(ddp, optimizer, rank, steps)
         assert sync.pipeline.step == 4
         sync.flush()
@@ -129,7 +129,7 @@ def attached_to_a_copy(rank: int) -> tuple[int, list[Tensor]]:
     gradsieve.attach(ddp, optimizer, density=0.1)
     copied = copy.deepcopy(ddp)
     optimizer = torch.optim.SGD(copied.parameters(), lr=0.125)
-    sync = gradsieve.attach(copied, optimizer, density=0.1, dense_if_faster=False)
+    sync = gradsieve.attach(copied, optimizer, density=0.1, deterministic=True)
     train(copied, optimizer, rank, range(6))
     sync.flush()
     return sync.pipeline.step, [p.detach().clone() for p in copied.parameters()]
@@ -157,13 +157,13 @@ def failed_attach(rank: int, where: str) -> tuple[dict[str, int], dict[str, int]
     optimizer.param_groups[0]["momentum"] = 0.5
     ddp = DistributedDataParallel(model)
     before = left_behind(ddp)
-    memory = gradsieve.Treatment(exchange="gradients", momentum="local")
+    memory = gradsieve.Gradients(momentum="local")
     with (
         mock.patch.object(gradient_sync, where, side_effect=RuntimeError("here")),
         pytest.raises(RuntimeError),
     ):
         gradsieve.attach(
-            ddp, optimizer, density=0.1, preset=memory if where == "know_the_links" else "default"
+            ddp, optimizer, density=0.1, exchange=memory if where == "know_the_links" else "default"
         )
     return before, left_behind(ddp), [group["momentum"] for group in optimizer.param_groups]
 
@@ -178,7 +178,7 @@ def test_an_attach_that_failed_leaves_nothing_behind(two: Ranks, where: str) -> 
 def closed_with_something_waiting(rank: int, flushes: bool) -> tuple[list[str], list[Tensor]]:
     said, (model, optimizer) = Lines(), new_model()
     sync = gradsieve.attach(
-        ddp := DistributedDataParallel(model), optimizer, density=0.05, dense_if_faster=False
+        ddp := DistributedDataParallel(model), optimizer, density=0.05, deterministic=True
     )
     train(ddp, optimizer, rank, range(6))
     if flushes:

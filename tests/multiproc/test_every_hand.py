@@ -201,7 +201,7 @@ def large_eps(rank: int, undo: str) -> float:
             net = DistributedDataParallel(nn.Linear(WIDE, WIDE, bias=False))
             optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, eps=1.0)
             start, draw = net.module.weight.detach().clone(), noise(rank)
-            settings: Any = {"scheme": "topk", "density": 1.0, "dense_if_faster": False}
+            settings: Any = {"scheme": "topk", "density": 1.0, "deterministic": True}
             sync = gradsieve.attach(net, optimizer, **settings) if attached else None
             for _ in range(60):
                 optimizer.zero_grad()
@@ -232,7 +232,7 @@ def master_weights(rank: int, undo: str) -> float:
         model = nn.Linear(32, 32, bias=False).bfloat16()
         net = DistributedDataParallel(model)
         optimizer = Master(net.parameters(), lr=0.2)
-        sync = gradsieve.attach(net, optimizer, scheme="topk", density=1.0, dense_if_faster=False)
+        sync = gradsieve.attach(net, optimizer, scheme="topk", density=1.0, deterministic=True)
         source = torch.Generator().manual_seed(7)
         target, mask = torch.randn(32, 32, generator=source) / 6, torch.zeros(32)
         mask[16 * rank : 16 * rank + 16] = 1.0
@@ -279,7 +279,7 @@ def compiled_step(rank: int, undo: str) -> tuple[float, bool]:
     for compiled in (False, True):
         draw, net = noise(rank), DistributedDataParallel(network())
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-        sync = gradsieve.attach(net, optimizer, scheme="topk", density=1.0, dense_if_faster=False)
+        sync = gradsieve.attach(net, optimizer, scheme="topk", density=1.0, deterministic=True)
 
         def take(optimizer: Any = optimizer) -> None:
             optimizer.step()
@@ -300,7 +300,7 @@ def replaced_group(rank: int, undo: str) -> bool:
     with undone(undo):
         draw, net = noise(rank), DistributedDataParallel(network())
         optimizer = torch.optim.SGD(net.module[0].parameters(), lr=0.1)
-        sync = gradsieve.attach(net, optimizer, scheme="topk", density=1.0, dense_if_faster=False)
+        sync = gradsieve.attach(net, optimizer, scheme="topk", density=1.0, deterministic=True)
         start = net.module[2].weight.detach().clone()
         for number in range(12):
             if number == 4:
@@ -459,7 +459,7 @@ def gradient_penalty(rank: int, undo: str) -> tuple[float, bool]:
         model = nn.Sequential(nn.Conv1d(1, 4, 3), nn.Tanh(), nn.Conv1d(4, 1, 3))
         net = DistributedDataParallel(model)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-        settings: Any = {"scheme": "topk", "density": 1.0, "dense_if_faster": False}
+        settings: Any = {"scheme": "topk", "density": 1.0, "deterministic": True}
         sync = gradsieve.attach(net, optimizer, **settings) if attached else None
         source = torch.Generator().manual_seed(5)
         for _ in range(10):

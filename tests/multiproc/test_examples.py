@@ -61,7 +61,7 @@ def test_gpt2_learns_with_trainer_and_says_what_it_took(tmp_path: Path) -> None:
 
 def test_two_sites_train_one_model_and_say_what_it_took() -> None:
     example = ROOT / "examples" / "two_sites.py"
-    ended = torchrun(str(example), "--steps", "32", "--every", "8", "--late", "3", "--step-ms", "1")
+    ended = torchrun(str(example), "--steps", "32", "--every", "8", "--overlap", "3", "--step-ms", "1")
     assert ended.returncode == 0, ended.stderr
     for site in (0, 1):
         losses = [float(each) for each in re.findall(rf"site {site}, step \d+: loss ([\d.]+)", ended.stdout)]

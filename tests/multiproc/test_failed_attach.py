@@ -17,7 +17,7 @@ from gradsieve.parallel.ddp import DdpSync
 from gradsieve.sync import gradient_sync
 from multiproc.harness import Ranks
 
-MOVED = gradsieve.Treatment(exchange="gradients", momentum="local")
+MOVED = gradsieve.Gradients(momentum="local")
 PLACES: dict[str, tuple[Any, str]] = {
     "the hooks on the model": (model_sync, "register_hooks"),
     "the hooks on optimizers": (gradient_sync, "OptimizerHooks"),
@@ -59,7 +59,7 @@ def attached_in_vain(rank: int, place: str, preset: Any) -> tuple[list[str], boo
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(*PLACES[place], breaks)
         with pytest.raises(BrokenError, match=place):
-            gradsieve.attach(ddp, optimizer, density=0.1, preset=preset)
+            gradsieve.attach(ddp, optimizer, density=0.1, exchange=preset)
     left = left_behind(ddp, optimizer)
     left += ["other memory"] * (memory != [p.data_ptr() for p in ddp.parameters()])
     ddp(torch.full((4, 8), float(rank))).sum().backward()
@@ -68,7 +68,7 @@ def attached_in_vain(rank: int, place: str, preset: Any) -> tuple[list[str], boo
     averaged = torch.zeros_like(first).copy_(first)
     torch.distributed.all_reduce(averaged)
     same = torch.equal(averaged, 2 * first)
-    sync: DdpSync = gradsieve.attach(ddp, optimizer, density=0.1, preset=preset)
+    sync: DdpSync = gradsieve.attach(ddp, optimizer, density=0.1, exchange=preset)
     for _ in range(2):
         ddp(torch.randn(4, 8)).sum().backward()
         optimizer.step()
@@ -76,7 +76,7 @@ def attached_in_vain(rank: int, place: str, preset: Any) -> tuple[list[str], boo
     return left, same
 
 
-@pytest.mark.parametrize("preset", ["default", MOVED], ids=["steps", "momentum moved"])
+@pytest.mark.parametrize("preset", [None, MOVED], ids=["steps", "momentum moved"])
 @pytest.mark.parametrize("place", PLACES)
 def test_whatever_breaks_gives_all_back(two: Ranks, place: str, preset: Any) -> None:
     assert two.run(attached_in_vain, place, preset) == [([], True)] * 2
@@ -86,7 +86,7 @@ def attached_to_half_of_it(rank: int) -> tuple[str, list[str]]:
     ddp, _ = parts()
     half = torch.optim.SGD(ddp.module[0].parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True)
     try:
-        gradsieve.attach(ddp, half, density=0.1, preset=MOVED)
+        gradsieve.attach(ddp, half, density=0.1, exchange=MOVED)
     except gradsieve.ConfigError as error:
         return str(error), left_behind(ddp, half)
     return "nothing was noticed", []

@@ -34,8 +34,8 @@ class ByHand(Run):
             self.optimizer,
             scheme=plan.scheme,
             density=plan.density,
-            preset=plan.preset,
-            dense_if_faster=False,
+            exchange=plan.exchange,
+            deterministic=True,
             group=group,
             bucket_cap_mb=plan.cap_mb,
         )

@@ -97,7 +97,7 @@ def test_of_two_checkpoints_the_last_is_kept(folder: Path) -> None:
 
 def saved_twice_in_a_period(rank: int, path: Path) -> tuple[int, int, str]:
     """The second time host 0 cannot write the manifest over the shards, as if it had been killed before."""
-    training = Training(bits=1.0, every=4)
+    training = Training(bits=1.0, exchange=gradsieve.Steps(every=4))
     training.train(0, 6)
     training.sync.save(path)
     before = training.sync.pipeline.step, training.sync.pipeline.since
@@ -109,7 +109,7 @@ def saved_twice_in_a_period(rank: int, path: Path) -> tuple[int, int, str]:
             said = ""
         except gradsieve.RefusedError as error:
             said = str(error)
-    other = Training(bits=1.0, every=4)
+    other = Training(bits=1.0, exchange=gradsieve.Steps(every=4))
     other.sync.load(path)
     return *before, f"{other.sync.pipeline.step} {other.sync.pipeline.since} {said}"
 

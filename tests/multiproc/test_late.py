@@ -1,4 +1,4 @@
-"""`Treatment(late=False)`: what a step moved is with all ranks before the next forward; nothing is lost."""
+"""`Steps(overlap=0)`: what a step moved is with all ranks before the next forward; nothing is lost."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import gradsieve
 from multiproc.harness import Ranks
 from multiproc.training import RATE, Plan, Run
 
-NOW = gradsieve.Treatment(preview=1.0, late=False)
+NOW = gradsieve.Steps(preview=1.0, overlap=0)
 STEPS = 5
 
 
-def learnt(rank: int, treatment: gradsieve.Treatment | None) -> Tensor:
+def learnt(rank: int, treatment: gradsieve.Steps | None) -> Tensor:
     """A model that each rank trains on data of its own; with no treatment by plain DDP. All is sent."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 8))
@@ -25,7 +25,7 @@ def learnt(rank: int, treatment: gradsieve.Treatment | None) -> Tensor:
     ddp = DistributedDataParallel(model)
     sync = None
     if treatment is not None:
-        sync = gradsieve.attach(ddp, optimizer, scheme="topk", density=1.0, preset=treatment)
+        sync = gradsieve.attach(ddp, optimizer, scheme="topk", density=1.0, exchange=treatment)
     for _ in range(STEPS):
         optimizer.zero_grad()
         nn.functional.mse_loss(ddp(inputs), target).backward()
@@ -47,13 +47,13 @@ def test_a_training_that_sends_all_in_the_same_step_is_the_dense_one(two: Ranks)
 def test_one_step_late_it_is_another(two: Ranks) -> None:
     """The twin: sending all is not enough."""
     dense, _ = two.run(learnt, None)
-    late, _ = two.run(learnt, gradsieve.Treatment(preview=1.0))
+    late, _ = two.run(learnt, gradsieve.Steps(preview=1.0))
     assert not torch.allclose(late, dense, rtol=1e-2, atol=1e-3)
 
 
 def kept(rank: int, scheme: str, bad: bool) -> tuple[int, dict[str, Tensor]]:
     """Whole numbers for gradients; in the third step one rank's may be infinite: a GradScaler skips it."""
-    plan = Plan(scheme=scheme, preset=NOW, loss_scale=4.0 if bad else None)
+    plan = Plan(scheme=scheme, exchange=NOW, loss_scale=4.0 if bad else None)
     run = Run(rank, plan)
     for step in range(STEPS):
         gradients = plan.gradients(step, rank)
@@ -80,7 +80,7 @@ def test_nothing_is_lost_also_where_a_rank_skips_its_step(two: Ranks, scheme: st
 
 
 def accumulated(rank: int) -> tuple[int, bool]:
-    run = Run(rank, Plan(preset=NOW, micro=3, steps=4)).train()
+    run = Run(rank, Plan(exchange=NOW, micro=3, steps=4)).train()
     loss = run.ddp(run.plan.gradients(4, rank))
     under_way = run.sync._pending is not None
     loss.backward()

@@ -71,7 +71,9 @@ def training(rank: int, asked: dict[str, Any]) -> tuple[dict[str, list[int]], bo
     return changed, bool(moved and (model.embedding.weight[1:] != 0).all())
 
 
-@pytest.mark.parametrize("asked", [{"bits": 0.75}, {}, {"scheme": gradsieve.Stripes(values="int2")}], ids=str)
+@pytest.mark.parametrize(
+    "asked", [{"bits": 0.75}, {}, {"scheme": gradsieve.schemes.Stripes(values="int2")}], ids=str
+)
 def test_what_has_no_gradient_does_not_move(two: Ranks, asked: dict[str, Any]) -> None:
     for changed, moved in two.run(training, asked):
         assert changed == {}

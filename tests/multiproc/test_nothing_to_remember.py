@@ -31,7 +31,7 @@ class Training:
         self.model = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, 8))
         self.ddp = DistributedDataParallel(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
-        settings = {"density": 0.02, "dense_if_faster": False, **settings}
+        settings = {"density": 0.02, "deterministic": True, **settings}
         self.sync: DdpSync = gradsieve.attach(self.ddp, self.optimizer, **settings)
 
     def loss(self, step: int, model: nn.Module | None = None) -> Tensor:
@@ -244,7 +244,7 @@ def narrow(rank: int) -> tuple[bool, list[Tensor]]:
     run.model.bfloat16()
     ddp = DistributedDataParallel(run.model)
     optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
-    sync = gradsieve.attach(ddp, optimizer, density=0.05, dense_if_faster=False)
+    sync = gradsieve.attach(ddp, optimizer, density=0.05, deterministic=True)
     for step in range(8):
         optimizer.zero_grad()
         inputs = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step + 50 * rank)).bfloat16()
@@ -294,7 +294,7 @@ def compiled(rank: int, where: str, attached: bool = True) -> tuple[list[Tensor]
     )
     run = torch.compile(ddp, backend=backend) if where == "around" else ddp
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sync = gradsieve.attach(run, optimizer, density=0.05, dense_if_faster=False) if attached else None
+    sync = gradsieve.attach(run, optimizer, density=0.05, deterministic=True) if attached else None
     for step in range(6):
         optimizer.zero_grad()
         inputs = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step + 50 * rank))

@@ -1,11 +1,10 @@
-"""`attach(..., preset="paper")` on real processes: published rules train one unit, and nothing is lost."""
+"""Published schemes on real processes: their rules train one unit, and nothing is lost."""
 
 from __future__ import annotations
 
 import pytest
 
-import gradsieve
-from gradsieve.pipeline.presets import PUBLISHED
+from gradsieve.schemes import SCHEMES
 from multiproc.harness import Ranks
 from multiproc.training import Plan, Run, Seen, check_laws
 
@@ -16,13 +15,16 @@ def train(rank: int, plan: Plan) -> tuple[Seen, str, bool]:
     return run.report(), type(run.sync.scheme).__name__, falls_back
 
 
-@pytest.mark.parametrize("ours", PUBLISHED, ids=lambda kind: kind.__name__)
-def test_published_rules_train_the_whole_model_at_once(two: Ranks, ours: type[gradsieve.Scheme]) -> None:
-    plan = Plan(ours(density=0.05), preset="paper", steps=5)  # type: ignore[arg-type]
+PUBLISHED = {name: kind for name, kind in SCHEMES.items() if kind.whole_model}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_rules_train_the_whole_model_at_once(two: Ranks, name: str) -> None:
+    plan = Plan(name, density=0.05, exchange=None, steps=5, deterministic=False)
     seen, kinds, fall_back = zip(*two.run(train, plan), strict=True)
     check_laws(seen)
     assert [each.units for each in seen] == [1, 1]
-    assert {*kinds} == {PUBLISHED[ours].__name__}
+    assert {*kinds} == {PUBLISHED[name].__name__}
     assert not any(fall_back)
     assert all(int(part.count_nonzero()) for part in seen[0].residuals.values()), (
         "all was sent: proves little"

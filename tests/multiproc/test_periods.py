@@ -21,7 +21,11 @@ EVERY, SAVED_AFTER, STEPS = 4, 10, 20
 
 class Learning(Resumable):
     def __init__(self, rank: int, settings: dict[str, Any]) -> None:
-        super().__init__(rank, partial(torch.optim.AdamW, lr=0.01), every=EVERY, **settings)
+        super().__init__(
+            rank,
+            partial(torch.optim.AdamW, lr=0.01),
+            **{"exchange": gradsieve.Steps(every=EVERY), **settings},
+        )
         assert isinstance(self.sync.pipeline, StepPipeline)
 
 
@@ -51,13 +55,13 @@ def later() -> Any:
         yield ranks
 
 
-LASTING = gradsieve.Treatment(every=EVERY, late=3)
+LASTING = gradsieve.Steps(every=EVERY, overlap=3)
 """Begun in step 8 an exchange is taken over in step 10, before the checkpoint."""
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"scheme": "dense"}, {"bits": 0.5}, {"density": 0.02}, {"bits": 0.5, "preset": LASTING}],
+    [{"scheme": "dense"}, {"bits": 0.5}, {"density": 0.02}, {"bits": 0.5, "exchange": LASTING}],
     ids=str,
 )
 def test_resumed_in_the_middle_of_a_period_it_goes_on_bit_for_bit(
@@ -79,7 +83,7 @@ def test_resumed_in_the_middle_of_a_period_it_goes_on_bit_for_bit(
 
 def flushed(rank: int, steps: int) -> list[dict[str, Tensor]]:
     """What was fed; the model that an evaluation sees before the flush, and that after it."""
-    plan = Plan(scheme="topk", preset=gradsieve.Treatment(preview=1.0, every=EVERY))
+    plan = Plan(scheme="topk", exchange=gradsieve.Steps(preview=1.0, every=EVERY))
     run = Run(rank, plan).train(steps)
     run.ddp.eval()
     seen: dict[str, Tensor] = {}
@@ -109,7 +113,7 @@ def test_a_flush_anywhere_in_a_period_brings_everything(two: Ranks, steps: int) 
 
 def looked_at_in_the_middle(rank: int, late: int) -> tuple[list[bool], list[dict[str, Tensor]]]:
     """After each step, whether an exchange is under way; and the model that rank 0 alone looks at then."""
-    plan = Plan(scheme="topk", preset=gradsieve.Treatment(preview=1.0, every=EVERY, late=late))
+    plan = Plan(scheme="topk", exchange=gradsieve.Steps(preview=1.0, every=EVERY, overlap=late))
     run, under_way, seen = Run(rank, plan), [], []
     for step in range(2 * EVERY):
         run.train(1)

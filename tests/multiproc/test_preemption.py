@@ -33,9 +33,9 @@ POINTS = ("begin", "forward", "backward", "gradients", "step", "end")
 KINDS: dict[str, tuple[dict[str, Any], int]] = {
     "stripes": ({"bits": 1.0}, 2),
     "exdyna": ({"density": 0.05}, 2),
-    "gradients": ({"density": 0.05, "preset": gradsieve.Treatment(exchange="gradients")}, 2),
+    "gradients": ({"density": 0.05, "exchange": gradsieve.Gradients()}, 2),
     "every": ({"bits": 1.0, "every": 3}, 5),
-    "late": ({"bits": 1.0, "preset": gradsieve.Treatment(every=4, late=3)}, 8),
+    "late": ({"bits": 1.0, "exchange": gradsieve.Steps(every=4, overlap=3)}, 8),
     "plain": ({"bits": 1.0}, 2),
 }
 """Settings, and within how many steps all ranks know."""
@@ -49,7 +49,7 @@ class Run:
         torch.manual_seed(1)
         self.model = nn.Sequential(nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, 10))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 0.01)
-        settings = KINDS[kind][0] | {"dense_if_faster": False}
+        settings = KINDS[kind][0] | {"deterministic": True}
         self.sync: Any
         if kind == "plain":
             self.wrapped: nn.Module = self.model
@@ -222,7 +222,7 @@ needs_shards = pytest.mark.skipif(not SHARD_PARTS.is_there, reason="FSDP says no
 @needs_shards
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"preset": gradsieve.Treatment(every=4, late=3)}],
+    [{}, {"exchange": gradsieve.Steps(every=4, overlap=3)}],
     ids=["each step", "late"],
 )
 def test_shards_that_never_exchange_with_each_other_learn_of_it_together(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsieve import Treatment, kernels
+from gradsieve import Gradients, kernels
 from gradsieve.comm.c10d import Engine
 from gradsieve.pipeline import GradientPipeline
 from gradsieve.schemes.spec import parse
@@ -67,7 +67,7 @@ def queued(rank: int, steps: int = STEPS, overtaken_on: int = -1) -> Seen:
         before, engine._jobs = engine._jobs, Overtaking()
         before.put(lambda: None)  # at which the thread waits
     named = {f"p{unit}": torch.zeros(N) for unit in range(UNITS)}
-    treatment = Treatment(exchange="gradients", small=0)
+    treatment = Gradients(small=0)
     cap = 4 * N / 2**20
     with kernels.using("torch"):
         pipeline = GradientPipeline(named.items(), parse("topk", 0.25), rank, 2, cap, treatment)

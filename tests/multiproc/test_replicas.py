@@ -9,7 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from gradsieve import SCHEMES, DivergenceError
+from gradsieve import DivergenceError
+from gradsieve.schemes import SCHEMES
 from gradsieve.sync import gradient_sync
 from multiproc.harness import Ranks
 from multiproc.training import Plan, Run, registered, usual

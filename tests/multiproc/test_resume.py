@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from gradsieve import Malformed
+from gradsieve.errors import Malformed
 from multiproc.harness import Ranks
 from multiproc.resumable import Resumable
 from multiproc.training import Plan, Run, differing, snapshot, usual, without_rank

@@ -18,7 +18,7 @@ from multiproc.harness import Ranks
 from multiproc.outside import Lines
 from multiproc.training import RATE, Plan, Run, differing, usual
 
-WHOLE = gradsieve.Treatment(preview=1.0)
+WHOLE = gradsieve.Steps(preview=1.0)
 """With whole numbers for gradients, all sums are exact."""
 
 lossy = pytest.mark.parametrize("scheme", usual(lossless=False))
@@ -40,7 +40,7 @@ def train(rank: int, plan: Plan) -> list[dict[str, Tensor]]:
 
 @lossy
 def test_after_a_flush_all_ranks_have_what_all_of_them_learnt(two: Ranks, scheme: str) -> None:
-    seen = two.run(train, Plan(scheme=scheme, preset=WHOLE))
+    seen = two.run(train, Plan(scheme=scheme, exchange=WHOLE))
     for name in seen[0][0]:
         learnt = -RATE * (seen[0][0][name] + seen[1][0][name]) / 2
         assert torch.equal(seen[0][2][name].double(), learnt), f"{name}: something was lost or made up"
@@ -48,13 +48,13 @@ def test_after_a_flush_all_ranks_have_what_all_of_them_learnt(two: Ranks, scheme
 
 
 def test_before_it_each_has_its_own(two: Ranks) -> None:
-    seen = two.run(train, Plan(preset=WHOLE))
+    seen = two.run(train, Plan(exchange=WHOLE))
     assert differing(seen[0][1], seen[1][1])
     assert differing(seen[0][3], seen[1][3]) == [], "but all show the shared one"
 
 
 def test_the_part_that_is_believed_is_found_alike_on_all_ranks(two: Ranks) -> None:
-    figures = two.run(figures_of, Plan(preset=gradsieve.Treatment()))
+    figures = two.run(figures_of, Plan(exchange=gradsieve.Steps()))
     assert figures[0] == figures[1]
     assert 0.5 <= figures[0]["preview"] < 1.0
 
@@ -68,7 +68,7 @@ def figures_of(rank: int, plan: Plan) -> dict[str, float]:
 
 def with_a_bad_step(rank: int, bad_rank: int, scaled: bool) -> tuple[int, dict[str, Tensor]]:
     """One rank's gradient is not finite in the third of six steps."""
-    plan = Plan(preset=WHOLE, loss_scale=4.0 if scaled else None)
+    plan = Plan(exchange=WHOLE, loss_scale=4.0 if scaled else None)
     run = Run(rank, plan)
     for step in range(6):
         gradients = plan.gradients(step, rank)
@@ -95,7 +95,7 @@ def test_a_rank_without_a_usable_gradient_sits_out_alone(two: Ranks, scaled: boo
 
 def overflowing_flush(rank: int) -> tuple[str, bool, float]:
     """Each rank has moved as far as a float32 goes: what all of them moved is not one."""
-    run = Run(rank, Plan(preset=WHOLE)).train()
+    run = Run(rank, Plan(exchange=WHOLE)).train()
     assert isinstance(run.sync.pipeline, StepPipeline)
     name, own = next(iter(run.sync.pipeline.own.items()))
     shared = run.sync.pipeline.shown()[name].clone()
@@ -116,7 +116,7 @@ def test_a_flush_that_overflows_says_so_and_keeps_everything(two: Ranks) -> None
 
 
 def micro_steps(rank: int) -> int:
-    run = Run(rank, Plan(preset=WHOLE, micro=3, steps=4)).train()
+    run = Run(rank, Plan(exchange=WHOLE, micro=3, steps=4)).train()
     return run.sync.pipeline.step
 
 
@@ -124,12 +124,16 @@ def test_backward_passes_without_sync_exchange_nothing(two: Ranks) -> None:
     assert two.run(micro_steps) == [4, 4]
 
 
-def attached(rank: int, preset: str | gradsieve.Treatment) -> tuple[Sequence[str], list[float], list[float]]:
+def attached(
+    rank: int, exchange: gradsieve.Steps | gradsieve.Gradients | None, scheme: str = "exdyna"
+) -> tuple[Sequence[str], list[float], list[float]]:
     """What was logged, and SGD's momentum while attached and after close."""
     handler = Lines(logging.INFO)
     model = nn.Linear(40, 40)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-    sync = gradsieve.attach(DistributedDataParallel(model), optimizer, density=0.1, preset=preset)  # type: ignore[arg-type]
+    sync = gradsieve.attach(
+        DistributedDataParallel(model), optimizer, scheme=scheme, density=0.1, exchange=exchange
+    )
     held = [optimizer.param_groups[0][name] for name in ("momentum", "weight_decay")]
     sync.close()
     logging.getLogger("gradsieve").removeHandler(handler)
@@ -137,14 +141,14 @@ def attached(rank: int, preset: str | gradsieve.Treatment) -> tuple[Sequence[str
 
 
 def test_one_line_on_one_rank_says_what_was_chosen(two: Ranks) -> None:
-    (lines, held, _), (silent, _, _) = two.run(attached, "default")
+    (lines, held, _), (silent, _, _) = two.run(attached, None)
     assert lines == ["ExDyna at density 0.1 among 2 ranks for SGD: exchange=steps; kernels: compiled"]
     assert silent == []
     assert held == [0.9, 0.01]  # the optimizer keeps what is its own
 
 
 def test_momentum_is_moved_and_given_back(two: Ranks) -> None:
-    moved = gradsieve.Treatment(exchange="gradients", momentum="masked")
+    moved = gradsieve.Gradients(momentum="masked")
     (lines, held, after), _ = two.run(attached, moved)
     assert "exchange=gradients, momentum=masked;" in lines[0]
     assert held == [0.0, 0.0]
@@ -152,12 +156,12 @@ def test_momentum_is_moved_and_given_back(two: Ranks) -> None:
 
 
 def test_the_papers_way_sends_small_tensors_sparsely_too(two: Ranks) -> None:
-    (lines, _, _), _ = two.run(attached, "paper")
+    (lines, _, _), _ = two.run(attached, None, "exdyna-paper")
     assert "exchange=gradients, small=0;" in lines[0]
 
 
 def joined(rank: int) -> str:
-    run = Run(rank, Plan(preset=WHOLE))
+    run = Run(rank, Plan(exchange=WHOLE))
     with pytest.raises(gradsieve.ConfigError) as refusal, run.ddp.join():
         run.train(1)
     return str(refusal.value)
@@ -165,7 +169,7 @@ def joined(rank: int) -> str:
 
 def test_join_is_refused(two: Ranks) -> None:
     """It ends with one rank's model for all."""
-    assert all("exchange='gradients'" in said for said in two.run(joined))
+    assert all("exchange=gradsieve.Gradients()" in said for said in two.run(joined))
 
 
 # -- when an exchange begins --------------------------------------------------------------------------

@@ -114,7 +114,7 @@ SCENARIOS: dict[str, Any] = {
     "other density": lambda rank, scheme: other_settings(rank, scheme, density=0.1 * (1 + rank)),
     "other scheme": lambda rank, scheme: other_settings(rank, scheme if rank else "topk"),
     "other treatment": lambda rank, scheme: other_settings(
-        rank, scheme, preset=gradsieve.Treatment(small=1024 + rank)
+        rank, scheme, exchange=gradsieve.Steps(small=1024 + rank)
     ),
     "other version": other_version,
     "other weights": other_weights,
@@ -136,7 +136,7 @@ SCENARIOS: dict[str, Any] = {
         ("other runs", MismatchError, "hold different shared models"),
         ("other density", MismatchError, "differ in density: rank 0 has 0.1; rank 1 has 0.2"),
         ("other scheme", MismatchError, "differ in scheme: rank 0 has TopK; rank 1 has ExDyna"),
-        ("other treatment", MismatchError, "differ in preset: .*small=1025"),
+        ("other treatment", MismatchError, "differ in exchange: .*small=1025"),
         ("other version", MismatchError, "version of gradsieve's messages: rank 0 has 7; rank 1 has 8"),
         ("other weights", DivergenceError, r"different weights; .* in 2 of 2 tensors \(weight, bias\)"),
     ],

@@ -20,7 +20,7 @@ from gradsieve.types import replicated_fields, stored_fields
 from multiproc.models import SHAPES, Whole, whole_numbers
 
 RATE = 2.0**-6
-GRADIENTS = gradsieve.Treatment(exchange="gradients")
+GRADIENTS = gradsieve.Gradients()
 """Gradients are exchanged, so that all ranks have one model; tests of steps say so."""
 
 
@@ -70,7 +70,8 @@ class Plan:
     optimizer: type[torch.optim.Optimizer] = torch.optim.SGD
     memory: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the optimizer beside its rate."""
-    preset: gradsieve.Treatment = GRADIENTS
+    exchange: gradsieve.Steps | gradsieve.Gradients | None = GRADIENTS
+    deterministic: bool = True
     loss_scale: float | None = None
     """Train with a GradScaler that begins here and doubles every fourth step."""
 
@@ -126,9 +127,9 @@ class Run:
             self.optimizer,
             scheme=plan.scheme,
             density=plan.density,
-            preset=plan.preset,
+            exchange=plan.exchange,
             scaler=self.scaler,
-            dense_if_faster=False,
+            deterministic=plan.deterministic,
         )
 
     def train(self, steps: int | None = None) -> Run:

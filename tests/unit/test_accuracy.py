@@ -57,12 +57,12 @@ def test_dense_and_torchs_hooks_are_trained_once_whatever_treatments_and_densiti
 
 
 def test_a_sync_may_have_a_treatment_of_its_own() -> None:
-    syncs = ["exdyna", "exdyna@paper", "topk@steps:late=false"]
+    syncs = ["exdyna", "exdyna@paper", "topk@steps:overlap=0"]
     found = accuracy.cases(["cnn"], syncs, ["default", "paper"], [0.01], [], [4], 1, True, None)
     assert [(case.sync, case.treatment) for case in found] == [
         ("exdyna", "default"),
         ("exdyna", "paper"),
-        ("topk", "steps:late=false"),
+        ("topk", "steps:overlap=0"),
     ]
 
 
@@ -359,7 +359,7 @@ def test_rivals_as_text() -> None:
         (["--tasks", "chess"], "no task is called 'chess'"),
         (["--syncs", "powersgd:rank=0"], "from 1 up"),
         (["--syncs", "dense,magic"], "magic"),
-        (["--treatments", "magic"], "there is no treatment 'magic'"),
+        (["--treatments", "magic"], "there are no exchange settings 'magic'"),
         (["--densities", "2"], "2"),
         (["--world", "3"], "3 ranks cannot share"),
         (["--json", "{folder}/rows.json"], "write the rows to another folder"),

@@ -11,10 +11,8 @@ from gradsieve.comm.links import Links
 from gradsieve.errors import ConfigError
 from gradsieve.pipeline import StepPipeline
 from gradsieve.pipeline.budget import EPOCH, LEAST, LOOK_AGAIN, Adaptive, Fixed, Times, cost, spend
-from gradsieve.pipeline.presets import choose_scheme
-from gradsieve.pipeline.treatment import Treatment
+from gradsieve.pipeline.exchange_settings import Gradients, Steps, choose_scheme
 from gradsieve.schemes.exdyna import ExDyna
-from gradsieve.schemes.papers.exdyna import ExDynaPaper
 from gradsieve.schemes.stripes import Stripes
 
 LINKS = Links(latency=1e-4, word=4e-9)  # a word of four bytes at 8 Gbit/s
@@ -144,7 +142,7 @@ def test_nothing_is_said_in_the_middle_of_an_epoch_or_of_a_fixed_budget() -> Non
 def test_what_a_treatment_says_of_single_steps_goes_for_a_budget_too() -> None:
     """Everything as it is in the first step and in every fourth; otherwise what the budget buys."""
     model = {"p": torch.zeros(1000)}
-    pipeline = StepPipeline(model.items(), Stripes(), 0, 4, treatment=Treatment(refresh=4, warm_up=1))
+    pipeline = StepPipeline(model.items(), Stripes(), 0, 4, settings=Steps(refresh=4, warm_up=1))
     pipeline.budget = Fixed(0.5)
     whole = []
     for pipeline.step in range(8):
@@ -157,26 +155,24 @@ def test_what_a_treatment_says_of_single_steps_goes_for_a_budget_too() -> None:
 
 
 def test_who_asks_for_nothing_gets_stripes_and_a_budget() -> None:
-    assert choose_scheme(None, None, None, "default") == Stripes()
-    assert choose_scheme(None, None, 0.5, "default") == Stripes()
+    assert choose_scheme(None, None, None, None) == Stripes()
+    assert choose_scheme(None, None, 0.5, None) == Stripes()
 
 
 def test_gradients_are_exchanged_by_exdyna() -> None:
-    assert choose_scheme(None, None, None, Treatment(exchange="gradients")) == ExDyna()
-    assert choose_scheme(None, None, None, "paper") == ExDynaPaper()
+    assert choose_scheme(None, None, None, Gradients()) == ExDyna()
 
 
-@pytest.mark.parametrize("preset", ["paper", Treatment(exchange="gradients")])
-def test_gradients_have_no_budget(preset: object) -> None:
-    with pytest.raises(ConfigError, match="exchange='steps'"):
-        choose_scheme(None, None, 0.5, preset)  # type: ignore[arg-type]
+def test_gradients_have_no_budget() -> None:
+    with pytest.raises(ConfigError, match=r"bits= is for gradsieve\.Steps"):
+        choose_scheme(None, None, 0.5, Gradients())
 
 
 def test_a_density_alone_is_exdynas() -> None:
-    assert choose_scheme(None, 0.02, None, "default") == ExDyna(density=0.02)
+    assert choose_scheme(None, 0.02, None, None) == ExDyna(density=0.02)
 
 
 @pytest.mark.parametrize("given", [("exdyna", None), (None, 0.1)])
 def test_a_budget_beside_a_scheme_or_a_density_is_refused(given: tuple[str | None, float | None]) -> None:
     with pytest.raises(ConfigError, match="bits="):
-        choose_scheme(*given, 0.5, "default")
+        choose_scheme(*given, 0.5, None)

@@ -1,4 +1,4 @@
-"""`preset="paper"` takes the published rules, over the whole model, and refuses what papers do not have."""
+"""Published schemes: rules over the whole model, with the exchange of their papers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import gradsieve
 from gradsieve.comm.ops import AllToAll
 from gradsieve.errors import ConfigError
 from gradsieve.pipeline import GradientPipeline
-from gradsieve.pipeline.presets import PUBLISHED, as_published, choose, choose_scheme
-from gradsieve.pipeline.treatment import Treatment
+from gradsieve.pipeline.exchange_settings import Gradients, Steps, choose_exchange, choose_scheme
 from gradsieve.schemes import SCHEMES, make
 from gradsieve.schemes.oktopk_parts import Sums
 from gradsieve.schemes.papers.deft import divided
@@ -22,38 +21,25 @@ FIVE = ["exdyna", "micro", "deft", "oktopk", "spardl"]
 
 
 def test_the_five_papers_are_published_and_nothing_else() -> None:
-    assert {SCHEMES[name]: SCHEMES[f"{name}-paper"] for name in FIVE} == PUBLISHED
-    assert {kind for kind in SCHEMES.values() if kind.whole_model} == set(PUBLISHED.values())
+    assert {name for name in SCHEMES if name.endswith("-paper")} == {f"{name}-paper" for name in FIVE}
+    published = {SCHEMES[f"{name}-paper"] for name in FIVE}
+    assert {kind for kind in SCHEMES.values() if kind.whole_model} == published
 
 
 @pytest.mark.parametrize("name", FIVE)
-def test_the_paper_preset_takes_rules_and_treatment(name: str) -> None:
-    scheme = choose_scheme(name, 0.02, None, "paper")
+def test_a_published_scheme_brings_its_own_exchange(name: str) -> None:
+    scheme = choose_scheme(f"{name}-paper", 0.02, None, None)
     assert type(scheme) is SCHEMES[f"{name}-paper"]
     assert scheme.density == 0.02
-    assert choose_scheme(f"{name}-paper", 0.02, None, "paper") == scheme
-    treatment = choose("paper", scheme)
-    assert treatment == Treatment(exchange="gradients", small=0, by_rate=name == "oktopk")
+    assert choose_exchange(None, scheme) == Gradients(small=0, by_rate=name == "oktopk")
+    assert choose_exchange(Steps(), scheme) == Steps(), "but for who asks for something else"
 
 
 @pytest.mark.parametrize("name", FIVE)
-def test_any_other_preset_leaves_the_scheme_as_it_is(name: str) -> None:
-    for preset in ("default", Treatment(exchange="gradients")):
-        assert type(choose_scheme(name, 0.02, None, preset)) is SCHEMES[name]  # type: ignore[arg-type]
-
-
-def test_without_a_scheme_the_paper_is_exdynas_and_others_are_as_they_were() -> None:
-    assert type(choose_scheme(None, None, None, "paper")) is gradsieve.ExDynaPaper
-    assert type(choose_scheme(None, 0.1, None, "paper")) is gradsieve.ExDynaPaper
-    assert type(choose_scheme("topk", 0.1, None, "paper")) is gradsieve.TopK
-
-
-def test_settings_are_taken_over_where_the_paper_has_them_and_refused_where_not() -> None:
-    ours = gradsieve.SparDL(density=0.1, teams=2, across="r-sag")
-    assert as_published(ours) == gradsieve.SparDLPaper(density=0.1, teams=2, across="r-sag")
-    assert as_published(gradsieve.OkTopk(region_period=8)) == gradsieve.OkTopkPaper(region_period=8)
-    with pytest.raises(ConfigError, match=r"balance, values: not a setting .* use gradsieve.ExDynaPaper"):
-        as_published(gradsieve.ExDyna(balance=False, values="bf16"))
+def test_ours_of_the_same_name_exchanges_steps(name: str) -> None:
+    scheme = choose_scheme(name, 0.02, None, None)
+    assert type(scheme) is SCHEMES[name]
+    assert choose_exchange(None, scheme) == Steps()
 
 
 @pytest.mark.parametrize("name", FIVE)
@@ -102,7 +88,7 @@ def test_lists_of_sums_are_balanced_beyond_four_times_the_mean(
     counts: list[int], balanced: bool, lopsided: float
 ) -> None:
     """Four times the mean of four lists is one list with everything: more needs five."""
-    scheme, world = gradsieve.OkTopkPaper(density=0.5, lopsided=lopsided), len(counts)
+    scheme, world = gradsieve.schemes.OkTopkPaper(density=0.5, lopsided=lopsided), len(counts)
     own = Sums(torch.arange(counts[0]), torch.ones(counts[0]), counts[0])
     program = scheme._select_globally(own, 0.0, 50, 25 * torch.arange(world + 1), Ctx(0, world, 0))
     program.send(None)
@@ -111,7 +97,7 @@ def test_lists_of_sums_are_balanced_beyond_four_times_the_mean(
 
 
 def test_lists_of_five_ranks_can_be_that_uneven() -> None:
-    scheme = gradsieve.OkTopkPaper(density=0.5)
+    scheme = gradsieve.schemes.OkTopkPaper(density=0.5)
     own = Sums(torch.arange(9), torch.ones(9), 9)
     program = scheme._select_globally(own, 0.0, 50, 20 * torch.arange(6), Ctx(0, 5, 0))
     program.send(None)

@@ -1,4 +1,4 @@
-"""Treatments by name and as text, what they refuse, and their small parts one by one."""
+"""Settings of an exchange as objects and as text, what they refuse, and their small parts one by one."""
 
 from __future__ import annotations
 
@@ -14,61 +14,67 @@ from gradsieve.errors import ConfigError
 from gradsieve.feedback.clip import clip
 from gradsieve.feedback.coherence import Coherence, probe, squares
 from gradsieve.feedback.velocity import Momentum, MovedMomentum
-from gradsieve.pipeline.presets import choose, choose_scheme, parse
-from gradsieve.pipeline.treatment import Treatment
+from gradsieve.pipeline.exchange_settings import (
+    Exchange,
+    Gradients,
+    Steps,
+    choose_exchange,
+    choose_scheme,
+    parse,
+    published,
+)
 from gradsieve.schemes import make
 
 # -- by name --------------------------------------------------------------------------------------------
 
 
-def test_presets_by_name_or_as_an_object() -> None:
-    own = Treatment(preview=0.5)
-    assert choose(own, make("topk")) is own
-    assert choose("default", make("topk")) == Treatment()
-    assert choose("default", make("dense")).exchange == "gradients"
-    assert choose("paper", make("exdyna")) == Treatment(exchange="gradients", small=0)
-    dgc = Treatment(exchange="gradients", momentum="masked", clip=1.0, small=0)
-    assert choose("paper", make("dgc")) == dgc
-    with pytest.raises(ConfigError, match="no preset 'papers'; there are: default, paper"):
-        choose("papers", make("topk"))  # type: ignore[arg-type]
+def test_what_is_exchanged_where_the_user_does_not_say() -> None:
+    own = Steps(preview=0.5)
+    assert choose_exchange(own, make("topk")) is own
+    assert choose_exchange(None, make("topk")) == Steps()
+    assert choose_exchange(None, make("dense")) == Gradients()
+    assert published(make("exdyna")) == Gradients(small=0)
+    assert published(make("dgc")) == Gradients(momentum="masked", clip=1.0, small=0)
+    with pytest.raises(ConfigError, match=r"exchange='paper': give gradsieve\.Steps"):
+        choose_scheme("topk", None, None, "paper")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("default", Treatment()),
-        ("paper", Treatment(exchange="gradients", small=0)),
-        ("steps", Treatment()),
-        ("steps:preview=1", Treatment(preview=1.0)),
-        ("steps:late=false", Treatment(late=False)),
-        ("steps:warm_up=5+refresh=7+small=0", Treatment(warm_up=5, refresh=7, small=0)),
-        ("gradients", Treatment(exchange="gradients")),
+        ("default", Steps()),
+        ("paper", Gradients(small=0)),
+        ("steps", Steps()),
+        ("steps:preview=1", Steps(preview=1.0)),
+        ("steps:overlap=0", Steps(overlap=0)),
+        ("steps:warm_up=5+refresh=7+small=0", Steps(warm_up=5, refresh=7, small=0)),
+        ("gradients", Gradients()),
         (
             "gradients:momentum=masked+by_rate=true+clip=0.5",
-            Treatment(exchange="gradients", momentum="masked", by_rate=True, clip=0.5),
+            Gradients(momentum="masked", by_rate=True, clip=0.5),
         ),
-        ("gradients:memory=estimate", Treatment(exchange="gradients", memory="estimate")),
+        ("gradients:memory=estimate", Gradients(memory="estimate")),
     ],
 )
-def test_treatments_as_text(text: str, wanted: Treatment) -> None:
+def test_exchange_settings_as_text(text: str, wanted: Exchange) -> None:
     assert parse(text, make("topk")) == wanted
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("none", "no treatment 'none'"),
-        ("", "no treatment ''"),
-        ("paper:clip=1", "no treatment 'paper:clip=1'"),
+        ("none", "no exchange settings 'none'"),
+        ("", "no exchange settings ''"),
+        ("paper:clip=1", "no exchange settings 'paper:clip=1'"),
         ("steps:", "steps has no setting ''"),
         ("steps:exchange=gradients", "no setting 'exchange=gradients'"),
         ("steps:preview=much", "preview must be of type float, not 'much'"),
         ("steps:preview=2", "preview is a part"),
-        ("steps:clip=1", "clip change gradients .*: use exchange='gradients'"),
+        ("steps:clip=1", "steps has no setting 'clip=1'"),
         ("gradients:momentum=none", "momentum must be optimizer or local or masked"),
         ("gradients:by_rate=1", "by_rate must be true or false"),
-        ("gradients:preview=1", "preview is for exchange='steps'"),
-        ("gradients:late=false", "late=False is for exchange='steps'"),
+        ("gradients:preview=1", "gradients has no setting 'preview=1'"),
+        ("gradients:overlap=0", "gradients has no setting 'overlap=0'"),
         ("gradients:clip=0", "clip is a norm above 0"),
         ("gradients:clip=nan", "clip is a norm above 0"),
         ("gradients:warm_up=-1", "counts: 0 or more"),
@@ -80,17 +86,17 @@ def test_what_makes_no_sense_is_refused_in_words(text: str, said: str) -> None:
 
 
 def test_a_budget_that_follows_what_hides_needs_something_to_hide_behind() -> None:
-    now = Treatment(late=False)
-    with pytest.raises(ConfigError, match="with late=False nothing hides"):
+    now = Steps(overlap=0)
+    with pytest.raises(ConfigError, match="with overlap=0 nothing hides"):
         choose_scheme(None, None, None, now)
     assert choose_scheme(None, None, 0.5, now) == make("stripes")
     assert choose_scheme(None, 0.01, None, now) == make("exdyna", 0.01)
 
 
-def test_a_treatment_describes_what_is_set() -> None:
-    assert Treatment().describe() == "exchange=steps"
-    assert Treatment(late=False).describe() == "exchange=steps, late=False"
-    assert Treatment(exchange="gradients", clip=0.5).describe() == "exchange=gradients, clip=0.5"
+def test_exchange_settings_describe_what_is_set() -> None:
+    assert Steps().describe() == "exchange=steps"
+    assert Steps(overlap=0).describe() == "exchange=steps, overlap=0"
+    assert Gradients(clip=0.5).describe() == "exchange=gradients, clip=0.5"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +110,7 @@ def test_a_treatment_describes_what_is_set() -> None:
     ],
 )
 def test_the_density_of_a_step(warm_up: int, refresh: int, wanted: list[float]) -> None:
-    treatment = Treatment(warm_up=warm_up, refresh=refresh)
+    treatment = Steps(warm_up=warm_up, refresh=refresh)
     assert [treatment.density_at(step, 0.01) for step in range(5)] == pytest.approx(wanted, rel=1e-12)
 
 
@@ -204,7 +210,7 @@ def test_momentum_is_taken_group_by_group_and_given_back() -> None:
 
 def test_momentum_is_moved_out_of_plain_sgd_only() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
-    with pytest.raises(ConfigError, match="not out of AdamW: use exchange='steps'"):
+    with pytest.raises(ConfigError, match=r"not out of AdamW: use gradsieve\.Steps"):
         MovedMomentum(torch.optim.AdamW([parameter]))
     for odd in ({"dampening": 0.1}, {"maximize": True}):
         optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9, **odd)

@@ -20,7 +20,7 @@ from gradsieve.errors import ConfigError, Malformed
 from gradsieve.observe import recorder as module
 from gradsieve.observe.recorder import Recorder, spec_of
 from gradsieve.observe.records import Header, Line, Record, path_of, read, text_of
-from gradsieve.pipeline.presets import parse as treatment
+from gradsieve.pipeline.exchange_settings import parse as treatment
 from gradsieve.schemes.exdyna import ExDyna
 from gradsieve.schemes.spec import parse
 from gradsieve.testing.ranks import VirtualRanks

@@ -28,7 +28,7 @@ from gradsieve.observe.sinks.otel import OpenTelemetry
 from gradsieve.observe.sinks.prometheus import METRICS, Prometheus
 from gradsieve.observe.sinks.tensorboard import TAGS, TensorBoard
 from gradsieve.pipeline.base import Stats
-from gradsieve.pipeline.treatment import Treatment
+from gradsieve.pipeline.exchange_settings import Steps
 from gradsieve.schemes.exdyna import ExDyna
 from unit.recorded import HEADER, line_of, write
 
@@ -207,7 +207,7 @@ def pipeline() -> Any:
     """What a recorder looks at, of a pipeline that sends nothing."""
     return SimpleNamespace(
         observer=None, rank=0, world=2, units=[SimpleNamespace(n=100)], scheme=ExDyna(density=0.1),
-        exchanges_steps=True, parameters=100, treatment=Treatment(every=3), step=0,
+        exchanges_steps=True, parameters=100, settings=Steps(every=3), step=0,
         stats=Stats(Meter(0, 2)), outcomes=[],
         budget=None, bits=lambda: 1.5,
     )  # fmt: skip

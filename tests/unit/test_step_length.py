@@ -276,7 +276,7 @@ def test_a_copy_of_the_weights_is_found(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", [Averaged, Lookahead])
 def test_weights_that_nobody_can_follow_are_refused_by_name(kind: Any) -> None:
     optimizer = kind([parameter()], lr=0.1)
-    with pytest.raises(ConfigError, match=f"{kind.__name__} computes the parameters .*gradients"):
+    with pytest.raises(ConfigError, match=f"{kind.__name__} computes the parameters .*Gradients"):
         copies_of(optimizer, optimizer.param_groups[0])
 
 

@@ -104,7 +104,7 @@ def test_rows_have_what_the_command_shows(monkeypatch: pytest.MonkeyPatch) -> No
     config = {
         "workload": "mlp",
         "params": 1,
-        "syncs": ["noop", "dense", "exdyna", "exdyna@steps:late=false", "exdyna@gradients"],
+        "syncs": ["noop", "dense", "exdyna", "exdyna@steps:overlap=0", "exdyna@gradients"],
         "density": 0.02,
         "rounds": 2,
     }
@@ -115,7 +115,7 @@ def test_rows_have_what_the_command_shows(monkeypatch: pytest.MonkeyPatch) -> No
     assert rows["noop"]["vs_noop"] == rows["dense"]["vs_dense"] == 1.0
     assert "hidden" not in rows["noop"]
     assert 0.0 <= rows["exdyna"]["hidden"] <= 1.0
-    assert rows["exdyna@steps:late=false"]["hidden"] == 0.0
+    assert rows["exdyna@steps:overlap=0"]["hidden"] == 0.0
     assert rows["exdyna@gradients"]["hidden"] is None
     assert [row["late"] for row in rows.values()] == [None, 0, 1, 0, 0]
     assert len(rows["exdyna"]["timeline"]) == 1

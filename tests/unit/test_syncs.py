@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from gradsieve.errors import ConfigError
-from gradsieve.pipeline.treatment import Treatment
+from gradsieve.pipeline.exchange_settings import Gradients, Steps
 from gradsieve.schemes import ExDyna, Stripes
 from gradsieve_lab.bench.common import syncs
 from gradsieve_lab.bench.common.syncs import attached, steps_late, syncs_of
@@ -30,10 +30,10 @@ def test_what_always_runs_comes_first_and_nothing_twice() -> None:
         ("stripes:values=int3", "int3"),
         ("stripes:value=int4", "no setting 'value=int4'"),
         ("exdyna:density=0.5", "no setting 'density=0.5'"),
-        ("exdyna@papers", "no treatment 'papers'"),
-        ("exdyna@", "no treatment ''"),
+        ("exdyna@papers", "no exchange settings 'papers'"),
+        ("exdyna@", "no exchange settings ''"),
         ("exdyna@steps:lat=false", "no setting 'lat=false'"),
-        ("exdyna@gradients:late=false", "gradients are never late"),
+        ("exdyna@gradients:overlap=0", "gradients has no setting 'overlap=0'"),
         ("dense@paper", "dense has nothing that waits"),
         ("fp16@paper", "no sync is called fp16@paper"),
         ("auto@paper", "no sync is called auto@paper"),
@@ -48,34 +48,34 @@ def test_a_sync_that_is_none_is_refused(asked: str, said: str) -> None:
     ("sync", "asked"),
     [
         ("auto", {}),
-        ("stripes", {"scheme": Stripes(), "preset": Treatment(), "dense_if_faster": True}),
+        ("stripes", {"scheme": Stripes(), "exchange": Steps(), "deterministic": False}),
         (
-            "stripes:density=1+values=int2@steps:every=30+late=5",
+            "stripes:density=1+values=int2@steps:every=30+overlap=5",
             {
                 "scheme": Stripes(density=1.0, values="int2"),
-                "preset": Treatment(every=30, late=5),
-                "dense_if_faster": True,
+                "exchange": Steps(every=30, overlap=5),
+                "deterministic": False,
             },
         ),
         (
-            "stripes:values=int4@steps:late=false",
-            {"scheme": Stripes(values="int4"), "preset": Treatment(late=False), "dense_if_faster": True},
+            "stripes:values=int4@steps:overlap=0",
+            {"scheme": Stripes(values="int4"), "exchange": Steps(overlap=0), "deterministic": False},
         ),
-        ("exdyna", {"scheme": ExDyna(density=0.02), "preset": Treatment(), "dense_if_faster": True}),
+        ("exdyna", {"scheme": ExDyna(density=0.02), "exchange": Steps(), "deterministic": False}),
         (
             "exdyna:values=sign@gradients:momentum=masked",
             {
                 "scheme": ExDyna(density=0.02, values="sign"),
-                "preset": Treatment(exchange="gradients", momentum="masked"),
-                "dense_if_faster": True,
+                "exchange": Gradients(momentum="masked"),
+                "deterministic": False,
             },
         ),
         (
             "exdyna@paper",
             {
                 "scheme": ExDyna(density=0.02),
-                "preset": Treatment(exchange="gradients", small=0),
-                "dense_if_faster": False,
+                "exchange": Gradients(small=0),
+                "deterministic": True,
             },
         ),
     ],
@@ -93,8 +93,8 @@ def test_auto_asks_for_nothing_stripes_have_their_own_share_and_what_was_publish
 def test_who_is_late() -> None:
     late = {"noop": None, "dense": 0, "fp16": 0, "powersgd": 0, "auto": 1, "stripes": 1, "exdyna": 1}
     late |= {
-        "stripes@steps:every=30+late=5": 34,
-        "exdyna@steps:late=false": 0,
+        "stripes@steps:every=30+overlap=5": 34,
+        "exdyna@steps:overlap=0": 0,
         "exdyna@gradients": 0,
         "spardl:teams=2@paper": 0,
     }

@@ -64,7 +64,7 @@ def test_hidden_is_the_exchange_behind_forward_and_backward() -> None:
 
 
 def test_an_exchange_that_forward_waits_for_hides_behind_nothing() -> None:
-    """late=False: forward is entered, waits, and then computes."""
+    """overlap=0: forward is entered, waits, and then computes."""
     first = [Span("exchange", 0, 0.2, 1.0), Span("waiting", -1, 0.1, 1.5), Span("commit", 0, 1.0, 1.5)]
     events = events_of(LAPS, first)
     (forward,) = [event for event in events if event.name == "forward"]

@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gradsieve import ExDyna, telemetry
+from gradsieve import telemetry
 from gradsieve.comm import links, lockstep
 from gradsieve.comm.meter import Meter
 from gradsieve.comm.ops import Op
 from gradsieve.pipeline import StepPipeline, base, steps
-from gradsieve.schemes import exclusive
+from gradsieve.schemes import ExDyna, exclusive
 from gradsieve.types import Ctx, to_host
 
 WORLD, BYTES_A_SECOND, LAUNCH, LATENCY = 2, 125e6, 20e-6, 50e-6

@@ -17,7 +17,7 @@ from gradsieve.replica.replica import Replica
 from gradsieve.types import Program, replicated_fields
 
 
-def start_alike(replica: Replica, dense_if_faster: bool) -> None:
+def start_alike(replica: Replica, deterministic: bool) -> None:
     """Raise on all ranks unless they were given the same settings, layout and weights."""
     pipeline, rank = replica.pipeline, replica.rank
     layout = repr([[(slot.name, slot.numel, slot.sparse) for slot in unit.slots] for unit in pipeline.units])
@@ -28,9 +28,9 @@ def start_alike(replica: Replica, dense_if_faster: bool) -> None:
         "scheme": type(replica.scheme).__name__,
         "density": f"{replica.scheme.density:g}",
         "the scheme's settings": repr(replica.scheme),
-        "preset": replica.treatment.describe(),
+        "exchange": replica.settings.describe(),
         "bits": str(replica.fixed and replica.fixed.bits),
-        "dense_if_faster": str(dense_if_faster),
+        "deterministic": str(deterministic),
         "the model": f"{len(replica.parameters)} parameters of {elements} elements, laid out as {layout}",
         "types": ", ".join(sorted({str(p.dtype) for p in replica.parameters.values()})),
         **optimizers.compared(replica.held, replica.optimizers),

@@ -191,7 +191,7 @@ def copies_of(optimizer: Any, group: Mapping[str, Any]) -> tuple[str, ...]:
     raise ConfigError(
         f"{type(optimizer).__name__} computes the parameters from weights that it keeps elsewhere, so that "
         "its next step would undo what other ranks sent: use "
-        "preset=gradsieve.Treatment(exchange='gradients'), with which all ranks take the same step"
+        "exchange=gradsieve.Gradients(), with which all ranks take the same step"
     )
 
 

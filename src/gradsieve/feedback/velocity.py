@@ -38,7 +38,7 @@ class MovedMomentum:
         if not isinstance(optimizer, torch.optim.SGD):
             raise ConfigError(
                 f"momentum can be moved out of torch.optim.SGD, not out of {type(optimizer).__name__}: "
-                "use exchange='steps', which works with every optimizer"
+                "use gradsieve.Steps, which works with every optimizer"
             )
         if any(group["dampening"] or group["maximize"] for group in optimizer.param_groups):
             raise ConfigError("momentum cannot be moved out of an SGD with dampening or maximize")

@@ -76,7 +76,7 @@ def advice(signs: Mapping[str, float], density: float, adaptive: bool, looks: bo
         return (
             f"what waits is {signs['waiting']:.0f} times what is sent, and about {signs['staleness']:.0f} "
             f"steps old: raise density from {density:g} to {raised:.2g}, or send everything now and then "
-            "with preset=gradsieve.Treatment(refresh=1000)"
+            "with exchange=gradsieve.Steps(refresh=1000)"
         )
     if signs["fidelity"] < BLIND:
         change = (

@@ -93,7 +93,7 @@ class Recorder:
             world=pipeline.world,
             parameters=pipeline.parameters,
             every=self.every,
-            period=pipeline.treatment.every,
+            period=pipeline.settings.every,
             budget=_budget(pipeline),
             began=datetime.now(timezone.utc).isoformat(timespec="microseconds"),
         )

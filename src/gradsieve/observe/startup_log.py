@@ -36,13 +36,13 @@ def report_settings(replica: Replica) -> None:
             _amount(pipeline),
             pipeline.world,
             " and ".join(type(one).__name__ for one in optimizers),
-            pipeline.treatment.describe(),
+            pipeline.settings.describe(),
             kernels.active(),
         )
 
 
 def _warn_of_odd_settings(replica: Replica) -> None:
-    pipeline, world, every = replica.pipeline, replica.world, replica.treatment.every
+    pipeline, world, every = replica.pipeline, replica.world, replica.settings.every
     if pipeline.rank != 0 or replica.scheme.no_comm or replica.is_elastic:
         return
     if world == 1:

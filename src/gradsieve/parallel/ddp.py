@@ -24,7 +24,7 @@ from gradsieve.errors import ConfigError
 from gradsieve.parallel.hooks import CommHook, hook_of, install_hook
 from gradsieve.parallel.model_sync import ModelSync, Settings
 from gradsieve.pipeline import UNIT_CAP_MB, GradientPipeline
-from gradsieve.pipeline.presets import Preset
+from gradsieve.pipeline.exchange_settings import Exchange
 from gradsieve.schemes.base import Scheme
 from gradsieve.sync.unwrap import model_in
 
@@ -45,10 +45,9 @@ class DdpSync(ModelSync):
         scheme: str | Scheme[Any] | None = None,
         density: float | None = None,
         bits: float | None = None,
-        every: int = 1,
-        preset: Preset = "default",
+        exchange: Exchange | None = None,
         scaler: torch.amp.GradScaler | None = None,
-        dense_if_faster: bool = True,
+        deterministic: bool = False,
     ) -> None:
         ddp = model_in(ddp)
         refuse_unfit(ddp)
@@ -61,10 +60,9 @@ class DdpSync(ModelSync):
             scheme=scheme,
             density=density,
             bits=bits,
-            every=every,
-            preset=preset,
+            exchange=exchange,
             scaler=scaler,
-            dense_if_faster=dense_if_faster,
+            deterministic=deterministic,
             group=ddp.process_group,
             bucket_cap_mb=UNIT_CAP_MB if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap / 2**20,
         )
@@ -131,7 +129,7 @@ class DdpSync(ModelSync):
         if not self._may_compare():
             raise ConfigError(
                 "join() ends by giving all ranks the model of one, which loses what waits on the others: "
-                "use attach(..., preset=gradsieve.Treatment(exchange='gradients'))"
+                "use attach(..., exchange=gradsieve.Gradients())"
             )
 
     def _submit_ready(self) -> None:
@@ -180,10 +178,9 @@ def attach(
     scheme: str | Scheme[Any] | None = None,
     density: float | None = None,
     bits: float | None = None,
-    every: int = 1,
-    preset: Preset = "default",
+    exchange: Exchange | None = None,
     scaler: torch.amp.GradScaler | None = None,
-    dense_if_faster: bool = True,
+    deterministic: bool = False,
 ) -> "DdpSync | HsdpSync":
     """Replace DDP's dense all-reduce by an exchange of few bits that forward and backward hide.
 
@@ -198,21 +195,21 @@ def attach(
             taken off.
         optimizer: The one that steps the model, or a list of several.
         replicate: The axis of the mesh over which shards are exchanged; FSDP averages over the other one.
-        scheme: A name ("exdyna", "topk", ...) or an object such as `gradsieve.ExDyna(density=0.01)`. Without
-            scheme, density and bits, as many bits are sent as forward and backward hide: all elements in
-            turn, in one bit each.
+        scheme: A name ("exdyna", "topk", ...) or an object such as `gradsieve.schemes.ExDyna(density=0.01)`.
+            Without scheme, density and bits, as many bits are sent as forward and backward hide: all elements
+            in round robin, in one bit each. A published scheme ("exdyna-paper", ...) has the rules of its
+            paper over the whole model at once; it brings the settings of its exchange along and is never
+            exchanged densely.
         density: Share of the elements to send in a step. Alone, it is ExDyna's.
-        bits: A fixed budget a parameter and step, for runs that must be the same again.
-        every: One step in so many exchanges, and each rank's optimizer takes the others alone: for links on
-            which a round takes long. `bits` still count a step, so that an exchange has `every` times as
-            many. It goes with every scheme, a dense one too.
-        preset: "default": every rank steps its own model, and what the steps moved is exchanged. "paper": as
-            published, with the paper's rules over the whole model at once; gradients are exchanged, and
-            never densely. Or a `gradsieve.Treatment`.
+        bits: A fixed budget a parameter and step.
+        exchange: `gradsieve.Steps(...)`: every rank steps its own model, and what the steps moved is
+            exchanged; the default. Or `gradsieve.Gradients(...)`: gradients are, before the optimizer sees
+            them.
         scaler: The `GradScaler`, needed only where gradients are exchanged: residuals then follow its scale.
-        dense_if_faster: Use a dense exchange, bucket by bucket, where it turns out to be faster than the
-            scheme (a fast link, a small model, a high density). Which steps that are depends on time: runs
-            that must be the same bits again want False.
+        deterministic: Decide nothing by the clock, so that a repeated run ends with the same bits. It fixes
+            two things: the budget, at 0.75 bits unless `bits`, a scheme or a density says otherwise; and that
+            no bucket is exchanged densely where a dense exchange turns out to be faster than the scheme (a
+            fast link, a small model, a high density).
 
     Returns:
         A `GradientSync`.
@@ -222,8 +219,8 @@ def attach(
         MismatchError: Ranks gave different settings.
         DivergenceError: Ranks have different weights.
     """
-    settings = Settings(scheme=scheme, density=density, bits=bits, every=every, preset=preset)
-    settings |= {"scaler": scaler, "dense_if_faster": dense_if_faster}
+    settings = Settings(scheme=scheme, density=density, bits=bits, exchange=exchange)
+    settings |= {"scaler": scaler, "deterministic": deterministic}
     if replicate is None:
         return DdpSync(model, optimizer, **settings)
     from gradsieve.parallel.hsdp import HsdpSync  # FSDP takes two seconds to import

@@ -31,8 +31,8 @@ from gradsieve.errors import ConfigError, Malformed
 from gradsieve.parallel.model_sync import ModelSync, Settings
 from gradsieve.pipeline import StepPipeline
 from gradsieve.pipeline.budget import Fixed
+from gradsieve.pipeline.exchange_settings import Steps, choose_exchange, choose_scheme
 from gradsieve.pipeline.optimizer_adapter import OptimizerAdapter, StepAdapter
-from gradsieve.pipeline.presets import choose, choose_scheme
 from gradsieve.replica.shards import ShardedReplica, ShardedViews, Shards
 from gradsieve.sync.unwrap import model_in
 
@@ -243,11 +243,11 @@ def _refuse_crooked(shards: Shards, group: dist.ProcessGroup) -> None:
 
 
 def _refuse_gradients(settings: Settings) -> None:
-    preset, every = settings.get("preset", "default"), settings.get("every", 1)
-    scheme = choose_scheme(settings.get("scheme"), settings.get("density"), settings.get("bits"), preset)
-    treatment = choose(preset, scheme, every)
-    if treatment.exchange != "steps" or (scheme.lossless and treatment.every == 1):
+    exchange = settings.get("exchange")
+    scheme = choose_scheme(settings.get("scheme"), settings.get("density"), settings.get("bits"), exchange)
+    chosen = choose_exchange(exchange, scheme)
+    if not isinstance(chosen, Steps) or (scheme.lossless and chosen.every == 1):
         raise ConfigError(
-            "with replicate= steps are exchanged, not gradients (preset='paper', exchange='gradients', dense "
-            "schemes): for dense averaging give fully_shard() the whole mesh, and leave out attach()"
+            "with replicate= steps are exchanged, not gradients (gradsieve.Gradients, published schemes, "
+            "dense ones): for dense averaging give fully_shard() the whole mesh, and leave out attach()"
         )

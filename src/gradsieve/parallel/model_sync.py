@@ -3,7 +3,7 @@
 One exchange belongs to each backward that averages gradients, or to every `every`-th of them: these are as
 many on every rank, also where a rank skips steps of its optimizer. It begins with the forward before,
 tentatively, since a forward may be one rank's alone, and is completed when that backward ends: from then on
-all ranks show the same shared model again, whoever steps and whoever does not. With `late=False` the exchange
+all ranks show the same shared model again, whoever steps and whoever does not. With `overlap=0` the exchange
 ends before that forward begins.
 """
 
@@ -23,7 +23,7 @@ from gradsieve.feedback.digest import digest
 from gradsieve.parallel import backward
 from gradsieve.parallel.hooks import register_hooks
 from gradsieve.pipeline import StepPipeline
-from gradsieve.pipeline.presets import Preset
+from gradsieve.pipeline.exchange_settings import Exchange
 from gradsieve.schemes.base import Scheme
 from gradsieve.sync.gradient_sync import GradientSync
 
@@ -34,10 +34,9 @@ class Settings(TypedDict, total=False):
     scheme: str | Scheme[Any] | None
     density: float | None
     bits: float | None
-    every: int
-    preset: Preset
+    exchange: Exchange | None
     scaler: torch.amp.GradScaler | None
-    dense_if_faster: bool
+    deterministic: bool
 
 
 class ModelSync(GradientSync):
@@ -129,7 +128,7 @@ class ModelSync(GradientSync):
         self.before_exchange()
         self._begun = True
         self.start_exchange(tentative=True)
-        if not self.replica.treatment.late:
+        if not self.replica.settings.overlap:
             self.complete(self.parameters.keys())
             self.replica.views.raise_versions()
 

@@ -31,10 +31,10 @@ from gradsieve.pipeline.budget import Budget, Times
 from gradsieve.pipeline.checksum import WORDS as CHECKSUM_WORDS
 from gradsieve.pipeline.checksum import Checksum
 from gradsieve.pipeline.costs import dense_seconds
+from gradsieve.pipeline.exchange_settings import Exchange
 from gradsieve.pipeline.fallback import Fallback
 from gradsieve.pipeline.round_robin import Turns
 from gradsieve.pipeline.tags import IDLE, WORDS, Tag, agree, is_notice_given, who_is_idle, words
-from gradsieve.pipeline.treatment import Treatment
 from gradsieve.schemes.base import Scheme
 from gradsieve.telemetry import Timeline
 from gradsieve.types import Ctx, Outcome, Program, Result, Sparse, Vector, by_way_of, to_host
@@ -108,14 +108,15 @@ class Pipeline(ABC):
         rank: int,
         world: int,
         bucket_cap_mb: float,
-        treatment: Treatment,
+        settings: Exchange,
     ) -> None:
         named = list(parameters)
         if not named:
             raise ConfigError("there is no parameter that requires a gradient")
-        self.scheme, self.rank, self.world, self.treatment = scheme, rank, world, treatment
+        self.scheme, self.rank, self.world = scheme, rank, world
+        self.settings: Exchange = settings
         self.parameters = sum(tensor.numel() for _, tensor in named)
-        small = 0 if scheme.lossless or scheme.round_robin else treatment.small
+        small = 0 if scheme.lossless or scheme.round_robin else settings.small
         self.units = make_units(
             named, sys.maxsize if scheme.whole_model else int(bucket_cap_mb * 2**20), small
         )
@@ -154,23 +155,23 @@ class Pipeline(ABC):
 
     def bits(self) -> float:
         """Moved by this rank in the last exchange, a parameter and step."""
-        return 8 * self.stats.meter.moved / (max(1, self.parameters) * self.treatment.every)
+        return 8 * self.stats.meter.moved / (max(1, self.parameters) * self.settings.every)
 
     @property
     def is_last_of_period(self) -> bool:
         """Whether the next step of all ranks is the one of its period that exchanges."""
-        return (self.since + 1) % self.treatment.every == 0
+        return (self.since + 1) % self.settings.every == 0
 
     def begins_exchange(self) -> bool:
         """One more step of all ranks begins: whether it is the one of its period that exchanges, the last."""
-        self.since = (self.since + 1) % self.treatment.every
+        self.since = (self.since + 1) % self.settings.every
         return self.since == 0
 
     @property
     def is_exchange_due(self) -> bool:
         """Whether an exchange that began in the last step which begins one is to be completed by now: in the
         same step on all ranks."""
-        return self.since >= self.treatment.late - 1
+        return self.since >= self.settings.overlap - 1
 
     @abstractmethod
     def program(
@@ -281,9 +282,9 @@ class Pipeline(ABC):
         return outcome, ride[: piggyback.numel()]
 
     def scheme_of_this_step(self) -> Scheme[Any]:
-        """With what the budget buys, where there is one, and what the treatment makes of it."""
+        """With what the budget buys, where there is one, and what the settings of the exchange make of it."""
         usual = self._within_budget()
-        density = self.treatment.density_at(self.step, usual.density)
+        density = self.settings.density_at(self.step, usual.density)
         if density == usual.density:
             return usual
         return usual.whole() if density == 1.0 else replace(usual, density=density)

@@ -27,11 +27,11 @@ from gradsieve.feedback.units import Unit, by_slot, flat_view, parts_of
 from gradsieve.feedback.velocity import Momentum, Velocity
 from gradsieve.kernels import is_finite
 from gradsieve.pipeline.base import UNIT_CAP_MB, Memory, Pipeline, Stats
-from gradsieve.pipeline.treatment import Treatment
+from gradsieve.pipeline.exchange_settings import Gradients
 from gradsieve.schemes.base import Scheme
 from gradsieve.types import Outcome, Program, Sparse
 
-PLAIN = Treatment(exchange="gradients")
+PLAIN = Gradients()
 
 
 @dataclass(slots=True)
@@ -45,6 +45,7 @@ class Staged:
 
 class GradientPipeline(Pipeline):
     exchanges_steps = False
+    settings: Gradients
 
     def __init__(
         self,
@@ -53,13 +54,13 @@ class GradientPipeline(Pipeline):
         rank: int,
         world: int,
         bucket_cap_mb: float = UNIT_CAP_MB,
-        treatment: Treatment = PLAIN,
+        settings: Gradients = PLAIN,
         momentum: Mapping[str, Momentum] | None = None,
     ) -> None:
-        """`momentum` by parameter name, where the treatment applies it before the exchange."""
+        """`momentum` by parameter name, where the settings have it applied before the exchange."""
         named = dict(parameters)
-        super().__init__(named.items(), scheme, rank, world, bucket_cap_mb, treatment)
-        kind = Estimate if treatment.memory == "estimate" else Residual
+        super().__init__(named.items(), scheme, rank, world, bucket_cap_mb, settings)
+        kind = Estimate if settings.memory == "estimate" else Residual
         self.residuals = [] if scheme.lossless else [kind(unit) for unit in self.units]
         self.velocities: list[Velocity] = []
         if momentum is not None and not scheme.lossless:
@@ -122,10 +123,10 @@ class GradientPipeline(Pipeline):
         if self.scheme.lossless:
             acc = torch.cat([gradients[slot.name].to(unit.dtype) for slot in unit.slots])
             return acc, is_finite(acc)
-        if self.treatment.clip is not None:
+        if self.settings.clip is not None:
             own = {slot.name: gradients[slot.name] for slot in unit.slots}
             share = sum(slot.numel for slot in unit.slots) / self._elements
-            clip(own, self.treatment.clip * self.loss_scale * math.sqrt(share / self.world))
+            clip(own, self.settings.clip * self.loss_scale * math.sqrt(share / self.world))
         scale = self.loss_scale / self.residual_scale
         if self.velocities:
             self.velocities[index].correct(gradients, scale, self.loss_scale)
@@ -140,7 +141,7 @@ class GradientPipeline(Pipeline):
     def _rate(self) -> float:
         """The learning rate in which residuals are to be counted. One of 0 moves nothing: the last one
         holds."""
-        return self.rate if self.treatment.by_rate and self.rate > 0 else self.residual_rate
+        return self.rate if self.settings.by_rate and self.rate > 0 else self.residual_rate
 
     def _piggyback(self, unit: Unit, gradients: Mapping[str, Tensor], good: bool) -> Tensor:
         """Dense slots, then one mark for each sparse slot this rank used, then the vote."""
@@ -179,7 +180,7 @@ class GradientPipeline(Pipeline):
             return
         for residual, staged in zip(self.residuals, self._staged, strict=False):
             residual.commit(staged.outcome.spent, staged.released)  # e = acc - spent
-        masked = self.treatment.momentum == "masked"
+        masked = self.settings.momentum == "masked"
         for velocity, staged in zip(self.velocities, self._staged, strict=False):
             velocity.commit(staged.outcome.spent if masked else None)
         self.residual_scale, self.residual_rate = self.loss_scale, self._rate

@@ -17,9 +17,9 @@ from gradsieve.feedback.step_length import StepLength
 from gradsieve.feedback.units import flat_view
 from gradsieve.feedback.velocity import MovedMomentum
 from gradsieve.pipeline.base import UNIT_CAP_MB
+from gradsieve.pipeline.exchange_settings import Exchange, Gradients, Steps
 from gradsieve.pipeline.gradients import GradientPipeline
 from gradsieve.pipeline.steps import StepPipeline
-from gradsieve.pipeline.treatment import Treatment
 from gradsieve.schemes.base import Scheme
 
 
@@ -135,25 +135,26 @@ def adapt(
     parameters: Mapping[str, Tensor],
     optimizers: Sequence[torch.optim.Optimizer],
     scheme: Scheme[Any],
-    treatment: Treatment,
+    settings: Exchange,
     rank: int,
     world: int,
     bucket_cap_mb: float = UNIT_CAP_MB,
     held: Mapping[str, Tensor] | None = None,
 ) -> OptimizerAdapter:
-    """The adapter that a treatment asks for. `held` is what the optimizers have, where that is not the
+    """The adapter that these settings ask for. `held` is what the optimizers have, where that is not the
     parameters themselves. A lossless scheme leaves nothing behind, so that its steps are never exchanged
     unless they are several at a time."""
-    if treatment.exchange == "steps" and (treatment.every > 1 or not scheme.lossless):
-        steps = StepPipeline(parameters.items(), scheme, rank, world, bucket_cap_mb, treatment)
+    if isinstance(settings, Steps) and (settings.every > 1 or not scheme.lossless):
+        steps = StepPipeline(parameters.items(), scheme, rank, world, bucket_cap_mb, settings)
         return StepAdapter(parameters, optimizers, held or parameters, steps)
     moved, momentum = None, None
-    if treatment.momentum != "optimizer" and not scheme.lossless:
+    plain = settings if isinstance(settings, Gradients) else Gradients()
+    if plain.momentum != "optimizer" and not scheme.lossless:
         if len(optimizers) > 1:
             raise ConfigError(f"momentum can be moved out of one optimizer, not out of {len(optimizers)}")
         moved = MovedMomentum(optimizers[0])
         momentum = {name: moved.of(name, parameter) for name, parameter in parameters.items()}
-    gradients = GradientPipeline(parameters.items(), scheme, rank, world, bucket_cap_mb, treatment, momentum)
+    gradients = GradientPipeline(parameters.items(), scheme, rank, world, bucket_cap_mb, plain, momentum)
     return GradientAdapter(parameters, optimizers, gradients, moved)
 
 

@@ -167,7 +167,7 @@ def _figures_among(pipeline: StepPipeline, figures: Mapping[str, float], old: in
     agreement = Coherence(
         figures["gradients_alike"], figures["gradients_all"], figures["gradients_seen"]
     ).among(old, pipeline.world)
-    fixed = pipeline.treatment.preview
+    fixed = pipeline.settings.preview
     return {
         "preview": 1.0 if fixed is None else fixed,
         "alike": 0.0,

@@ -30,8 +30,8 @@ from gradsieve.kernels.blocks import block_layout
 from gradsieve.pipeline.base import UNIT_CAP_MB, Memory, Pipeline, Stats
 from gradsieve.pipeline.budget import LEAST, SENT, Times, cost, spend
 from gradsieve.pipeline.checksum import WORDS as CHECKSUM_WORDS
+from gradsieve.pipeline.exchange_settings import Steps
 from gradsieve.pipeline.tags import WORDS
-from gradsieve.pipeline.treatment import Treatment
 from gradsieve.schemes.base import Scheme
 from gradsieve.types import Host, Outcome, Program, Sparse, Vector, to_host
 
@@ -48,6 +48,7 @@ class Staged:
 
 class StepPipeline(Pipeline):
     exchanges_steps = True
+    settings: Steps
 
     def __init__(
         self,
@@ -56,11 +57,10 @@ class StepPipeline(Pipeline):
         rank: int,
         world: int,
         bucket_cap_mb: float = UNIT_CAP_MB,
-        treatment: Treatment | None = None,
+        settings: Steps | None = None,
     ) -> None:
         named = dict(parameters)
-        treatment = treatment or Treatment()
-        super().__init__(named.items(), scheme, rank, world, bucket_cap_mb, treatment)
+        super().__init__(named.items(), scheme, rank, world, bucket_cap_mb, settings or Steps())
         self.own = {name: flat_view(parameter.data) for name, parameter in named.items()}
         """This rank's model, flat, by parameter. `.data`: version counters are raised by whoever knows
         which model the parameters hold (`replica/parameter_views.py`)."""
@@ -104,7 +104,7 @@ class StepPipeline(Pipeline):
 
     def begin(self, tensors: Mapping[str, Tensor], everything: bool, moved: bool) -> None:
         self.idle = 0 if moved else self.idle + 1
-        if self.treatment.late > 1:
+        if self.settings.overlap > 1:
             self.snapshot(tensors, everything)
 
     def snapshot(self, own: Mapping[str, Tensor], everything: bool) -> None:
@@ -123,7 +123,7 @@ class StepPipeline(Pipeline):
     def _within_budget(self) -> Scheme[Any]:
         if self.budget is None:
             return self.scheme
-        bits = max(self.treatment.every * self.budget.bits - self._beside, LEAST / 2)
+        bits = max(self.settings.every * self.budget.bits - self._beside, LEAST / 2)
         if self._bought is None or self._bought[0] != bits:
             self._bought = bits, self._buy(bits)
         return self._bought[1]
@@ -221,7 +221,7 @@ class StepPipeline(Pipeline):
             self.agreement = self.agreement.after(seen, self.world, looked_at)
         else:
             self.coherence = self.coherence.after(seen, self.world)
-        fixed = self.treatment.preview
+        fixed = self.settings.preview
         self.preview = self.coherence.share(self.world) if fixed is None else fixed
         for index, (local, staged) in enumerate(zip(self.local, self._staged, strict=True)):
             update, spent, dense = staged.outcome.update, staged.outcome.spent, staged.dense
@@ -229,7 +229,7 @@ class StepPipeline(Pipeline):
             window = None if soon else self.step % WINDOWS
             with stats.timeline.stage("apply", index):
                 local.apply(update, spent, dense, tensors, self.world, window, self.preview, names)
-                if self.treatment.every > 1:  # windows would come round only every WINDOWS periods
+                if self.settings.every > 1:  # windows would come round only every WINDOWS periods
                     local.allow_rebase_all()
         with stats.timeline.stage("commit"):
             self.apply([staged.outcome.state for staged in self._staged])

@@ -16,8 +16,8 @@ from torch import Tensor
 from gradsieve.comm.c10d import Engine
 from gradsieve.pipeline import GradientPipeline, StepPipeline
 from gradsieve.pipeline.budget import Fixed
+from gradsieve.pipeline.exchange_settings import Exchange
 from gradsieve.pipeline.optimizer_adapter import OptimizerAdapter
-from gradsieve.pipeline.treatment import Treatment
 from gradsieve.replica.parameter_views import SingleModel
 from gradsieve.schemes.base import Scheme
 
@@ -57,8 +57,8 @@ class Replica:
         return self.pipeline.scheme
 
     @property
-    def treatment(self) -> Treatment:
-        return self.pipeline.treatment
+    def settings(self) -> Exchange:
+        return self.pipeline.settings
 
     @property
     def rank(self) -> int:

@@ -361,7 +361,7 @@ class Member:
             if not isinstance(sync.pipeline, StepPipeline):
                 raise ConfigError(
                     f"replica {self.name}: only what exchanges steps can change its group; leave out "
-                    "preset='paper', exchange='gradients' and lossless schemes"
+                    "gradsieve.Gradients, published schemes and lossless ones"
                 )
             members = sync.engine.run(
                 self._meeting(sync), f"the meeting of group {group}", sync.replica.device
@@ -405,7 +405,7 @@ class Member:
             counted = Coherence(figures[alike], figures[every], figures.get(seen, 0.0))
             counted = counted.among(agreed.world, pipeline.world)
             figures |= {alike: counted.alike, every: counted.all} | ({seen: counted.seen} if seen else {})
-        fixed = pipeline.treatment.preview
+        fixed = pipeline.settings.preview
         share = Coherence(figures["alike"], figures["all"]).share(pipeline.world)
         figures["preview"] = share if fixed is None else fixed
         states = []

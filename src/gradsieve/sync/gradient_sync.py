@@ -47,12 +47,19 @@ from gradsieve.observe.diagnostics import Advisor, signs_of
 from gradsieve.observe.metrics import metrics
 from gradsieve.pipeline import UNIT_CAP_MB, GradientPipeline, StepPipeline
 from gradsieve.pipeline.budget import Fixed
+from gradsieve.pipeline.exchange_settings import (
+    DETERMINISTIC_BITS,
+    Exchange,
+    Steps,
+    choose_exchange,
+    choose_scheme,
+)
 from gradsieve.pipeline.optimizer_adapter import OptimizerAdapter, StepAdapter, adapt
-from gradsieve.pipeline.presets import Preset, choose, choose_scheme
 from gradsieve.pipeline.tags import CALLS, UnmatchedError
 from gradsieve.replica.parameter_views import ParameterViews, SingleModel
 from gradsieve.replica.replica import Replica
 from gradsieve.schemes.base import Scheme
+from gradsieve.schemes.stripes import Stripes
 from gradsieve.sync.moments import make_equal
 from gradsieve.sync.optimizer_hooks import OptimizerHooks, as_list, refuse_sharded, refuse_unfrozen
 from gradsieve.sync.pending import Pending
@@ -84,10 +91,9 @@ class GradientSync:
         scheme: str | Scheme[Any] | None = None,
         density: float | None = None,
         bits: float | None = None,
-        every: int = 1,
-        preset: Preset = "default",
+        exchange: Exchange | None = None,
         scaler: torch.amp.GradScaler | None = None,
-        dense_if_faster: bool = True,
+        deterministic: bool = False,
         group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float = UNIT_CAP_MB,
     ) -> None:
@@ -98,11 +104,13 @@ class GradientSync:
         named = dict(parameters)
         held = {name: p for name, p in named.items() if p.requires_grad}
         self._frozen = {name: p for name, p in named.items() if not p.requires_grad}
-        chosen = choose_scheme(scheme, density, bits, preset)
-        treatment = choose(preset, chosen, every)
+        chosen = choose_scheme(scheme, density, bits, exchange)
+        settings = choose_exchange(exchange, chosen)
+        if deterministic and isinstance(chosen, Stripes) and scheme is None:
+            bits = DETERMINISTIC_BITS if bits is None else bits
         optimizers = as_list(optimizer)
-        refuse_sharded(optimizers, treatment.exchange)
-        _refuse_taken(held, treatment.exchange)
+        refuse_sharded(optimizers, isinstance(settings, Steps))
+        _refuse_taken(held, isinstance(settings, Steps))
         self._scaler = scaler
         self._users = weakref.ref(group or dist.group.WORLD)
         self._pending: Pending | None = None
@@ -116,10 +124,10 @@ class GradientSync:
         try:
             parts = self.parts_of(held)
             adapter = adapt(
-                parts, optimizers, chosen, treatment, engine.rank, engine.world, bucket_cap_mb, held
+                parts, optimizers, chosen, settings, engine.rank, engine.world, bucket_cap_mb, held
             )
             self.replica = self.make_replica(engine, held, adapter, None if bits is None else Fixed(bits))
-            self._agree(scheme is None and density is None, dense_if_faster and preset != "paper")
+            self._agree(scheme is None and density is None, deterministic)
             self.enter()
             startup_log.report_settings(self.replica)
             if self.exchanges_steps:
@@ -142,13 +150,14 @@ class GradientSync:
             views = ParameterViews(adapter.parameters, adapter.pipeline)
         return Replica(engine, held, adapter, views, fixed)
 
-    def _agree(self, spends: bool, dense_if_faster: bool) -> None:
+    def _agree(self, spends: bool, deterministic: bool) -> None:
         """With the other ranks. `spends`: as many bits are sent as forward and backward hide."""
         replica = self.replica
         if replica.world > 1 and not replica.scheme.no_comm:
             replica.engine.agree_on_secret(replica.device)
-            replica_check.start_alike(replica, dense_if_faster)
-            know_the_links(replica, spends and self.exchanges_steps, dense_if_faster)
+            replica_check.start_alike(replica, deterministic)
+            may_go_dense = not deterministic and not replica.scheme.whole_model
+            know_the_links(replica, spends and self.exchanges_steps, may_go_dense)
         adaptive = not all(isinstance(one, torch.optim.SGD) for one in replica.optimizers)
         self._advisor = Advisor(replica.scheme, adaptive, replica.rank)
 
@@ -207,7 +216,7 @@ class GradientSync:
     def reduce(self) -> bool:
         """Exchange, between backward and the optimizer's step; False where the step is to be skipped.
 
-        What the optimizer moved before is exchanged; with `exchange="gradients"`, gradients in `.grad`.
+        What the optimizer moved before is exchanged; with `gradsieve.Gradients`, gradients in `.grad`.
         """
         if self.scheme.no_comm:
             return True
@@ -466,7 +475,7 @@ class GradientSync:
     def flush(self) -> None:
         """Send all residuals, in one dense exchange, at the end of a training. Call it on all ranks.
 
-        Afterwards all ranks' own models are the shared one. With `exchange="gradients"` the mean of the
+        Afterwards all ranks' own models are the shared one. With `gradsieve.Gradients` the mean of the
         residuals is in `.grad` instead: call optimizer.step().
         """
         if self.scheme.no_comm:
@@ -575,18 +584,18 @@ def _warn_at_exit(sync: GradientSync) -> None:
     weakref.finalize(sync, atexit.unregister, warn).atexit = False
 
 
-def _refuse_taken(held: Mapping[str, Tensor], exchange: str) -> None:
+def _refuse_taken(held: Mapping[str, Tensor], exchanges_steps: bool) -> None:
     """A parameter has one owner: who else would know which model it holds?"""
     mine = {id(parameter): name for name, parameter in held.items()}
     with _attaching:
         others = list(_attached)
     for other in others:
-        if not other.is_listening or "steps" not in (exchange, other.replica.treatment.exchange):
+        if not other.is_listening or not (exchanges_steps or other.exchanges_steps):
             continue
         taken = [mine[id(parameter)] for parameter in other.held.values() if id(parameter) in mine]
         if taken:
             raise ConfigError(
                 f"{', '.join(taken[:4])} belongs to another model to which a sync is attached: put both "
                 "models into one module and wrap that in DistributedDataParallel, or use "
-                "preset=gradsieve.Treatment(exchange='gradients') for both"
+                "exchange=gradsieve.Gradients() for both"
             )

@@ -184,11 +184,11 @@ def _is_heard_of(optimizer: Any) -> bool:
     return False
 
 
-def refuse_sharded(optimizers: Sequence[Any], exchange: str) -> None:
-    if exchange == "steps" and any(type(one).__name__ == "ZeroRedundancyOptimizer" for one in optimizers):
+def refuse_sharded(optimizers: Sequence[Any], exchanges_steps: bool) -> None:
+    if exchanges_steps and any(type(one).__name__ == "ZeroRedundancyOptimizer" for one in optimizers):
         raise ConfigError(
             "a ZeroRedundancyOptimizer steps each parameter on one rank, by that rank's gradient alone: "
-            "use preset=gradsieve.Treatment(exchange='gradients')"
+            "use exchange=gradsieve.Gradients()"
         )
 
 

@@ -71,7 +71,7 @@ def _rank(rank: int, config: dict[str, Any], out: str) -> None:
     before = _resident()
     optimizer = torch.optim.SGD(parameters.values(), lr=0.01)
     scheme = parse(config["scheme"], config["density"])
-    sync = GradientSync(parameters.items(), optimizer, scheme=scheme, dense_if_faster=False)
+    sync = GradientSync(parameters.items(), optimizer, scheme=scheme, deterministic=True)
     seconds = []
     for _ in range(STEPS):
         for parameter in parameters.values():

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from gradsieve.comm import lockstep
 from gradsieve.kernels import active, is_finite, using
+from gradsieve.pipeline.exchange_settings import Gradients, Steps
 from gradsieve.pipeline.optimizer_adapter import adapt
-from gradsieve.pipeline.treatment import Treatment
 from gradsieve.schemes.spec import parse
 from gradsieve_lab.bench.common.clock import Clock
 from gradsieve_lab.bench.common.machine import check_fits, one_thread
@@ -90,7 +90,10 @@ class Rank:
         for parameter in self.parameters.values():
             parameter.grad = torch.zeros_like(parameter)
         optimizer = torch.optim.SGD(self.parameters.values(), lr=_RATE)
-        scheme, treatment = parse(case.scheme, case.density), Treatment(exchange=case.exchange)
+        scheme, treatment = (
+            parse(case.scheme, case.density),
+            Steps() if case.exchange == "steps" else Gradients(),
+        )
         self.adapter = adapt(self.parameters, [optimizer], scheme, treatment, rank, case.world)
         self.pipeline = self.adapter.pipeline
 

@@ -16,7 +16,7 @@ import torch
 
 from gradsieve.comm import lockstep
 from gradsieve.errors import ConfigError
-from gradsieve.pipeline import presets
+from gradsieve.pipeline import exchange_settings
 from gradsieve.pipeline.parts import Merger, capture, restore, stand_in
 from gradsieve.schemes.spec import parse
 from gradsieve_lab.bench.common.machine import one_thread
@@ -49,7 +49,7 @@ def measure_all(
             run = Run(
                 task,
                 scheme,
-                presets.parse("default", scheme),
+                exchange_settings.parse("default", scheme),
                 seed,
                 way[0],
                 steps,

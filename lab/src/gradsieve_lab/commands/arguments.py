@@ -43,7 +43,7 @@ def add_syncs(parser: argparse.ArgumentParser, default: str) -> None:
         default=default,
         metavar="LIST",
         help=f"from {', '.join(SYNCS)}; settings of a scheme follow a colon, with + between them; a "
-        "treatment follows an @: spardl:teams=2, exdyna@paper, exdyna@steps:late=false "
+        "treatment follows an @: spardl:teams=2, exdyna@paper, exdyna@steps:overlap=0 "
         "(default: %(default)s)",
     )
 

@@ -68,7 +68,7 @@ class Training:
         }
         self.optimizer = torch.optim.SGD(self.parameters.values(), lr=0.1, momentum=0.9)
         self.sync = GradientSync(
-            self.parameters.items(), self.optimizer, scheme=task.scheme, density=0.05, dense_if_faster=False
+            self.parameters.items(), self.optimizer, scheme=task.scheme, density=0.05, deterministic=True
         )
         mine = fault if fault is not None and fault.rank == rank else None
         self.injector = Injector(self.sync.engine, lambda: self.sync.pipeline.step, mine, self._tell_of_fault)

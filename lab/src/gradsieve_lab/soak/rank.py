@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from gradsieve.errors import GradsieveError
 from gradsieve.parallel.ddp import DdpSync, attach
-from gradsieve.pipeline.treatment import Treatment
+from gradsieve.pipeline.exchange_settings import Gradients
 from gradsieve.sync.recording import record
 from gradsieve_lab.faults.trained import DONE, Tell
 from gradsieve_lab.soak.judge import Look
@@ -35,7 +35,7 @@ _UNIT_MB, _UNITS = 0.004, 3
 _WIDTH = 32
 SETTINGS: dict[str, dict[str, Any]] = {
     "stripes": {"bits": 1.0},
-    "exdyna": {"scheme": "exdyna", "density": 0.05, "preset": Treatment(exchange="gradients")},
+    "exdyna": {"scheme": "exdyna", "density": 0.05, "exchange": Gradients()},
     "oktopk": {"scheme": "oktopk", "density": 0.05},
 }
 """Both ways of exchanging, with and without selection; one whose messages have another length each time."""
@@ -68,9 +68,7 @@ class SoakTraining:
             nn.Sequential(*layers, nn.Linear(_WIDTH, 1)), bucket_cap_mb=_UNIT_MB
         )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
-        self.sync: DdpSync = attach(
-            self.model, self.optimizer, dense_if_faster=False, **SETTINGS[soak.scheme]
-        )
+        self.sync: DdpSync = attach(self.model, self.optimizer, deterministic=True, **SETTINGS[soak.scheme])
         if len(self.sync.pipeline.units) != _UNITS:
             raise GradsieveError(f"{len(self.sync.pipeline.units)} units, where the soak is of {_UNITS}")
         self.recorder = record(self.sync, Path(soak.folder) / soak.scheme)

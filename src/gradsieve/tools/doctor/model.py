@@ -27,7 +27,7 @@ from gradsieve.errors import ConfigError
 from gradsieve.feedback.units import make_units
 from gradsieve.parallel.ddp import refuse_sparse_gradients, refuse_unfit
 from gradsieve.pipeline import UNIT_CAP_MB
-from gradsieve.pipeline.treatment import Treatment
+from gradsieve.pipeline.exchange_settings import Steps
 from gradsieve.sync.unwrap import model_in
 from gradsieve.torch_names import acts_on_gradient
 
@@ -73,7 +73,7 @@ def build(spec: str) -> tuple[nn.Module, Loss | None]:
 def measure(model: nn.Module, loss: Loss | None) -> ModelFigures:
     trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
     try:
-        units = len(make_units(trained, int(UNIT_CAP_MB * 2**20), Treatment().small))
+        units = len(make_units(trained, int(UNIT_CAP_MB * 2**20), Steps().small))
         conflicts = []
     except ConfigError as error:
         units, conflicts = 0, [str(error)]

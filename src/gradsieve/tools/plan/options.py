@@ -159,7 +159,7 @@ def _local_steps(model: Model) -> Iterator[Option]:
     for every in LOCAL_STEPS:
         yield Option(
             f"dense, every {every} steps",
-            f'gradsieve.attach(ddp, optimizer, scheme="dense", every={every})',
+            f'gradsieve.attach(ddp, optimizer, scheme="dense", exchange=gradsieve.Steps(every={every}))',
             lambda costs: costs.of_scheme(scheme, n, units, PASSES),
             "step",
             quality.of_local_steps(every),
@@ -185,7 +185,7 @@ def automatic(model: Model, costs: Costs, every: int) -> Option:
     bits = min(bits, computed)
     values, share = spend(every * bits, costs.world)
     sent = quality.of_bits(bits) if every == 1 else quality.UNKNOWN
-    ask = "" if every == 1 else f", every={every}"
+    ask = "" if every == 1 else f", exchange=gradsieve.Steps(every={every})"
     name = "auto" if every == 1 else f"auto, every {every} steps"
     call = f"gradsieve.attach(ddp, optimizer{ask})"
     return replace(_stripes(name, call, model, values, share, sent), every=every)
@@ -230,10 +230,9 @@ def _option(name: str, scheme: Scheme[Any], cap: float, model: Model, exact: boo
     sent = [f"{field}={value!r}" for field, value in _changed(scheme).items()]
     n = model.parameters
     passes = PASSES_GRADIENTS if published else PASSES
-    preset = ', preset="paper"' if published else ""
     kind = type(scheme).__name__
-    call = f"gradsieve.attach(ddp, optimizer, scheme=gradsieve.{kind}(density={scheme.density:g}"
-    call += "".join(f", {each}" for each in sent) + f"){preset})"
+    call = f"gradsieve.attach(ddp, optimizer, scheme=gradsieve.schemes.{kind}(density={scheme.density:g}"
+    call += "".join(f", {each}" for each in sent) + "))"
     if cap not in (math.inf, UNIT_CAP_MB) and units != model.units(UNIT_CAP_MB):
         sent.append(f"units of {cap:g} MB")
         call += f" on DistributedDataParallel(..., bucket_cap_mb={cap:g})"

@@ -148,7 +148,7 @@ def _age(training: Training) -> Finding:
     value = training.median(training.columns["age"])
     change = None
     if value is not None and value > STALE:
-        now_and_then = "send everything now and then with preset=gradsieve.Treatment(refresh=1000)."
+        now_and_then = "send everything now and then with exchange=gradsieve.Steps(refresh=1000)."
         what = {"auto": "give bits=", "fixed": "raise bits=", "density": "raise density="}[_kind(training)]
         more = "" if what == "give bits=" else f" about {2 * value / STALE:.0f} times"
         change = f"What is sent is old: {what}{more}, or {now_and_then}"

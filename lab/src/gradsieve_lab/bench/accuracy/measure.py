@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 from gradsieve.errors import ConfigError, GradsieveError
 from gradsieve.observe.records import path_of
-from gradsieve.pipeline import presets
+from gradsieve.pipeline import exchange_settings
 from gradsieve.schemes.spec import parse
 from gradsieve.tools.results import versions
 from gradsieve_lab.bench.accuracy import rivals
@@ -252,7 +252,7 @@ def train(case: Case, after_step: Callable[[], None], record: Path | None = None
             after_step,
         )
     scheme = parse(case.sync, case.density)
-    treatment = presets.parse(case.treatment, scheme)
+    treatment = exchange_settings.parse(case.treatment, scheme)
     run = virtual.Run(
         case.task,
         scheme,

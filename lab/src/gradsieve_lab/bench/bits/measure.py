@@ -26,7 +26,7 @@ from torch import Tensor
 from gradsieve.comm import lockstep
 from gradsieve.comm.meter import Meter
 from gradsieve.errors import ConfigError
-from gradsieve.pipeline.treatment import Treatment
+from gradsieve.pipeline.exchange_settings import Steps
 from gradsieve.schemes.agreed import Agreed, Values
 from gradsieve.schemes.base import Scheme
 from gradsieve.schemes.spec import parse
@@ -130,7 +130,7 @@ class Waiting:
 
 def record(task: str, plan: Plan, after_step: Callable[[int], None] = lambda step: None) -> Waiting:
     """Train with the task's own schedule, of which `plan.trained` steps are the beginning."""
-    run = Run(task, Stripes(), Treatment(), seed=0, world=plan.world)
+    run = Run(task, Stripes(), Steps(), seed=0, world=plan.world)
     members = [Member(run, rank) for rank in range(plan.world)]
     units = members[0].pipeline.units
     kept = []

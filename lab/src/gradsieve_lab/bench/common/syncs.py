@@ -3,7 +3,7 @@
     exdyna                            a scheme
     exdyna:values=sign                with settings, as every bench takes them
     exdyna@paper                      in a treatment, as `bench accuracy --treatments` takes them
-    spardl:teams=2@steps:late=false   both
+    spardl:teams=2@steps:overlap=0   both
     stripes:density=1@steps:every=30  stripes have a density of their own
 
 What is no scheme of ours has neither.
@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from gradsieve.errors import ConfigError
 from gradsieve.parallel.ddp import DdpSync
-from gradsieve.pipeline import presets
-from gradsieve.pipeline.treatment import Treatment
+from gradsieve.pipeline import exchange_settings
+from gradsieve.pipeline.exchange_settings import Exchange, Steps
 from gradsieve.schemes import SCHEMES
 from gradsieve.schemes.base import Scheme
 from gradsieve.schemes.spec import parse
@@ -39,7 +39,7 @@ def syncs_of(names: str, always: Sequence[str]) -> list[str]:
     return wanted
 
 
-def treated(sync: str, density: float | None = None) -> tuple[Scheme[Any], Treatment]:
+def treated(sync: str, density: float | None = None) -> tuple[Scheme[Any], Exchange]:
     """A scheme, at that density if it chooses elements, and what happens around its exchange."""
     text, at, treatment = sync.partition("@")
     name = text.partition(":")[0]
@@ -49,7 +49,7 @@ def treated(sync: str, density: float | None = None) -> tuple[Scheme[Any], Treat
     scheme = parse(text, fixed=()) if name == "stripes" else parse(text, density)
     if at and scheme.lossless:
         raise ConfigError(f"{name} has nothing that waits, and so no treatment: {sync}")
-    return scheme, presets.parse(treatment if at else "default", scheme)
+    return scheme, exchange_settings.parse(treatment if at else "default", scheme)
 
 
 def steps_late(sync: str) -> int | None:
@@ -61,7 +61,7 @@ def steps_late(sync: str) -> int | None:
     if sync in _NO_SCHEMES:
         return 0
     _, treatment = treated(sync)
-    return int(treatment.exchange == "steps" and treatment.late) + treatment.every - 1
+    return int(isinstance(treatment, Steps) and treatment.overlap) + treatment.every - 1
 
 
 def attached(
@@ -77,4 +77,4 @@ def attached(
         return DdpSync(ddp, optimizer)
     scheme, treatment = treated(sync, density)
     dense_if_faster = dense_if_faster and not sync.endswith("@paper")
-    return DdpSync(ddp, optimizer, scheme=scheme, preset=treatment, dense_if_faster=dense_if_faster)
+    return DdpSync(ddp, optimizer, scheme=scheme, exchange=treatment, deterministic=not dense_if_faster)

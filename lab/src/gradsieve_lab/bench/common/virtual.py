@@ -18,9 +18,9 @@ from torch import Tensor
 from gradsieve.comm import lockstep
 from gradsieve.observe.recorder import Recorder
 from gradsieve.pipeline.budget import Fixed, cost
+from gradsieve.pipeline.exchange_settings import Exchange
 from gradsieve.pipeline.optimizer_adapter import adapt
 from gradsieve.pipeline.steps import StepPipeline
-from gradsieve.pipeline.treatment import Treatment
 from gradsieve.schemes.base import Scheme
 from gradsieve.types import Sparse
 from gradsieve_lab.bench.common.fidelity import captured, differs_from_top_k
@@ -42,7 +42,7 @@ class Run:
 
     task: str
     scheme: Scheme[Any]
-    treatment: Treatment
+    treatment: Exchange
     seed: int
     world: int = 4
     steps: int | None = None
@@ -140,7 +140,7 @@ def train(run: Run, after_step: Callable[[], None] = lambda: None) -> Course:
         last = step == steps
         begun = [member.pipeline.begins_exchange() for member in members]
         due = all(begun)
-        if due and run.treatment.late:
+        if due and run.treatment.overlap:
             under_way = begin(members, everything=last and not members[0].pipeline.exchanges_steps)
         if under_way and members[0].pipeline.is_exchange_due:
             end(members, under_way)
@@ -148,7 +148,7 @@ def train(run: Run, after_step: Callable[[], None] = lambda: None) -> Course:
             watch.note(step)
         for member in members:
             member.step()
-        if due and not run.treatment.late:
+        if due and not run.treatment.overlap:
             exchange(members)
             watch.note(step)
         if step in judged:

@@ -88,7 +88,7 @@ class Learner:
             self.training.optimizer,
             name=f"{number}.{life}",
             timeout=timedelta(seconds=plan.deadline),
-            dense_if_faster=False,
+            deterministic=True,
             **plan.settings,
         )
         if plan.folder and (Path(plan.folder) / "manifest.json").exists():

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from gradsieve.pipeline.exchange_settings import Exchange
 from gradsieve.pipeline.optimizer_adapter import adapt
 from gradsieve.pipeline.steps import StepPipeline
-from gradsieve.pipeline.treatment import Treatment
 from gradsieve.schemes.base import Scheme
 from gradsieve.types import Ctx, Program
 from gradsieve_lab.bench.rivals.base import Part
@@ -16,7 +16,7 @@ from gradsieve_lab.bench.tasks.training import Training
 
 
 class EnginePart(Part):
-    def __init__(self, training: Training, ctx: Ctx, scheme: Scheme[Any], treatment: Treatment) -> None:
+    def __init__(self, training: Training, ctx: Ctx, scheme: Scheme[Any], treatment: Exchange) -> None:
         super().__init__(training, ctx)
         parameters = dict(training.model.named_parameters())
         self.adapter = adapt(parameters, [training.optimizer], scheme, treatment, ctx.rank, ctx.world)
@@ -49,7 +49,7 @@ class OuterPart(EnginePart):
         training: Training,
         ctx: Ctx,
         scheme: Scheme[Any],
-        treatment: Treatment,
+        treatment: Exchange,
         rate: float,
         momentum: float,
     ) -> None:

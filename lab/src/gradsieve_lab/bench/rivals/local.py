@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from gradsieve.pipeline.treatment import Treatment
+from gradsieve.pipeline.exchange_settings import Exchange, Gradients, Steps
 from gradsieve.schemes.agreed import Values
 from gradsieve.schemes.baselines.randomk import RandomK
 from gradsieve.schemes.stripes import Stripes
@@ -88,10 +88,10 @@ class OneBit(Rival):
     """Papers have gradients; of steps, any optimizer's travel."""
 
     def begin(self, training: Training, ctx: Ctx) -> Part:
-        treatment = _steps(1) if self.exchange == "steps" else Treatment(exchange="gradients", small=0)
+        treatment = _steps(1) if self.exchange == "steps" else Gradients(small=0)
         return EnginePart(training, ctx, Stripes(density=1.0, values="sign"), treatment)
 
 
-def _steps(every: int) -> Treatment:
+def _steps(every: int) -> Exchange:
     """With all of what waits in the rank's own model, which then is an ordinary local model."""
-    return Treatment(every=every, preview=1.0, small=0)
+    return Steps(every=every, preview=1.0, small=0)

@@ -125,7 +125,7 @@ class Contestant:
     @property
     def every(self) -> int:
         """Steps to an exchange."""
-        return 1 if self.sync is None else self.sync.replica.treatment.every
+        return 1 if self.sync is None else self.sync.replica.settings.every
 
     @property
     def warm_steps(self) -> int:

@@ -109,7 +109,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.pipeline import presets
+    from gradsieve.pipeline import exchange_settings
     from gradsieve.schemes.spec import parse
     from gradsieve.tools import results
     from gradsieve.types import check_density
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--rates are multiples above 0")
     syncs = args.syncs or ["dense", "stripes" if args.bits else "exdyna"]
     for treatment in [*args.treatments, *(own for _, at, own in (s.partition("@") for s in syncs) if at)]:
-        presets.parse(treatment, parse("exdyna"))
+        exchange_settings.parse(treatment, parse("exdyna"))
     drawable(args.plot)
     if args.json is not None and args.json.resolve().parent == args.folder.resolve():
         raise ConfigError(f"{args.folder} is for trainings: write the rows to another folder")

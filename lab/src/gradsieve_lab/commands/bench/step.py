@@ -35,7 +35,7 @@ columns:
 _EXAMPLES = """\
 examples:
   gradsieve bench step --rate 1gbit --syncs exdyna,topk --json step.json
-  gradsieve bench step --hosts 2,4,8 --rate 1gbit --syncs exdyna,exdyna@steps:late=false,exdyna@paper
+  gradsieve bench step --hosts 2,4,8 --rate 1gbit --syncs exdyna,exdyna@steps:overlap=0,exdyna@paper
   gradsieve bench step --rate 100mbit --syncs exdyna --trace trace.json --timeline timeline.png
 """
 

@@ -37,7 +37,7 @@ _EXAMPLES = """\
 examples:
   gradsieve bench time-to-accuracy --rate 1gbit --plot accuracy.png
   gradsieve bench time-to-accuracy --rate 100mbit --syncs fp16,auto,stripes:values=int4 --seeds 3
-  gradsieve bench time-to-accuracy --hosts 2,4 --syncs exdyna,exdyna@steps:late=false,exdyna-paper@paper
+  gradsieve bench time-to-accuracy --hosts 2,4 --syncs exdyna,exdyna@steps:overlap=0,exdyna-paper@paper
   gradsieve bench time-to-accuracy --rate 100mbit --task transformer --params 1e6 --json loss.json
 """
 
