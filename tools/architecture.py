@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import textwrap
+from collections.abc import Iterator, Mapping, Set
 from html import escape
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import tomllib
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "images" / "architecture.svg"
+PACKAGES = {"gradsieve": "src", "gradsieve_lab": "lab/src"}
 _WIDTH, _GAP, _LINE, _PAD = 1120, 10, 15, 8
 _CHARACTER = 6.4
 """Units that one takes in the small font."""
@@ -23,62 +25,101 @@ _STYLE = """
   .name { font-weight: 600; font-size: 13px }
   .side { fill: #7b8794 }
   rect { fill: #f5f7fa; stroke: #9aa5b1; rx: 5 }
+  rect.lab { fill: #fff8e6 }
 """
 
 
 def layers(root: Path) -> list[list[str]]:
-    """Rooms from the top to the bottom, modules of one package in a layer as one room."""
+    """Rooms from the top to the bottom."""
     contract = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
-    found = []
-    for line in contract["layers"]:
-        rooms: dict[str, list[str]] = {}
-        for name in (each.strip().removeprefix("gradsieve.") for each in line.split("|")):
-            package, _, module = name.partition(".")
-            rooms.setdefault(package, []).extend([module] if module else [])
-        found.append([f"{room}: {', '.join(parts)}" if parts else room for room, parts in rooms.items()])
-    return found
+    return [
+        [each.strip().removeprefix("gradsieve.") for each in line.split("|")] for line in contract["layers"]
+    ]
 
 
 def missing(root: Path) -> list[str]:
     """Rooms of the source that no layer has: a contract that does not see them holds for nothing."""
-    known = {room.partition(":")[0] for layer in layers(root) for room in layer}
+    known = {room for layer in layers(root) for room in layer}
     inside = (path for path in (root / "src" / "gradsieve").iterdir() if not path.name.startswith("__"))
     here = {path.stem for path in inside if path.suffix == ".py" or path.is_dir()}
     return sorted(here - known)
 
 
-def says(root: Path, room: str) -> str:
-    """The first sentence of its docstring; of a part of a package, those of its modules."""
-    package, _, parts = room.partition(": ")
-    path = root / "src" / "gradsieve" / package
-    modules = [path / f"{part}.py" for part in parts.split(", ")] if parts else [path / "__init__.py"]
-    if not path.is_dir():
-        modules = [path.with_suffix(".py")]
-    return "; ".join(map(_sentence, modules))
-
-
-def _sentence(module: Path) -> str:
+def says(package: Path, room: str) -> str:
+    """The first sentence of its docstring."""
+    path = package / room
+    module = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     text = " ".join((ast.get_docstring(ast.parse(module.read_text())) or "").split("\n\n")[0].split())
     return text.partition(". ")[0].rstrip(".:").replace("`", "")
 
 
+# -- circles --------------------------------------------------------------------------------------------
+
+
+def imports(root: Path) -> dict[str, set[str]]:
+    """By module of either package, which modules of both it imports anywhere, for types too."""
+    files = dict(_modules(root))
+    found: dict[str, set[str]] = {}
+    for name, path in files.items():
+        found[name] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found[name] |= {alias.name for alias in node.names} & files.keys()
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    inner = f"{node.module}.{alias.name}"
+                    found[name] |= {inner if inner in files else node.module} & files.keys()
+    return found
+
+
+def _modules(root: Path) -> Iterator[tuple[str, Path]]:
+    for package, place in PACKAGES.items():
+        for path in sorted((root / place / package).rglob("*.py")):
+            parts = path.relative_to(root / place).with_suffix("").parts
+            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def circles(graph: Mapping[str, Set[str]]) -> list[str]:
+    """Modules that import each other, directly or by way of others: what is left when all that import nothing
+    of the rest are taken away again and again, from both ends. A package's front page, `gradsieve` itself,
+    names what is inside and is no module of the house."""
+    left = {
+        name: set(targets) - {name, "gradsieve"} for name, targets in graph.items() if name != "gradsieve"
+    }
+    while True:
+        imported = set[str]().union(*left.values())
+        kept = {name for name, targets in left.items() if targets & left.keys() and name in imported}
+        if len(kept) == len(left):
+            return sorted(left)
+        left = {name: left[name] & kept for name in kept}
+
+
+# -- the picture ----------------------------------------------------------------------------------------
+
+
 def drawn(root: Path) -> str:
+    lab = root / PACKAGES["gradsieve_lab"] / "gradsieve_lab"
+    rooms = sorted(path.name for path in lab.iterdir() if path.is_dir() and not path.name.startswith("__"))
+    rows = [(lab, rooms[start : start + 5], "lab") for start in range(0, len(rooms), 5)]
+    rows += [(root / PACKAGES["gradsieve"] / "gradsieve", layer, "") for layer in layers(root)]
     body, top = [], _GAP
-    for layer in layers(root):
+    for package, layer, kind in rows:
         width = (_WIDTH - _GAP * (len(layer) + 1)) / len(layer)
-        wrapped = [textwrap.wrap(says(root, room), int((width - 2 * _PAD) / _CHARACTER))
-                   for room in layer]  # fmt: skip
+        wrapped = [textwrap.wrap(says(package, room), int((width - 2 * _PAD) / _CHARACTER)) for room in layer]
         height = 2 * _PAD + _LINE * (1 + max(map(len, wrapped)))
         for place, (room, lines) in enumerate(zip(layer, wrapped, strict=True)):
             left = _GAP + place * (width + _GAP)
-            body.append(f'<rect x="{left:.0f}" y="{top}" width="{width:.0f}" height="{height}"/>')
+            body.append(
+                f'<rect x="{left:.0f}" y="{top}" width="{width:.0f}" height="{height}" class="{kind}"/>'
+            )
             body.append(_text(left + _PAD, top + _PAD + 11, room, "name"))
             body += [
                 _text(left + _PAD, top + _PAD + 11 + _LINE * line, words)
                 for line, words in enumerate(lines, start=1)
             ]
         top += height + _GAP
-    body.append(_text(_GAP, top + 11, "A room imports only rooms that are drawn below it.", "side"))
+    foot = "Yellow: gradsieve-lab, which gradsieve never imports. Other rooms import only rooms below them."
+    body.append(_text(_GAP, top + 11, foot, "side"))
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {top + 20}" role="img">'
     return "\n".join([head, f"<style>{_STYLE}</style>", *body, "</svg>", ""])
 
@@ -89,3 +130,4 @@ def _text(x: float, y: float, words: str, kind: str = "") -> str:
 
 if __name__ == "__main__":
     PICTURE.write_text(drawn(ROOT))
+    print("circles:", ", ".join(circles(imports(ROOT))) or "none")

@@ -25,7 +25,7 @@ import tomllib
 
 ROOT = Path(__file__).parent.parent
 LIST = ROOT / "tools" / "mutants.toml"
-_NEEDED = ("src", "tests", "pyproject.toml", "examples", "docs")
+_NEEDED = ("src", "lab", "tests", "pyproject.toml", "examples", "docs")
 _SECONDS = 600
 _PASSED, _FAILED, _HUNG, _CRASHED = 0, 1, -99, 98
 """Exit codes of pytest, of which any other is no verdict; and ours."""
@@ -99,9 +99,13 @@ def _tested(root: Path, tests: Sequence[str]) -> int:
     os.chdir(root)
     for name in [name for name in sys.modules if name.partition(".")[0] == "gradsieve"]:
         del sys.modules[name]
-    sys.path.insert(0, str(root / "src"))
+    sys.path[:0] = [str(root / "src"), str(root / "lab" / "src")]
     sys.dont_write_bytecode = True  # of a mutant, it could be taken for the file put back
-    ways = {"PYTHONPATH": str(root / "src"), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    ways = {
+        "PYTHONPATH": f"{root / 'src'}:{root / 'lab' / 'src'}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     os.environ |= ways
     return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
 

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -134,9 +135,16 @@ class AnyOrder(RuleBasedStateMachine):
     def _step(self, rank: int, how: str, middle: str, loss: Tensor, seed: int, micro: int) -> None:
         one = self.ranks[rank]
         self._in_the_middle(one, middle, seed)
-        before = one.own()
-        loss.backward()
-        assert same_bits([*one.own().values()], [*before.values()]), (
+        before, at_its_end = one.own(), []
+        end_backward = one.sync.end_backward
+
+        def ended(completed: bool, frees_graph: bool) -> None:
+            at_its_end.append(one.own())
+            end_backward(completed, frees_graph)
+
+        with mock.patch.object(one.sync, "end_backward", ended):
+            loss.backward()
+        assert same_bits([*at_its_end[0].values()], [*before.values()]), (
             "parameters were written inside a backward"
         )
         parts = [numbers(seed + 100 + rank), *(numbers(seed + 7 * part + rank) for part in range(micro))]
@@ -180,7 +188,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def copy_models(self) -> None:
         for rank in self.ranks:
-            at_rest = rank.sync.replica.views is not None and not rank.sync.replica.views.shows_own
+            at_rest = not rank.sync.replica.views.shows_own
             self.fleet.save_model(rank, at_rest)
 
     @rule()
@@ -218,9 +226,8 @@ class AnyOrder(RuleBasedStateMachine):
     def write(self, seed: int) -> None:
         self.fleet.write(numbers(seed))
         for rank in self.fleet.ranks:
-            if rank.sync.replica.views is not None:
-                rank.sync.replica.views.show_own()  # as the next forward does
-                rank.sync.replica.views.show_shared()
+            rank.sync.replica.views.show_own()  # as the next forward does
+            rank.sync.replica.views.show_shared()
         self.fleet.check()
 
     @rule(dense=st.booleans())

@@ -14,8 +14,9 @@ from gradsieve import MismatchError
 from gradsieve.feedback import local_steps
 from gradsieve.feedback.local_steps import LocalSteps
 from gradsieve.parallel.ddp import DdpSync
-from gradsieve.pipeline import StepPipeline, base, gradient_sync, optimizer_hooks
+from gradsieve.pipeline import StepPipeline, base
 from gradsieve.pipeline.tags import Tag
+from gradsieve.sync import gradient_sync, optimizer_hooks
 from gradsieve.sync.gradient_sync import GradientSync
 from laws.stepping_ranks import Fleet
 from laws.test_any_order import AnyOrder, fake_group, numbers, run_machine

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradsieve import DivergenceError, MismatchError, Steps
 from gradsieve.errors import ConfigError
-from gradsieve.sync.elastic import Replica
+from gradsieve.sync.elastic import Member
 from gradsieve.testing.laws import same_bits
 from laws.crew import Small, fake_group, sgd  # noqa: F401  # a fixture
 from laws.stepping_ranks import take_seat
@@ -27,7 +27,7 @@ from laws.virtual_engine import Room
 SCHEMES = ["stripes", "exdyna", "oktopk", "spardl", "topk"]
 
 
-class One(Replica):
+class One(Member):
     """A replica that draws whole gradients."""
 
     def __init__(self, number: int, scheme: str = "stripes", **settings: Any) -> None:

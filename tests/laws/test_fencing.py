@@ -162,11 +162,11 @@ def test_a_save_whose_last_vote_fails_is_whole(folder: Path, monkeypatch: pytest
     votes: list[int] = []
     check = files.check_saves
 
-    def failing(sync: Any, stamp: Stamp, others: Any) -> None:
-        votes.append(sync.engine.rank)
-        if votes.count(sync.engine.rank) == 2:
+    def failing(replica: Any, stamp: Stamp, others: Any) -> None:
+        votes.append(replica.rank)
+        if votes.count(replica.rank) == 2:
             raise MismatchError("damaged")
-        check(sync, stamp, others)
+        check(replica, stamp, others)
 
     with Crew(2, **SETTINGS) as crew:
         load(crew, folder)
@@ -201,7 +201,7 @@ def test_without_the_comparison_they_save_what_cannot_be_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twin."""
-    monkeypatch.setattr(files.replicas, "replicated", lambda sync: {"nothing": torch.zeros(1)})
+    monkeypatch.setattr(files.replica_check, "replicated", lambda replica: {"nothing": torch.zeros(1)})
     with Crew(2, **SETTINGS) as crew:
         load(crew, folder)
         flipped(crew.train(3, 5))
@@ -219,7 +219,7 @@ def pairs(tmp_path: Path) -> Iterator[Callable[[str], int]]:
     with Crew(2, **SETTINGS) as crew:
         for start, pair in ((0, "aa"), (2, "bb"), (4, "cc")):
             crew.train(start, start + 2)
-            crew.everyone(lambda hand, pair=pair: files.save(hand.sync, tmp_path, True, pair))
+            crew.everyone(lambda hand, pair=pair: hand.sync.save_pair(tmp_path, True, pair))
         yield lambda pair: files.manifest_of_pair(tmp_path, pair).step
 
 

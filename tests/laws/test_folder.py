@@ -62,7 +62,7 @@ def snapshots(crew: Crew) -> list[dict[str, Tensor]]:
         (adamw, {"bits": 0.8}),
         (sgd, EXDYNA),
         (sgd, {"bits": 0.8, "dtype": torch.bfloat16}),
-        (adamw, {"bits": 0.8, "every": 2}),
+        (adamw, {"bits": 0.8, "exchange": Steps(every=2)}),
         (sgd, {**EXDYNA, "exchange": Gradients(momentum="local")}),
     ],
     ids=["adamw", "exdyna", "bfloat16", "every", "gradients"],

@@ -48,7 +48,7 @@ def test_spent_adds_up_to_update_within_rounding(name: str, case: Case) -> None:
 @given(case=cases(exact=True))
 def test_no_gradient_is_lost_over_a_run_of_whole_numbers(name: str, case: Case) -> None:
     gradients, updates, residuals, _ = totals(case.fleet(name), case.source, case.steps)
-    check_nothing_lost(gradients, updates, residuals, room=torch.zeros_like(gradients))
+    check_nothing_lost(gradients, updates, residuals, tolerance=torch.zeros_like(gradients))
 
 
 @every_scheme

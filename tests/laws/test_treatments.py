@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ DYADIC = [name for name, treatment in STEPS.items() if treatment.preview is not 
 
 @every_scheme
 @few
-@given(case=cases(), settings=st.sampled_from(list(STEPS)), data=st.data())
+@given(case=cases(), treatment=st.sampled_from(list(STEPS)), data=st.data())
 def test_steps_are_conserved_and_shared_alike(
     scheme: str, case: Case, treatment: str, data: st.DataObject
 ) -> None:
@@ -96,7 +97,7 @@ def test_density_one_is_training_on_the_mean_step(scheme: str, case: Case) -> No
 
 @every_scheme
 @few
-@given(case=cases(), settings=st.sampled_from(list(STEPS)))
+@given(case=cases(), treatment=st.sampled_from(list(STEPS)))
 def test_an_idle_rank_pays_its_share_and_no_more(scheme: str, case: Case, treatment: str) -> None:
     ranks = Stepping(case, scheme, STEPS[treatment])
     for step in range(case.steps):
@@ -143,7 +144,7 @@ def test_rounding_to_a_narrow_parameter_is_not_a_step(dtype: torch.dtype) -> Non
     ranks.exchange()
     for pipeline in ranks.pipelines:
         pipeline.local[0].shared.add_(2.0**-20)  # what bfloat16 and float16 round away
-        pipeline.local[0].mark.add_(2.0**-20)
+        pipeline.local[0].anchor.add_(2.0**-20)
     kept = [next(pipeline.waiting()).clone() for pipeline in ranks.pipelines]
     for pipeline, own in zip(ranks.pipelines, ranks.flat, strict=True):
         for window in range(WINDOWS):
@@ -160,7 +161,7 @@ def test_rounding_to_a_narrow_parameter_is_not_a_step(dtype: torch.dtype) -> Non
 
 @every_scheme
 @few
-@given(case=cases(), settings=st.sampled_from(list(GRADIENTS)))
+@given(case=cases(), treatment=st.sampled_from(list(GRADIENTS)))
 def test_every_rank_is_given_the_same_and_memories_are_what_they_say(
     scheme: str, case: Case, treatment: str
 ) -> None:
@@ -213,7 +214,7 @@ def test_a_total_is_the_sum_of_estimates(scheme: str, treatment: str, case: Case
 @given(
     case=cases(),
     rates=st.lists(st.sampled_from([0.25, 0.5, 1.0, 2.0, 0.3, 0.01]), min_size=1, max_size=6),
-    overlap=st.booleans(),
+    late=st.booleans(),
 )
 def test_a_schedule_does_not_change_what_waits(
     scheme: str, case: Case, rates: list[float], late: bool
@@ -291,5 +292,5 @@ def test_treatments_of_both_kinds_are_in_the_tables() -> None:
     tried = [*STEPS.values(), *GRADIENTS.values()]
     for kind in (Steps, Gradients):
         of_kind = [settings for settings in tried if isinstance(settings, kind)]
-        for field in kind.__dataclass_fields__.keys() - {"every", "overlap"}:
+        for field in {each.name for each in fields(kind)} - {"every", "overlap"}:
             assert len({getattr(settings, field) for settings in of_kind}) > 1, field

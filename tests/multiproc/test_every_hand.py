@@ -21,7 +21,7 @@ from gradsieve.errors import ConfigError
 from gradsieve.feedback import step_length
 from gradsieve.feedback.local_steps import LocalSteps
 from gradsieve.feedback.step_length import Habit, StepLength
-from gradsieve.parallel.hooks import Door
+from gradsieve.parallel.hooks import CommHook
 from gradsieve.parallel.model_sync import ModelSync
 from gradsieve.sync import optimizer_hooks
 from multiproc.harness import RankFailure, Ranks
@@ -110,11 +110,11 @@ UNDONE: dict[str, list[tuple[Any, str, Any]]] = {
     ],
     "graphs are taken for freed": [(torch_names, "keeps_graph", lambda *_, **__: False)],
     "forwards are not counted": [(ModelSync, "before_forward", _one_graph)],
-    "moments stay": [(Door, "catch_up", lambda self: None)],
+    "moments stay": [(CommHook, "catch_up", lambda self: None)],
     "all gradients are large": [(step_length, "_SIZES", 1e30)],
     "copies stay": [(StepLength, "bring_along", lambda self, optimizer: None)],
     "anything may keep weights": [(step_length, "copies_of", lambda optimizer, group: ())],
-    "groups are counted": [(optimizer_hooks.Optimizers, "names_in", _by_lengths)],
+    "groups are counted": [(optimizer_hooks.OptimizerHooks, "names_in", _by_lengths)],
     "a parameter may have two owners": [
         (gradsieve.sync.gradient_sync, "_refuse_taken", lambda held, exchange: None)
     ],

@@ -9,6 +9,26 @@ import architecture
 from architecture import ROOT
 
 
+def copied(target: Path) -> None:
+    for place in architecture.PACKAGES.values():
+        shutil.copytree(ROOT / place, target / place, ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    graph = architecture.imports(ROOT)
+    assert len(graph) > 300, "modules of both packages"
+    assert architecture.circles(graph) == []
+
+
+def test_a_circle_is_found_also_one_of_types(tmp_path: Path) -> None:
+    copied(tmp_path)
+    replica = tmp_path / "src" / "gradsieve" / "replica" / "replica.py"
+    breach = "if TYPE_CHECKING:\n    from gradsieve.sync.gradient_sync import GradientSync\n"
+    replica.write_text(f"{replica.read_text()}\n{breach}")
+    found = architecture.circles(architecture.imports(tmp_path))
+    assert {"gradsieve.replica.replica", "gradsieve.sync.gradient_sync"} <= set(found)
+
+
 def test_the_picture_is_up_to_date() -> None:
     assert architecture.PICTURE.read_text() == architecture.drawn(ROOT), "python tools/architecture.py"
 
@@ -18,7 +38,7 @@ def test_every_room_has_a_layer() -> None:
 
 
 def test_a_room_that_nobody_drew_is_found(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "src", tmp_path / "src")
+    copied(tmp_path)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (tmp_path / "src" / "gradsieve" / "cellar.py").write_text('"""Nobody knows it."""\n')
     assert architecture.missing(tmp_path) == ["cellar"]

@@ -30,6 +30,34 @@ from gradsieve.schemes.papers.spardl import SparDLPaper
 from gradsieve.schemes.spardl import SparDL
 from gradsieve.schemes.stripes import Stripes
 
+__all__ = [
+    "SCHEMES",
+    "CltK",
+    "Deft",
+    "DeftPaper",
+    "Dense",
+    "Dgc",
+    "ExDyna",
+    "ExDynaPaper",
+    "GTopK",
+    "GaussianK",
+    "HardThreshold",
+    "Micro",
+    "MicroPaper",
+    "Noop",
+    "OkTopk",
+    "OkTopkPaper",
+    "RandomK",
+    "Scheme",
+    "Sidco",
+    "SparDL",
+    "SparDLPaper",
+    "Stripes",
+    "TopK",
+    "TopKUnion",
+    "make",
+]
+
 SCHEMES: dict[str, type[Scheme[Any]]] = {
     "noop": Noop,
     "dense": Dense,

@@ -109,8 +109,8 @@ def _check_run(scheme: Scheme[Any], world: int, n: int, kind: str) -> None:
         ranks, source, steps, lambda round_: laws.check_round(round_, exact)
     )
     laws.check_same_states(ranks.states)
-    buffer = moved * (2 * steps + world) * torch.finfo(torch.float32).eps
-    laws.check_nothing_lost(gradients, updates, residuals, buffer)
+    tolerance = moved * (2 * steps + world) * torch.finfo(torch.float32).eps
+    laws.check_nothing_lost(gradients, updates, residuals, tolerance)
     for round_ in VirtualRanks(scheme.whole(), [n], world).advance(source, 1):
         laws.check_is_dense_sum(round_)
 

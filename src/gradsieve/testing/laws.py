@@ -52,14 +52,18 @@ def check_conservation(round_: Round, exact: bool) -> None:
     # What was added up and then taken back in the same step rounds as well: an owner's sum, in few bits.
     touched = (torch.stack(spent) != 0).any(0) | (update != 0)
     added = torch.stack([*spent, *round_.accs_before]).double().abs().sum(0) * touched
-    buffer = _rounding(update.dtype, len(spent), added, exact)
-    _within(total - update.double(), buffer, f"conservation: in step {round_.step} spent and update differ")
+    tolerance = _rounding(update.dtype, len(spent), added, exact)
+    _within(
+        total - update.double(), tolerance, f"conservation: in step {round_.step} spent and update differ"
+    )
 
 
-def check_nothing_lost(gradients: Tensor, updates: Tensor, residuals: Tensor, buffer: Tensor) -> None:
+def check_nothing_lost(gradients: Tensor, updates: Tensor, residuals: Tensor, tolerance: Tensor) -> None:
     """Over a whole run: all gradients of all ranks == all updates + what all ranks still hold."""
     _within(
-        gradients - updates - residuals, buffer, "nothing lost: a gradient was lost or made up over the run"
+        gradients - updates - residuals,
+        tolerance,
+        "nothing lost: a gradient was lost or made up over the run",
     )
 
 
@@ -153,7 +157,7 @@ def _rounding(dtype: torch.dtype, additions: int, magnitude: Tensor, exact: bool
     return magnitude * (0.0 if exact else additions * torch.finfo(dtype).eps)
 
 
-def _within(difference: Tensor, buffer: Tensor, what: str) -> None:
-    worst = difference.abs() - buffer
+def _within(difference: Tensor, tolerance: Tensor, what: str) -> None:
+    worst = difference.abs() - tolerance
     assert not (worst > 0).any(), f"{what} by up to {float(difference.abs().max())!r}"
     assert difference.isfinite().all(), f"{what}: not finite"
