@@ -2,7 +2,7 @@
 
 setup:      # everything for development, into the active virtual environment
     pip install torch==2.13.0   # a CPU build here; any torch from 2.6 on will do
-    pip install -e '.[dev,docs]'
+    pip install -e '.[dev,docs]' -e lab
 
 check:      # lint, types, import direction
     ruff check . && ruff format --check . && mypy && lint-imports

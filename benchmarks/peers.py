@@ -15,7 +15,7 @@ from gradsieve.comm import lockstep
 from gradsieve.pipeline.budget import Fixed
 from gradsieve.pipeline.exchange_settings import Steps
 from gradsieve.pipeline.steps import StepPipeline
-from gradsieve.schemes.spec import parse
+from gradsieve.schemes import parse
 from gradsieve.tools import results
 from gradsieve_lab.bench.tasks import training as tasks
 

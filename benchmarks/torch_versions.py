@@ -32,7 +32,7 @@ from xml.etree import ElementTree
 
 from gradsieve.errors import ConfigError
 from gradsieve.tools import results
-from gradsieve.tools.cli.progress import progress
+from gradsieve.tools.cli.progress_bar import progress
 
 ROOT = Path(__file__).parents[1]
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"

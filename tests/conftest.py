@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
 
-settings.register_profile("ci", max_examples=4, deadline=None, derandomize=True, print_blob=True)
+settings.register_profile("ci", max_examples=25, deadline=None, derandomize=True, print_blob=True)
 settings.register_profile(
     "nightly",
     max_examples=1000,

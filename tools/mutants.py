@@ -137,7 +137,7 @@ def main(words: Sequence[str]) -> int:
     import hypothesis  # noqa: F401  # these two before the forks, and not for the gate's look at the list
     import numba  # noqa: F401
 
-    from gradsieve.tools.cli.progress import progress
+    from gradsieve.tools.cli.progress_bar import progress
 
     killed = 0
     with tempfile.TemporaryDirectory(prefix="gradsieve-mutants-") as folder, progress(len(mutants) + 1) as on:

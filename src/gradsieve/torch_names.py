@@ -95,12 +95,12 @@ JOIN = Private(
     "nn/parallel/distributed.py",
     ("_join_config",),
     "seeing join() around a training",
-    "join() is not noticed: it loses what waits on other ranks",
+    "join() is not noticed: it loses other ranks' residuals",
 )
 PYTHON_REDUCER = Private(
     "nn/parallel/distributed.py",
     ("_use_python_reducer",),
-    "seeing that DDP was told to hand over no buckets",
+    "seeing that DDP is set to hand over no buckets",
     "with optimize_ddp='python_reducer' nothing is exchanged, and nobody says so",
 )
 COMPILED_FROM = Private(
@@ -200,7 +200,7 @@ def _get(private: Private, owner: Any, name: str) -> Any:
 
 
 def default_store() -> dist.Store:
-    """Through which the ranks of the default group met."""
+    """The store of the default group's rendezvous."""
     store: dist.Store = _get(STORE, dist.distributed_c10d, STORE.names[0])()
     return store
 
@@ -439,7 +439,7 @@ def averaging_hook_of(group: Any) -> Callable[[Tensor], None] | None:
 
 
 def set_averaging_hook(group: Any, heard: Callable[[], None] | None) -> None:
-    """`FSDPModule.set_all_reduce_hook` for one group, silent in passes that only accumulate."""
+    """`FSDPModule.set_all_reduce_hook` for one group; not called in passes that only accumulate."""
     averaging_hook_of(group)  # refuses where FSDP knows none: setting it would do nothing
 
     def hook(_: Tensor) -> None:

@@ -33,7 +33,7 @@ def private(default: Any) -> Any:
 
 
 def later() -> Any:
-    """A field of a State that checkpoints of earlier versions lack: from such a one it begins anew."""
+    """A field of a State that checkpoints of earlier versions lack: from such a one it begins again."""
     return field(metadata={"later": True})
 
 

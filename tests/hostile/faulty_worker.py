@@ -9,8 +9,8 @@ import time
 import numpy as np
 
 from gradsieve.errors import Malformed
+from gradsieve.testing.entry_points.entry_point import EntryPoint
 from gradsieve_lab.fuzz import targets, worker
-from gradsieve_lab.fuzz.entry_point import EntryPoint
 
 HANGS = 6
 """What number 6 does: the last, so that no process has to go on after it."""

@@ -10,9 +10,10 @@ from random import Random
 import pytest
 
 from gradsieve.errors import ConfigError
+from gradsieve.testing.entry_points import files, pipelines, readers
+from gradsieve.testing.entry_points.entry_point import REFUSED, EntryPoint
 from gradsieve.tools.cli.main import main
-from gradsieve_lab.fuzz import files, guided, pipelines, readers, targets
-from gradsieve_lab.fuzz.entry_point import REFUSED, EntryPoint
+from gradsieve_lab.fuzz import guided, targets
 from gradsieve_lab.fuzz.forge import altered
 from gradsieve_lab.fuzz.mutate import mutant
 from gradsieve_lab.fuzz.run import Fuzz

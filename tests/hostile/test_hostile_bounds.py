@@ -15,11 +15,11 @@ from gradsieve.comm.links import measure_links
 from gradsieve.comm.ops import AllReduce
 from gradsieve.errors import Malformed
 from gradsieve.pipeline.tags import WORDS
-from gradsieve.schemes.spec import parse
+from gradsieve.schemes import parse
+from gradsieve.testing.entry_points import exchanges
+from gradsieve.testing.entry_points.exchanges import Victim, as_bytes, liars_part, trained
 from gradsieve.types import Ctx
 from gradsieve.wire.indices import INDEX_CODECS
-from gradsieve_lab.fuzz import exchanges
-from gradsieve_lab.fuzz.exchanges import Victim, as_bytes, liars_part, trained
 from hostile.test_hostile_pipelines import attacked, victim
 
 
@@ -90,7 +90,7 @@ def test_what_rides_along_is_finite_and_from_zero_up(word: int, value: float) ->
     def change(ride: Tensor) -> None:
         ride[len(ride) - 4 - WORDS + word] = value  # tags, then four kinds of seconds
 
-    with pytest.raises(Malformed, match="what rode along with unit 0 in step 3 add up to"):
+    with pytest.raises(Malformed, match="what was piggybacked on unit 0 in step 3 add up to"):
         attacked(victim("stripes", budget=True), change)
 
 

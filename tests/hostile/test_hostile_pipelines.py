@@ -14,8 +14,8 @@ from gradsieve.comm.ops import AllReduce
 from gradsieve.errors import MismatchError
 from gradsieve.pipeline.checksum import WORDS as CHECKSUM_WORDS
 from gradsieve.pipeline.tags import WORDS
-from gradsieve_lab.fuzz.exchanges import WORLD, Heard, as_bytes, replayed
-from gradsieve_lab.fuzz.pipelines import Rank, gradients, trained, with_budget, with_fallback
+from gradsieve.testing.entry_points.exchanges import WORLD, Heard, as_bytes, replayed
+from gradsieve.testing.entry_points.pipelines import Rank, gradients, trained, with_budget, with_fallback
 
 Victim = tuple[Rank, list[Heard]]
 

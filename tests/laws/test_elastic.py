@@ -342,5 +342,5 @@ def test_a_replica_that_is_started_again_alone_takes_the_others_state(tmp_path: 
 def test_a_checkpoint_on_some_replicas_only_is_refused(tmp_path: Path) -> None:
     with Group(1, [One(number) for number in range(2)]) as group:
         save(group.train(2), tmp_path)
-    with pytest.raises(MismatchError, match="replica 1 is to begin anew"):
+    with pytest.raises(MismatchError, match="replica 1 is to begin again"):
         Group(1, [loaded(0, tmp_path), One(1)])

@@ -110,7 +110,7 @@ def test_check_of_draining_flags_a_scheme_that_starves_elements() -> None:
         for _ in fleet.advance(lambda *_: torch.zeros(N), 6):
             pass
     check_drained(list(chain(*honest.residuals)))
-    with pytest.raises(AssertionError, match="still waiting"):
+    with pytest.raises(AssertionError, match="stay in the residual"):
         check_drained(list(chain(*starving.residuals)))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from gradsieve import Gradients, kernels
 from gradsieve.comm.c10d import Engine
 from gradsieve.pipeline import GradientPipeline
-from gradsieve.schemes.spec import parse
+from gradsieve.schemes import parse
 from multiproc.harness import Ranks
 
 UNITS, STEPS, N = 8, 125, 64

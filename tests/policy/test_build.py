@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 import gradsieve
+import gradsieve_lab
+from gradsieve.tools.cli.tree import IN_LAB
 
 ROOT = Path(__file__).parents[2]
 BESIDE_THE_SOURCE = {"README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "SECURITY.md", "pyproject.toml"}
@@ -83,6 +85,31 @@ def test_one_version_everywhere(released: tuple[Path, Path]) -> None:
     assert f"version: {gradsieve.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert released[0].name == f"gradsieve-{gradsieve.__version__}-py3-none-any.whl"
     assert not re.search(r"^version *=", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert gradsieve_lab.__version__ == gradsieve.__version__
+    assert f'"gradsieve=={gradsieve.__version__}"' in (ROOT / "lab" / "pyproject.toml").read_text()
+
+
+def test_a_training_installs_no_instrument(released: tuple[Path, Path]) -> None:
+    """No bench, lab, fuzz or simulator: they are of the other package."""
+    names = zipfile.ZipFile(released[0]).namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"gradsieve"}
+    rooms = {part for name in names for part in name.split("/")[:-1]}
+    assert not rooms & {"bench", "lab", "fuzz", "simulate", "chaos", "soak", "spot", "rivals", "figures"}
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    copy = tmp_path_factory.mktemp("lab")
+    shutil.copytree(ROOT / "lab", copy / "lab", ignore=shutil.ignore_patterns("__pycache__"))
+    return built(copy / "lab", tmp_path_factory.mktemp("lab-dist"))[0]
+
+
+def test_the_lab_is_a_wheel_of_its_own_that_adds_four_words(lab: Path) -> None:
+    archive = zipfile.ZipFile(lab)
+    names = archive.namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"gradsieve_lab"}
+    entries = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
+    assert set(re.findall(r"^(\w+) = gradsieve_lab", entries, re.MULTILINE)) == set(IN_LAB)
 
 
 def test_an_installation_needs_torch_and_numpy_only(released: tuple[Path, Path]) -> None:
@@ -100,7 +127,7 @@ def unpinned(workflow: str) -> list[str]:
 
 def test_actions_are_pinned_by_commit() -> None:
     workflows = list((ROOT / ".github" / "workflows").glob("*.yml"))
-    assert len(workflows) == 3
+    assert len(workflows) == 4
     assert [each for path in workflows for each in unpinned(path.read_text())] == []
 
 

@@ -16,8 +16,7 @@ from torch.nn.functional import mse_loss
 
 from gradsieve.comm.ops import AllReduce
 from gradsieve.errors import ConfigError
-from gradsieve.schemes import SCHEMES, make
-from gradsieve.schemes.spec import parse
+from gradsieve.schemes import SCHEMES, make, parse
 from gradsieve.tools.cli.main import main
 from gradsieve.types import Ctx, Outcome, Program, Sparse
 from gradsieve_lab.bench.common import models

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from gradsieve.errors import ConfigError
-from gradsieve.schemes import SCHEMES
-from gradsieve.schemes.spec import parse
+from gradsieve.schemes import SCHEMES, parse
 from gradsieve.tools.cli.main import main
 from gradsieve.types import Sparse
 from gradsieve.wire.values import VALUE_CODECS

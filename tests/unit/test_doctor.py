@@ -403,7 +403,7 @@ ANSWER = {
 )
 def test_what_cannot_be_measured_is_malformed(name: str, value: Any) -> None:
     assert Answer.read(0, 2, ANSWER).incoming == {1: 1e9}
-    with pytest.raises(Malformed, match="rank 0 told the doctor"):
+    with pytest.raises(Malformed, match="rank 0 sent the doctor"):
         Answer.read(0, 2, {**ANSWER, name: value})
     with pytest.raises(Malformed):
         Answer.read(0, 2, [])

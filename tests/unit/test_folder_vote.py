@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from gradsieve.checkpoint import directory, sharded_directory
+from gradsieve.checkpoint.directory import Ballot
 from gradsieve.checkpoint.fencing import Stamp
 from gradsieve.comm import lockstep
 from gradsieve.errors import DivergenceError, MismatchError
@@ -32,7 +34,10 @@ def held_by(rank: int, models: Mapping[int, float]) -> dict[str, torch.Tensor]:
 
 
 def votes(
-    steps: list[int], stamps: list[Stamp] | None = None, models: Mapping[int, float] = MappingProxyType({})
+    steps: list[int],
+    stamps: list[Stamp] | None = None,
+    models: Mapping[int, float] = MappingProxyType({}),
+    ballots: Mapping[int, Ballot] = MappingProxyType({}),
 ) -> list[tuple[tuple[int, ...], str]]:
     ranks = enumerate(zip(steps, stamps or [STAMP] * len(steps), strict=True))
     return lockstep.run(
@@ -40,6 +45,7 @@ def votes(
             directory._vote(
                 replica(rank, step),
                 stamp,
+                ballots.get(rank, Ballot.MANIFEST),
                 directory.Written(10 + rank, bytes([200 + rank] * 32)),
                 None,
                 held_by(rank, models),
@@ -67,14 +73,39 @@ def test_so_is_one_of_another_save_in_the_same_step() -> None:
         votes([60] * 3, [STAMP, Stamp(1, 3), STAMP])
 
 
+def test_so_is_the_vote_before_in_the_same_save() -> None:
+    """Fault 1,675 of `lab chaos --faults 2000 --seed 5`: its fingerprint was taken for another state."""
+    with pytest.raises(MismatchError, match=r"rank 2 of step 60 answered\. A message of an earlier"):
+        votes([60] * 3, ballots={2: Ballot.FILES})
+
+
+def test_a_damaged_fingerprint_in_a_vote_that_has_none_is_named() -> None:
+    """Fault 577 of the same run."""
+    with pytest.raises(MismatchError, match="a rank's vote was damaged on its way"):
+        votes([60] * 3, models={1: 2.0})
+
+
 def test_words_of_one_step_are_all_ranks_sizes_and_hashes() -> None:
     hashes = bytes([200] * 32 + [201] * 32 + [202] * 32).hex()
     assert votes([2**40] * 3) == [((10, 11, 12), hashes)] * 3
 
 
 def test_ranks_that_hold_different_models_save_nothing_and_say_what_differs() -> None:
+    files = dict.fromkeys(range(3), Ballot.FILES)
     with pytest.raises(DivergenceError, match=r"ranks \[1\], in 1 of 2 tensors \(layer.weight\)"):
-        votes([60] * 3, models={1: 1.0 + 2**-20})
+        votes([60] * 3, models={1: 1.0 + 2**-20}, ballots=files)
+
+
+def test_a_damaged_stamp_is_found_out_in_the_vote(tmp_path: Path) -> None:
+    """Fault 330: all ranks believed a term 2^46 too large, and every later save of the run was refused."""
+    ranks = [replica(rank, 60) for rank in range(3)]
+    damaged = Stamp(STAMP.term + 2**46, STAMP.number)
+    for rank, each in enumerate(ranks):
+        each.engine = SimpleNamespace(run=lambda program, *_: damaged)
+        each.found = directory.agreed_stamp(each, tmp_path, lambda _: STAMP)
+        assert each.found == (STAMP if rank == 0 else damaged)
+    with pytest.raises(MismatchError, match="rank 1 of step 60, rank 2 of step 60 answered"):
+        votes([60] * 3, [each.found for each in ranks])
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradsieve.schemes import SCHEMES
-from gradsieve.schemes.spec import parse
+from gradsieve.schemes import SCHEMES, parse
 from gradsieve_lab.bench import lost
 from gradsieve_lab.bench.common.recordings import Recording
 

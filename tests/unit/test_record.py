@@ -21,8 +21,8 @@ from gradsieve.observe import recorder as module
 from gradsieve.observe.recorder import Recorder, spec_of
 from gradsieve.observe.records import Header, Line, Record, path_of, read, text_of
 from gradsieve.pipeline.exchange_settings import parse as treatment
+from gradsieve.schemes import parse
 from gradsieve.schemes.exdyna import ExDyna
-from gradsieve.schemes.spec import parse
 from gradsieve.testing.ranks import VirtualRanks
 from gradsieve_lab.bench import overhead
 from gradsieve_lab.bench.accuracy import measure as accuracy

@@ -20,9 +20,9 @@ from gradsieve.tools.report.report import report
 from unit.recorded import HEADER, line_of, write
 
 SECTIONS = [
-    "Loss", "Bits a step", "Link use", "Time by stage, ms a step", "Time waited for the exchange",
-    "Age of what waits", "Norm of what waits", "Imbalance f(t)", "Density", "Threshold",
-    "Who waits for others, ms a step", "Who is waited for",
+    "Loss", "Bits a step", "Link use", "Time by stage, ms a step", "Wait for the exchange",
+    "Age of the residual", "Norm of the residual", "Imbalance f(t)", "Density", "Threshold",
+    "Who waits for others, ms a step", "Whom the others wait for",
 ]  # fmt: skip
 _VOID = {"meta", "br"}
 
@@ -200,7 +200,7 @@ def test_rules_speak_with_their_figures(tmp_path: Path) -> None:
     found = changes_of(training_of(tmp_path))
     assert found == {
         "training waits for the exchange": "30% of a step",
-        "one rank is waited for": "rank 2 last in 100% of the steps, others wait 30% of a step",
+        "the others wait for one rank": "rank 2 last in 100% of the steps, others wait 30% of a step",
         "uneven selections, f(t)": "3.00",
         "rows cut": "50.0% of the ranks",
         "density is what was asked for": "0.03 for a target of 0.01",
@@ -210,7 +210,7 @@ def test_rules_speak_with_their_figures(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("column", "value", "rule"),
     [
-        ("age", 2000.0, "age of what waits"),
+        ("age", 2000.0, "age of the residual"),
         ("density", 1.0, "steps that went dense"),
         ("density", 0.001, "density is what was asked for"),
     ],
@@ -229,12 +229,12 @@ def test_each_rule_is_seen_to_speak_and_to_be_silent(
 def test_times_have_rules_of_their_own(tmp_path: Path) -> None:
     training = training_of(tmp_path)
     training.stages["waiting"][:] = 0.0
-    assert "room for more" in changes_of(training)
+    assert "capacity for more" in changes_of(training)
     assert "finding costs more than sending" not in changes_of(training)
     training = training_of(tmp_path)
     training.stages["waiting"][:] = 0.0
     training.stages["select"][:] = 0.09
-    assert "room for more" not in changes_of(training)
+    assert "capacity for more" not in changes_of(training)
     assert "finding costs more than sending" in changes_of(training)
 
 
@@ -242,7 +242,9 @@ def test_seconds_of_virtual_ranks_are_not_judged(tmp_path: Path) -> None:
     paths = write(tmp_path / "rec")
     paths[0].write_text(paths[0].read_text().replace('"xi": null', '"xi": 1.0', 1))
     (training,) = gather(paths)
-    assert not {"training waits for the exchange", "one rank is waited for"} & changes_of(training).keys()
+    assert (
+        not {"training waits for the exchange", "the others wait for one rank"} & changes_of(training).keys()
+    )
     page = Page(report([training], "virtual"))
     assert not {"Link use", "Who waits for others, ms a step"} & set(page.headings)
 
@@ -303,20 +305,20 @@ def test_advice_names_the_setting_that_was_given(
     training.stages["exchange"][:] = 0.05
     assert less in advice_of(training, "training waits for the exchange")
     training.columns["age"][:] = 2000.0
-    assert old in advice_of(training, "age of what waits")
+    assert old in advice_of(training, "age of the residual")
     training = sent(tmp_path, scheme, 0.3, budget, 0.7, 0.4)
     training.stages["waiting"][:] = 0.0
-    found = advice_of(training, "room for more")
+    found = advice_of(training, "capacity for more")
     assert re.search(room, found) if room else found == ""
 
 
 def test_charts_that_need_two_looks_say_why_they_are_empty(tmp_path: Path) -> None:
     short = made(tmp_path, every=50)
-    why = "the record looks at what waits every 50 steps, and has 40. A line takes two looks"
+    why = "the record looks at the residual every 50 steps, and has 40. A line takes two looks"
     assert short.count(why) == 2
     assert "gradsieve.record(..., every=4)" in short
-    assert [each for each in Page(short).headings if "what waits" in each] == [
-        "Age of what waits",
-        "Norm of what waits",
+    assert [each for each in Page(short).headings if "the residual" in each] == [
+        "Age of the residual",
+        "Norm of the residual",
     ]
     assert "Not drawn: the record" not in made(tmp_path, every=20), "the twin"

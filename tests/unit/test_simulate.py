@@ -14,7 +14,7 @@ import torch
 from gradsieve.comm import bruck, lockstep
 from gradsieve.comm.ops import AllReduce
 from gradsieve.errors import ConfigError
-from gradsieve.schemes.spec import parse
+from gradsieve.schemes import parse
 from gradsieve.tools.cli.main import main
 from gradsieve.types import Program
 from gradsieve_lab.errors import SimulationError

@@ -8,9 +8,8 @@ from typing import Literal
 import pytest
 
 from gradsieve.errors import ConfigError
-from gradsieve.schemes import SCHEMES, ExDyna, make
+from gradsieve.schemes import SCHEMES, ExDyna, make, parse
 from gradsieve.schemes.baselines.noop import Noop
-from gradsieve.schemes.spec import parse
 from gradsieve_lab.bench.traffic import Case
 
 

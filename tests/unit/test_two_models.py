@@ -91,7 +91,7 @@ def test_what_replaces_the_own_model_is_a_step() -> None:
 def test_a_model_that_was_cast_after_attach_is_refused() -> None:
     models, parameter, _ = two_models()
     parameter.data = parameter.data.double()
-    with pytest.raises(ConfigError, match=r"'p' was moved, cast or shaped anew .*float64"):
+    with pytest.raises(ConfigError, match=r"'p' was moved, cast or reshaped .*float64"):
         models.show_shared()
 
 

@@ -36,8 +36,8 @@ def test_a_frame_says_how_it_goes(
     assert words["bits a parameter"][3] == "0.51"
     assert words["density"][1] == "0.03"
     assert words["imbalance f(t)"][2] == "3"
-    assert words["age of what waits, steps"][5] == "12"
-    assert words["norm of what waits"][4] == "4"
+    assert words["age of the residual, steps"][5] == "12"
+    assert words["norm of the residual"][4] == "4"
     assert "select 2 ms" in out
     assert "exchange 25 ms" in out
     assert "waited 30 ms a step" in out

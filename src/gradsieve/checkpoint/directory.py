@@ -22,6 +22,7 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from pathlib import Path
 
 import torch
@@ -90,7 +91,7 @@ class Manifest:
     """Bytes of every rank's file; unknown in version 1."""
     stamp: Stamp = BEFORE
     pair: str = ""
-    """What the file of a framework says that was written with it: `beside.py`."""
+    """What the framework's file, written with it, says: `frameworks/sidecar.py`."""
 
     def hash_of(self, rank: int) -> str:
         return self.hashes[2 * _HASH * rank : 2 * _HASH * (rank + 1)]
@@ -120,9 +121,20 @@ def as_text(manifest: Manifest) -> str:
 KEPT = "nothing was saved; the checkpoint before is as it was"
 
 
+_AGAIN = "Restart all ranks from that checkpoint"
+
+
+class Ballot(IntEnum):
+    """What a vote in a save is about: `lab chaos` replayed one of a save in the next one of the same save."""
+
+    FILES = 1
+    MANIFEST = 2
+    SHARDS = 3
+
+
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a rank tells the others of its file."""
+    """What a rank sends to the others about its file."""
 
     size: int = 0
     sha256: bytes = bytes(_HASH)
@@ -146,10 +158,11 @@ def agreed_stamp(replica: Replica, folder: Path, claim: Callable[[Path], Stamp])
         try:
             folder.mkdir(parents=True, exist_ok=True)
             stamp = claim(folder)
-        except Exception as error:  # whatever it is, the other ranks wait to be told
+        except Exception as error:  # whatever it is, the other ranks wait for the outcome
             problem = error
     when = f"the stamp of a checkpoint after step {replica.pipeline.step}"
-    return replica.engine.run(_stamp_of_rank_0(replica, stamp, problem), when, replica.device)
+    agreed = replica.engine.run(_stamp_of_rank_0(replica, stamp, problem), when, replica.device)
+    return stamp if replica.rank == 0 else agreed  # a damaged one shows in the vote, where they differ
 
 
 def _stamp_of_rank_0(replica: Replica, stamp: Stamp, problem: Exception | None) -> Program[Stamp]:
@@ -167,10 +180,10 @@ def write_checkpoint(replica: Replica, folder: Path, stamp: Stamp, optimizers: b
     try:
         folder.mkdir(parents=True, exist_ok=True)
         mine = _write_shard(replica, folder, stamp, optimizers)
-    except Exception as error:  # whatever it is, the other ranks wait to be told
+    except Exception as error:  # whatever it is, the other ranks wait for the outcome
         problem = error
     try:
-        vote = _vote(replica, stamp, mine, problem, replica_check.replicated(replica))
+        vote = _vote(replica, stamp, Ballot.FILES, mine, problem, replica_check.replicated(replica))
         sizes, hashes = replica.engine.run(vote, f"the vote on a checkpoint {when}", replica.device)
         scheme, layout = type(replica.scheme).__name__, layout_of(replica)
         manifest = Manifest(
@@ -181,7 +194,7 @@ def write_checkpoint(replica: Replica, folder: Path, stamp: Stamp, optimizers: b
                 _commit(folder, manifest)
             except Exception as error:
                 problem = error
-        vote = _vote(replica, stamp, mine, problem, {})
+        vote = _vote(replica, stamp, Ballot.MANIFEST, mine, problem, {})
         replica.engine.run(vote, f"the vote on a manifest {when}", replica.device)
     except (Malformed, ProtocolError):
         if not (folder / stamp.manifest).exists():  # with one, the file belongs to a whole checkpoint
@@ -248,6 +261,7 @@ def _force(folder: Path) -> None:
 def _vote(
     replica: Replica,
     stamp: Stamp,
+    ballot: Ballot,
     mine: Written,
     problem: Exception | None,
     replicated: Mapping[str, Tensor],
@@ -261,7 +275,7 @@ def _vote(
     words = [mine.sha256[at : at + 8] for at in range(0, _HASH, 8)]
     row = torch.tensor(
         [
-            *(int(problem is None), replica.pipeline.step, *stamp, mine.size),
+            *(int(problem is None), replica.pipeline.step, *stamp, ballot, mine.size),
             *(int.from_bytes(word, "little", signed=True) for word in words),
             int(digest(list(replicated.values()))),
         ],
@@ -269,25 +283,24 @@ def _vote(
         device=replica.device,
     )
     rows = yield AllGather(row)
-    check_saves(replica, stamp, rows[:, 1:4].tolist())
+    check_saves(replica, stamp, ballot, rows[:, 1:5].tolist())
     refused = (rows[:, 0] != 1).nonzero().flatten().tolist()
     if refused:
         yield from state.refuse(replica, KEPT, refused, problem)
     if (rows[:, -1] != rows[0, -1]).any():
+        if ballot is not Ballot.FILES:
+            raise MismatchError(f"{replica.where}: {KEPT}: a rank's vote was damaged on its way. {_AGAIN}")
         where = yield from differing(replicated, replica.device)
-        raise DivergenceError(
-            f"{replica.where}: {KEPT}: ranks hold different states; "
-            f"{where}. Restart all ranks from that checkpoint"
-        )
+        raise DivergenceError(f"{replica.where}: {KEPT}: ranks hold different states; {where}. {_AGAIN}")
     hashes = "".join(
-        word.to_bytes(8, "little", signed=True).hex() for word in rows[:, 5:-1].flatten().tolist()
+        word.to_bytes(8, "little", signed=True).hex() for word in rows[:, 6:-1].flatten().tolist()
     )
-    return tuple(rows[:, 4].tolist()), hashes
+    return tuple(rows[:, 5].tolist()), hashes
 
 
-def check_saves(replica: Replica, stamp: Stamp, others: Sequence[Sequence[int]]) -> None:
-    """Whether every rank's vote is one on this save."""
-    now = [replica.pipeline.step, *stamp]
+def check_saves(replica: Replica, stamp: Stamp, ballot: Ballot, others: Sequence[Sequence[int]]) -> None:
+    """Raise unless every rank's vote is on this save, and is this vote of it."""
+    now = [replica.pipeline.step, *stamp, ballot]
     if odd := [f"rank {rank} of step {each[0]}" for rank, each in enumerate(others) if [*each] != now]:
         raise MismatchError(
             f"{replica.where}: {KEPT}: {', '.join(odd[:4])} answered. A "

@@ -12,7 +12,7 @@ reads, and harms none of a later term. A writer that sees a larger term than its
 
 What it takes from the file system is exclusive creation and atomic rename within a folder, which POSIX and
 NFS give; no lock and no clock. Claiming and renaming change the folder, after which an NFS client reads its
-names anew. An object store needs a conditional put (If-None-Match) for the claim, and lists that show every
+names again. An object store needs a conditional put (If-None-Match) for the claim, and lists that show every
 put that has returned.
 """
 

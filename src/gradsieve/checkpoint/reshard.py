@@ -4,8 +4,8 @@ FSDP cuts a parameter along its first dimension into shards of ceil(rows / shard
 stretch of memory and any other cut is made of stretches of it. Old shards are read one after the other, those
 alone that have rows of ours.
 
-What holds for elements (both models, what waits, the optimizer's memory) is taken over row by row. What was
-found for a shard as a whole, thresholds and partitions, is laid anew.
+What holds for elements (both models, the residual, the optimizer's memory) is loaded row by row. What was
+found for a shard as a whole, thresholds and partitions, is initialised again.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class OldShards:
             yield shard, files.read_shard(self._whole.inner(self._folder, shard), manifest, rank)
 
     def fill(self, target: dict[str, Tensor], stored: TensorFile, rank: int, shard: int) -> None:
-        """Copy what a file has of our rows, by kind/parameter. Where nothing waited there, both models are
+        """Copy what a file has of our rows, by kind/parameter. Where the residual was empty, both models are
         the shared one."""
         bare = f"rank{rank}/{state.BARE}" in stored
         for key, ours in target.items():
@@ -136,7 +136,7 @@ def offer_of(replica: ShardedReplica, folder: Path, whole: Whole, optimizers: bo
 
 
 def waiting_in(folder: Path, shards: Shards) -> Mapping[str, Tensor]:
-    """The model of a checkpoint of any numbers of hosts and shards, with all that waited, as far as it is in
+    """The model of a checkpoint of any numbers of hosts and shards, with all residuals, as far as it is in
     these shards: w - mean e."""
     old = OldShards(folder, read_whole(folder, shards), shards)
     out: dict[str, Tensor] = {}

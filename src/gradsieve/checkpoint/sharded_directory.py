@@ -1,7 +1,7 @@
 """A checkpoint of all shards of all hosts, in a folder that all ranks see.
 
     manifest-1.4.json                             version, shards, step, model, inner manifests' SHA-256
-    step000000120-save1.4-shard00001-of-00002/    what the ranks that hold shard 1 had (`folder.py`)
+    step000000120-save1.4-shard00001-of-00002/    what the ranks that hold shard 1 had (`directory.py`)
 
 The ranks that exchange with each other write a checkpoint of their own; when all shards have, one rank writes
 the manifest over them. Until then the checkpoint before is whole, as each save has folders of its own, by its
@@ -91,7 +91,7 @@ def save(replica: ShardedReplica, folder: Path, claim: Callable[[Path], Stamp], 
     try:
         files.write_checkpoint(replica, inner, stamp, optimizers)
         mine = _hash(inner, stamp)
-    except Exception as error:  # whatever it is, the other shards wait to be told
+    except Exception as error:  # whatever it is, the other shards wait for the outcome
         problem = error
     outcome = f"{replica.where}: {files.KEPT}"
     hashes = agreed(replica, outcome, problem, mine)
@@ -104,7 +104,7 @@ def save(replica: ShardedReplica, folder: Path, claim: Callable[[Path], Stamp], 
     try:
         vote = _vote(replica, stamp, problem is None, lacking)
         replica.engine.run(vote, "the manifest over all shards", replica.device)
-    except MismatchError as error:  # the host's other shards wait to be told
+    except MismatchError as error:  # the host's other shards wait for the outcome
         problem = problem or error
     agreed(replica, outcome, problem, mine)
 
@@ -115,7 +115,7 @@ def _claimed(replica: ShardedReplica, claim: Callable[[Path], Stamp], folder: Pa
     if replica.shards.rank == 0:
         try:
             stamp = claim(folder)
-        except Exception as error:  # whatever it is, the other shards wait to be told
+        except Exception as error:  # whatever it is, the other shards wait for the outcome
             problem = error
     first, *_ = agreed(replica, files.KEPT, problem, f"{stamp} ").split()
     return Stamp(*map(int, first.split(".")))
@@ -177,9 +177,9 @@ def _commit(folder: Path, whole: Whole) -> None:
 
 def _vote(replica: ShardedReplica, stamp: Stamp, is_written: bool, lacking: str) -> Program[None]:
     """Raises on every host where one could not write."""
-    row = [int(is_written), replica.pipeline.step, *stamp]
+    row = [int(is_written), replica.pipeline.step, *stamp, files.Ballot.SHARDS]
     rows = yield AllGather(torch.tensor(row, dtype=torch.int64, device=replica.device))
-    files.check_saves(replica, stamp, rows[:, 1:].tolist())
+    files.check_saves(replica, stamp, files.Ballot.SHARDS, rows[:, 1:].tolist())
     if not rows[:, 0].all():
         raise RefusedError(lacking)
 

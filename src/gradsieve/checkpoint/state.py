@@ -272,14 +272,14 @@ def load(replica: Replica, read: Callable[[], Offer]) -> None:
             for one, state in zip(replica.optimizers, offer.optimizers or (), strict=False):
                 undo.append((one, replica.optimizer_state(one)))
                 replica.set_optimizer_state(one, state)
-        except Exception as error:  # whatever it is, the other ranks wait to be told
+        except Exception as error:  # whatever it is, the other ranks wait for the outcome
             problem = error
         when = f"after step {replica.pipeline.step}"
         replica.engine.run(_vote(replica, offer, problem), f"the vote on loading {when}", replica.device)
         assert offer is not None
         part = offer.part
         if offer.merger is not None:
-            part = replica.engine.run(offer.merger.merged(), "what waits on all ranks", replica.device)
+            part = replica.engine.run(offer.merger.merged(), "the residuals of all ranks", replica.device)
     except BaseException:
         for one, state in undo:
             replica.set_optimizer_state(one, state)
@@ -351,8 +351,8 @@ def _say_resized(replica: Replica, offer: Offer) -> None:
         + (", the others' were left" if new < old else "")
     )
     _log.warning(
-        "step %d: a checkpoint of %d ranks was loaded on %d. What waited is kept: its mean over the old "
-        "ranks waits on each of the new ones. Partitions were laid anew, thresholds taken over where the "
+        "step %d: a checkpoint of %d ranks was loaded on %d. Residuals are kept: each of the new ranks "
+        "has the mean of the old ones. Partitions were initialised again, thresholds were kept where the "
         "scheme has them for the whole model%s. A rank's data and batch are yours to set for the new number",
         replica.pipeline.step,
         old,

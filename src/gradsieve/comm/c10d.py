@@ -7,7 +7,7 @@ first. (Chained futures, as in torch's PowerSGD hook, issue them in completion o
 Never an empty buffer: gloo has died on those (not seen with 2.13), and all ranks know the shapes, so all
 skip alike.
 
-A failure is named and ends all waits (`inquest.py`, `sockets.py`); after one the engine refuses whatever
+A failure is named and ends all waits (`diagnosis.py`, `sockets.py`); after one the engine refuses whatever
 it is given, since gloo's connections do not survive a time-out.
 
 On an accelerator the thread works on a stream of its own. Written for it, never run on one here.
@@ -41,7 +41,7 @@ from gradsieve.errors import ConfigError, GradsieveError, Malformed, MismatchErr
 from gradsieve.types import Program, Result
 
 _OF_THIS_RANK_ALONE = (Malformed, MemoryError, torch.OutOfMemoryError)
-"""Errors of a program that other ranks need not meet; others are raised on all ranks, and programs go on."""
+"""Errors of a program that may occur on one rank only; others are raised on all ranks, and programs go on."""
 _LOOK = 0.01
 """Seconds between two looks whether all ranks have assembled."""
 _engines: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -149,7 +149,7 @@ class Engine:
 
     def assemble(self, call: str, step: int) -> None:
         """Come back when all ranks make this call; raise on all of them where one has gone on instead. By the
-        store: no collective is met by a rank that is in another one."""
+        store: a collective cannot reach a rank that is in another one."""
         if self.world == 1:
             return
         began, what = time.monotonic(), f"{call} after step {step}"
@@ -278,7 +278,7 @@ class Engine:
 
     def _all_to_all(self, tensor: Tensor, op: AllToAll) -> Tensor:
         """In round s to rank r + s and from rank r - s, so that no rank is everybody's target at once; a few
-        rounds are under way together. Even ones are the backend's: gloo has all messages under way at once,
+        rounds are pending together. Even ones are the backend's: gloo has all messages pending at once,
         in the same order, without Python between them."""
         out = tensor.new_empty((sum(op.receive_counts), *tensor.shape[1:]))
         if op.even and self.world > 1 and tensor.numel():

@@ -1,8 +1,8 @@
-"""Whom to blame when an exchange fails: ranks ask each other, by way of the store in which they met.
+"""Whom to blame when an exchange fails: ranks ask each other, by way of the store of their rendezvous.
 
-A collective's own error names no rank, or one that had only failed in turn. So a thread of each rank looks
-now and then whether somebody asks; nothing of it is in the way of a step. The same thread tells of calls that
-wait (`waits.py`). Keys, under a prefix that the ranks agree on at attach and nobody else knows:
+A collective's own error names no rank, or one that only failed as a consequence. So a thread of each rank
+looks now and then whether somebody asks; nothing of it is in the way of a step. The same thread reports calls
+that wait (`waits.py`). Keys, under a prefix that the ranks agree on at attach and nobody else knows:
 
     asked       an op failed somewhere: who lives?
     answer/r    rank r does: how many ops it has begun, whether it waits in one, and for what
@@ -11,8 +11,8 @@ wait (`waits.py`). Keys, under a prefix that the ranks agree on at attach and no
     left/r      rank r closed its engine, and after what
     host        the rank whose process has the store, if there is one
     leavers     how many have left; when the host has, `asked` says so: its process may end, and the store
-    coroners    the first to count here reads all answers, which is the only thing linear in P
-    verdict     and tells the others
+    coroners    the first to count here is the leader: it reads all answers, the only thing linear in P
+    verdict     what the leader found, for the others
 
 What is read was written by peers: lengths, types and ranges are checked.
 """
@@ -55,7 +55,7 @@ class Progress:
     waits: bool
     what: str
     begun: int = 0
-    """Programs; this one is not told."""
+    """Programs; this number is not sent."""
 
     def text(self) -> str:
         return f"{self.ops} {int(self.waits)} {self.what}"[:_TEXT]
@@ -112,7 +112,7 @@ _WORDS = {
     "alone": "{who} called {what}: call it on every rank, or on none. Where all ranks do call it, some had "
     "more batches than the others: give all ranks as many (drop_last=True)",
     "none": "all ranks live and wait: what is between them is broken, or a rank issued another collective",
-    "store": "the store in which the ranks met does not answer, so that nobody can be asked: who has it "
+    "store": "the store of the rendezvous does not answer, so that nobody can be asked: who has it "
     "({who}) died, or is stopped",
     "unknown": "a peer died, stalled beyond the group's time-out or issued another collective",
 }
@@ -169,7 +169,7 @@ class Monitor:
         return self.verdict
 
     def learn_host(self) -> None:
-        """Once all ranks have had time to tell."""
+        """Once all ranks have had time to say it."""
         if self._has("host"):
             number = printable(self._get("host")[:_TEXT])
             if number.isascii() and number.isdigit() and len(number) < 8 and int(number) < self.world:
@@ -189,7 +189,7 @@ class Monitor:
         """Leave a note, and end."""
         self._closed = True
         self._wake.set()
-        self._thread.join(timeout=1.0)
+        self._thread.join(timeout=RECONNECT_SECONDS + 1.0)
 
     # -- the thread -----------------------------------------------------------------------------------
 
@@ -228,7 +228,7 @@ class Monitor:
             except RuntimeError:
                 if not pause:
                     _log.warning(
-                        "rank %d: the store in which the ranks met does not answer. Training goes on; until "
+                        "rank %d: the store of the rendezvous does not answer. Training goes on; until "
                         "the store is back nobody can say which rank failed",
                         self.rank,
                     )
@@ -315,7 +315,7 @@ class Monitor:
         try:
             self._keys.wait("verdict", PATIENCE_SECONDS + 0.3)
             content = self._get("verdict")
-        except RuntimeError:  # it was the coroner who died
+        except RuntimeError:  # it was the leader that died
             self._evaluate_by(self._examine(0.0))
         else:
             self._evaluate_by(Verdict.read(content, self.world), tell=False)

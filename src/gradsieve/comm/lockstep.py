@@ -24,8 +24,8 @@ def run(
     meters: Sequence[Meter] | None = None,
     heard: Callable[[Sequence[Op]], None] = lambda ops: None,
 ) -> list[Result]:
-    """Drive one program a rank to its end; the results in rank order. `heard` is told what all ranks ask
-    for, before it is done."""
+    """Drive one program a rank to its end; the results in rank order. `heard` is called with what all
+    ranks ask for, before it is done."""
     world = len(programs)
     results: dict[int, Result] = {}
     replies: list[Tensor | None] = [None] * world

@@ -129,7 +129,7 @@ def has_rounds(op: Op) -> bool:
 
 
 def in_rounds(op: Op, rank: int, world: int) -> Program[Tensor]:
-    """The reply to an op that `has_rounds`; errors tell to which op a message belongs."""
+    """The reply to an op that `has_rounds`; errors say to which op a message belongs."""
     within = describe(op)
 
     def named(message: Exchange) -> Program[Tensor]:

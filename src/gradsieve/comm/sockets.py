@@ -18,8 +18,8 @@ Sockets = dict[int, int]
 
 
 def connected(except_on: int) -> Sockets:
-    """TCP connections of this process, but for those with this port at one of their ends; none where there is
-    no Linux to tell."""
+    """TCP connections of this process, but for those with this port at one of their ends; none on other
+    systems than Linux."""
     found = {}
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):

@@ -1,4 +1,4 @@
-"""Who is waited for in a call that all ranks have to make, and where it is instead.
+"""Which rank is missing in a call that all ranks have to make, and where it is instead.
 
 `flush()` on one rank while another waits in a barrier of the user's is silence until the time-out. So a rank
 that waits in a call puts a note into the store, once; ranks that have not come answer where their program is,
@@ -100,7 +100,7 @@ class Keys:
         return self._heard > before
 
     def tell(self) -> None:
-        """That there is. Two keys: somebody else may tell at the same time, and be heard first."""
+        """Say that there is news. Two keys: another rank may do so at the same time, and be heard first."""
         number = self._heard
         while self.has(f"news/{number}"):
             number += 1

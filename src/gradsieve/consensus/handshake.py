@@ -1,4 +1,4 @@
-"""Ranks that start, load or end unlike are named, with what differs.
+"""Ranks that start, load or end with different things are named, with what differs.
 
 A few numbers of each rank are gathered: a hash for every thing that has to be the same. Only where they
 differ a second gather asks for the words behind the hash.
@@ -20,7 +20,7 @@ from gradsieve.pipeline.tags import sides
 from gradsieve.types import Program
 
 _TEXT = 240
-"""Bytes of a text that are told."""
+"""Bytes of a text that are sent."""
 _RANKS = 16
 """How many are listed by number."""
 

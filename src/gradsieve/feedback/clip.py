@@ -1,7 +1,7 @@
 """Clipping a rank's own gradient, before it is accumulated (DGC).
 
-A gradient that waits adds up with others, so that clipping after the exchange would throw away what several
-steps had found. The law is not touched: what is clipped away was never accumulated.
+A gradient in the residual adds up with others, so that clipping after the exchange would throw away what
+several steps had found. The law is not touched: what is clipped away was never accumulated.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """How much of what one rank has is what all of them have: the part of it worth believing.
 
-    v_r   what waits on rank r, or its gradient = what all ranks found alike + the noise of its own batches
+    v_r   the residual of rank r, or its gradient = what all ranks found alike + the noise of its own batches
     a     the factor that makes a v_r the best guess of the mean over ranks of v, in the least squares:
 
           a = sum over ranks of <v_r, mean v> / sum over ranks of |v_r|^2 = P |mean v|^2 / sum of |v_r|^2
 
 It is 1 where all ranks hold the same and 1/P where they hold noise alone. Both sums are formed over a few
-elements drawn anew in every step, the same ones on all ranks, which ride along in an all-reduce: of what
-waits in one step (the preview, `local_steps.py`), of gradients in the next (`step_length.py`).
+elements drawn again in every step, the same ones on all ranks. They are piggybacked on an all-reduce: of the
+residual in one step (the preview, `local_steps.py`), of gradients in the next (`step_length.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FEWEST, MOST, APART = 16, 256, 8192
 """Elements of a unit that are looked at in a step: one in so many, within these bounds, so that looking costs
 little of what a small model sends."""
 MEMORY = 0.98
-"""Weight of the past, a look: some fifty tell of the present one."""
+"""Weight of the past at each look: the average is over some fifty looks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Coherence:
 
     def after(self, seen: NDArray[np.float64], world: int, count: int = 0) -> Coherence:
         """With what `squares` gave of this step, one row a unit, of so many elements of each rank. Squares
-        that overflow tell nothing."""
+        that overflow are ignored."""
         alike, every = seen.sum(0).tolist()
         if not math.isfinite(alike + every):
             return self
@@ -78,7 +78,7 @@ def places(n: int, step: int) -> Host:
 
 
 def places_in(sizes: Sequence[int], step: int) -> list[Host]:
-    """The same for vectors of these sizes, laid end to end: places in each of them."""
+    """The same for vectors of these sizes, concatenated: places in each of them."""
     ends = np.cumsum(sizes)
     drawn = places(int(ends[-1]), step)
     inside = np.split(drawn, np.searchsorted(drawn, ends)[:-1])
@@ -91,7 +91,7 @@ def count(n: int) -> int:
 
 
 def probe(waiting: Vector, step: int) -> Tensor:
-    """What waits at the elements that are looked at in this step, then the sum of its squares."""
+    """The residual at the elements that are looked at in this step, then the sum of its squares."""
     if not waiting.numel():
         return torch.zeros(1, dtype=waiting.dtype, device=waiting.device)
     here = places(waiting.numel(), step)

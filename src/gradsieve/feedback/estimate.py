@@ -4,8 +4,8 @@
     h += spent         this rank's estimate
     H += update        the sum of all estimates, the same on every rank; the optimizer is given H / P
 
-The law: H is the sum of the ranks' h, after every commit. Nothing waits, so nothing grows stale; but what
-the optimizer sees of an element is its gradient when it was last sent. Memory: 3 n elements.
+The law: H is the sum of the ranks' h, after every commit. There is no residual, so nothing grows stale; but
+what the optimizer sees of an element is its gradient when it was last sent. Memory: 3 n elements.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""A rank's own model beside the one that all ranks share.
+"""A rank's own model, in addition to the one that all ranks share.
 
     w   the shared model: the same bits on every rank
     x   the model this rank trains: its parameters, which its optimizer steps
-    m   the mark that x is measured from
-    e   what waits: m - x, all that this rank's steps moved and the others have not been told
+    m   the anchor that x is compared with
+    e   the residual: m - x, all that this rank's steps moved and it has not sent to the others yet
 
     waiting   e, wherever it is asked for: nothing is accumulated, a step is in x the moment it is made
-    settle    where elements were sent: w -= update / P, e -= spent, whatever x is by then; x is only read
-    fold      x = w - a e, and m follows, so that as much waits; a is the preview. It is due where something
-              was settled, and in one window of the vector a step
+    apply     where elements were sent: w -= update / P, e -= spent, whatever x is by then; x is only read
+    rebase    x = w - a e, and m follows, so that the residual stays the same; a is the preview. It is due
+              where something was applied, and in one window of the vector a step
 
-Settling may happen at any time at which no optimizer moves; folding writes x, so that it waits until an
-optimizer is about to write it too, and is done for the parameters of that optimizer alone.
+An exchange can be applied whenever no optimizer steps. Rebasing writes x, so it waits until an optimizer is
+about to write x too, and is done for the parameters of that optimizer alone.
 
 A window comes round every WINDOWS steps, so that x has the last few steps in full and of what is older the
 part a. The law: P w - sum over ranks of e is changed by the optimizers alone; neither the exchange, whether
-it succeeds or not, nor settling nor folding changes it.
+it succeeds or not, nor applying it, nor rebasing changes it.
 
 Memory: 2 n elements, and n more of their own type for parameters narrower than w. An exchange is lent
 as much as it reads at once, which stays: of a stretch in few bits a piece, n where everything is sent.
@@ -35,12 +35,12 @@ from gradsieve.kernels.fast import window
 from gradsieve.types import Host, Outcome, Sparse
 
 WINDOWS = 3
-"""Windows of the vector, one of which is folded in a step."""
+"""Windows of the vector, one of which is rebased in each step."""
 
 
 @dataclass(slots=True)
 class Due:
-    """What one exchange left to be folded, and in which parameters that was not done yet."""
+    """What has to be rebased after one exchange, and the parameters in which that was not done yet."""
 
     window: int | None
     places: list[Sparse]
@@ -66,8 +66,8 @@ class LocalSteps:
         return Waiting(self, parameters, self._rooms if exchanged else [])
 
     def dense_turn(self, step: int, most: int | None) -> slice:
-        """Where the dense slots are exchanged in this step: they need no choice, but take turns where they
-        are more than `most` elements, or they would cost more than all others."""
+        """Where the dense slots are exchanged in this step: they need no selection, but go round robin where
+        they are more than `most` elements, or they would cost more than all others."""
         length = self.anchor_dense.numel()
         turns = -(-length // max(1, most)) if most is not None and length else 1
         turn = step % turns
@@ -81,7 +81,7 @@ class LocalSteps:
             waiting(self.anchor_dense[place], own, out[place.start - here.start : place.stop - here.start])
         return out
 
-    # -- settle -----------------------------------------------------------------------------------------
+    # -- apply ------------------------------------------------------------------------------------------
 
     def apply(
         self,
@@ -94,8 +94,8 @@ class LocalSteps:
         preview: float = 1.0,
         names: Set[str] = frozenset(),
     ) -> None:
-        """Take over what an exchange gave; what was sent is what is taken off. In the parameters of these
-        names, fold at once."""
+        """Apply the result of an exchange, and subtract what was sent from the residual. In the parameters
+        of these names, rebase at once."""
         places = [update]
         if update.indices is None:
             self._apply_run(True, update, spent, parameters, world, preview, names)
@@ -111,7 +111,7 @@ class LocalSteps:
         if update.indices is None:
             due.places.append(update)
         self._due.append(due)
-        if len(self._due) > WINDOWS:  # some optimizer does not step: what it has to fold must not pile up
+        if len(self._due) > WINDOWS:  # some optimizer does not step: its due rebases must not pile up
             self._due_whole |= self._due.pop(0).names
 
     def _apply_run(
@@ -144,7 +144,7 @@ class LocalSteps:
         own = self.own_at(parameters, spent)
         anchor = self.anchor.index_select(0, spent.indices)
         self.anchor.index_copy_(0, spent.indices, _marked(anchor, own, spent.values))
-        # Two roundings, not a fused one: replicas on unlike processors must stay the same bits.
+        # Two roundings, not a fused one: replicas on different processors must keep the same bits.
         shared = self.shared.index_select(0, update.indices) - update.values / world
         self.shared.index_copy_(0, update.indices, shared)
 
@@ -160,7 +160,7 @@ class LocalSteps:
             if slot.name in self._narrow:
                 self._narrow[slot.name][where] = values.to(self._narrow[slot.name].dtype)
 
-    # -- fold -------------------------------------------------------------------------------------------
+    # -- rebase -----------------------------------------------------------------------------------------
 
     def rebase(self, parameters: Mapping[str, Tensor], preview: float, names: Set[str] | None = None) -> None:
         """x = w - a e in these parameters, or in all, wherever that is due."""
@@ -175,7 +175,7 @@ class LocalSteps:
         self._due = [due for due in self._due if due.names]
 
     def is_due(self, names: Set[str]) -> bool:
-        """Whether `fold` has anything to write in these parameters."""
+        """Whether `rebase` has anything to write in these parameters."""
         return any(due & names for due in (self._due_whole, *(each.names for each in self._due)))
 
     def allow_rebase_all(self) -> None:
@@ -227,7 +227,7 @@ class LocalSteps:
             parameter = parameters[slot.name]
             narrow = values.to(parameter.dtype)
             parameter.index_copy_(0, indices, narrow)
-            if narrow.dtype != values.dtype:  # rounding is not a step, so the mark is rounded too
+            if narrow.dtype != values.dtype:  # rounding is not a step, so the anchor is rounded too
                 values.copy_(narrow)
         self.anchor.index_copy_(0, places.indices, own.add_(waits))
 
@@ -245,8 +245,8 @@ class LocalSteps:
     # -- from outside -----------------------------------------------------------------------------------
 
     def adopt(self, parameters: Mapping[str, Tensor], names: Set[str]) -> None:
-        """The shared model was replaced in these parameters, alike on all ranks: x is w, and nothing waits
-        there."""
+        """The shared model was replaced in these parameters, alike on all ranks: x is w, and the residual is
+        empty there."""
         for slots, shared, anchor in self._vectors():
             for slot in slots:
                 if slot.name in names:
@@ -257,7 +257,7 @@ class LocalSteps:
         self._due_whole -= names
 
     def write_shared(self, name: str, values: Tensor) -> None:
-        """The user wrote to the shared model: what waits stays, and x follows when it is next folded."""
+        """The user wrote to the shared model: the residual stays, and x follows at the next rebase."""
         if name not in self._all:
             return
         if name in self._narrow:
@@ -299,7 +299,7 @@ class LocalSteps:
             self._narrow[name] = memory.copy_(self.shown()[name])
 
     def renew(self) -> None:
-        """After shared, mark and own model were loaded."""
+        """After the shared model, the anchor and the own model were loaded."""
         self._due, self._due_whole = [], frozenset()
         shared = self.by_kind()["shared"]
         for name, narrow in self._narrow.items():
@@ -410,7 +410,7 @@ def _overlaps(slots: tuple[Slot, ...], here: slice) -> Iterator[tuple[Slot, slic
 
 
 def _marked(anchor: Tensor, own: Tensor, spent: Tensor) -> Tensor:
-    """The mark from which less waits by what was spent. Exactly at x where nothing is left, so that a model
-    of which all was told is the shared one to the last bit. What an optimizer spoilt does not wait."""
+    """The anchor that makes the residual smaller by what was spent. It is exactly x where nothing is left, so
+    that a model of which all was sent is the shared one to the last bit. What is not finite is dropped."""
     left = (anchor - own) - spent
     return own + torch.where(left.isfinite(), left, 0.0)

@@ -1,4 +1,4 @@
-"""Small tensors and the finiteness vote ride along in an all-reduce that takes place anyway."""
+"""Small tensors and the finiteness vote are piggybacked on an all-reduce that takes place anyway."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from gradsieve.types import Program, Result, by_way_of
 
 
 def carry(program: Program[Result], piggyback: Tensor) -> Program[tuple[Result, Tensor]]:
-    """Run `program` with `rider` appended to its first all-reduce; its result and the rider's sum.
+    """Run `program` with `piggyback` appended to its first all-reduce; its result and the piggyback's sum.
 
-    A program without a suitable all-reduce is followed by one for the rider alone. Ranks agree on which it
-    is, since they agree on the program's ops.
+    A program without a suitable all-reduce is followed by one for the piggyback alone. Ranks agree on which
+    one it is, since they agree on the program's ops.
     """
     ride: Tensor | None = None
 

@@ -1,7 +1,7 @@
 """The residual of one unit: what this rank has not sent yet.
 
 Stage, then commit. Accumulation writes to a second buffer and commit swaps the two, so that a step which
-fails or is skipped leaves the residual as it was, bit for bit. Memory: 2 n elements beside the gradient.
+fails or is skipped leaves the residual as it was, bit for bit. Memory: 2 n elements besides the gradient.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ batch in it, which the mean over ranks, that a dense training would divide by, h
     rho = |mean g|^2 / mean over ranks of |g_r|^2        1/P where noise rules, 1 where ranks agree
 
 So the mean of the ranks' steps makes sqrt(rho) of the way that a dense step makes, also where all of it is
-exchanged. The mend: such steps are made 1/sqrt(rho) as long. The optimizer and its settings are not touched:
+exchanged. The fix: such steps are made 1/sqrt(rho) as long. The optimizer and its settings are not touched:
 once it has moved the parameters, what it moved them by is made longer. Decoupled weight decay, which divides
 by nothing, is left out of that:
 
@@ -48,7 +48,7 @@ _SIDE = 4
 _PUSH = 0.5
 """By which a parameter is moved between two steps of a trial."""
 _SIZES = 16.0
-"""Gradients are told apart by powers of this: a trial is made once for each."""
+"""Sizes of gradients are rounded to powers of this: a trial is made once for each."""
 _OF_A_SCALER = frozenset({"grad_scale", "found_inf"})
 """What a GradScaler gives a fused optimizer for the time of a step: not for a trial's steps."""
 
@@ -118,7 +118,7 @@ class StepLength:
         return self._kept[name]
 
     def habit(self, optimizer: Any, group: Mapping[str, Any], size: float) -> Habit:
-        """Tried out when it is first asked for; where a trial told nothing, at other sizes again."""
+        """Tried out when it is first asked for; where a trial showed nothing, again at other sizes."""
         if isinstance(optimizer, torch.optim.SGD) or not group["params"] or not size > 0.0:
             return Habit()
         power = round(math.log(size, _SIZES))
@@ -154,7 +154,7 @@ class StepLength:
 
 
 def habit_of(optimizer: Any, group: Mapping[str, Any], size: float) -> Habit | None:
-    """By trial, with gradients of this size. None where it told nothing."""
+    """By trial, with gradients of this size. None where it showed nothing."""
     try:
         with torch.enable_grad():
             return _tried(optimizer, group, size)

@@ -1,6 +1,6 @@
 """Units of exchange: which parameters travel together, and which of them travel dense.
 
-Units are laid once, from the order and sizes of the parameters alone. DDP rebuilds its buckets after the
+Units are laid out once, from the order and sizes of the parameters alone. DDP rebuilds its buckets after the
 first iteration (and again in a resumed process); units do not move with them, so neither do residuals,
 partitions or the order of collectives.
 """
@@ -71,7 +71,7 @@ def parts_of(vector: Tensor, slots: Iterable[Slot]) -> dict[str, Tensor]:
 
 
 def by_slot(slots: tuple[Slot, ...], update: Sparse) -> Iterator[tuple[Slot, Tensor | slice, Tensor]]:
-    """The update in each slot: where, relative to the slot, and what. Of a run, in slots that it meets."""
+    """The update in each slot: where, relative to the slot, and what. Of a run, in slots that it overlaps."""
     values = update.values
     if update.indices is None:
         for slot in slots:

@@ -3,7 +3,7 @@
 Every part of a gradient then brings its momentum with it, whenever it is sent. The law: what the memories
 take in, over all ranks and steps, is what momentum SGD would have applied densely; with everything sent it
 is momentum SGD. Masking forgets u where an element was sent, and by that breaks the law on purpose: momentum
-that grew while the element waited would carry it too far.
+that grew while the element was in the residual would carry it too far.
 
 Weight decay has to go the same way, g + decay * w, or it would lose its momentum. Memory: 2 n elements, so
 that a step which is skipped leaves u as it was; the optimizer's own n are not needed meanwhile.
@@ -98,7 +98,7 @@ class Velocity:
     def commit(self, sent: Sparse | None) -> None:
         """Keep u; where this rank sent an element of `sent`, forget it.
 
-        Where everything went, nothing had waited: that is momentum SGD, and nothing is forgotten.
+        Where everything was sent, the residual was empty: that is momentum SGD, and nothing is forgotten.
         """
         self.kept, self._staged = self._staged, self.kept
         if sent is None or sent.count == sent.numel:

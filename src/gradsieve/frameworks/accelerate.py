@@ -90,6 +90,6 @@ class _Checkpoints:
 
 
 def _pair(models: list[nn.Module]) -> str:
-    """Accelerate's files have no place for a mark: what they belong to is known by the models in them."""
+    """Accelerate's files have no place for an identity: the models in them say what they belong to."""
     tensors = [each for model in models for each in model.state_dict().values() if isinstance(each, Tensor)]
     return f"{int(digest(tensors)) % (1 << 64):016x}"

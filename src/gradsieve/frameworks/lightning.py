@@ -2,8 +2,8 @@
 
     trainer = lightning.Trainer(strategy=gradsieve.frameworks.lightning.GradsieveStrategy())
 
-A strategy and not a callback: it alone is told on all ranks which file is saved, loaded and removed. Every
-rank's state goes to a folder beside that file, `NAME.ckpt.gradsieve`.
+A strategy and not a callback: it alone learns on all ranks which file is saved, loaded and removed. Every
+rank's state goes to a folder next to that file, `NAME.ckpt.gradsieve`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gradsieve.frameworks.sidecar import finish, load_from, new_pair, save_into
 from gradsieve.parallel.ddp import DdpSync, attach
 
 _MARK = "gradsieve"
-"""In a checkpoint with a folder beside it, which pair the two are, and the step; True in older ones. One
+"""In a checkpoint with a sidecar folder, which pair the two are, and the step; True in older ones. One
 without it is of plain DDP, or of the end of a training."""
 
 
@@ -43,7 +43,7 @@ class GradsieveStrategy(DDPStrategy):
             self.sync = attach(self.model, self.optimizers, **self._settings)
 
     def on_train_end(self) -> None:
-        """What still waits goes into the model, which is then a plain one: to be tested, saved, taken on."""
+        """The residual goes into the model, which is then a plain one to test, save or train further."""
         super().on_train_end()
         self._finish()
 
@@ -70,7 +70,7 @@ class GradsieveStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """The folder first: a file that has the mark has its folder. Weights alone need none."""
+        """The folder first: a file that names a folder has it. Weights alone need none."""
         folder, pair = _beside(filepath), new_pair()
         is_paired = "optimizer_states" in checkpoint and save_into(self.sync, folder, pair)
         if is_paired:

@@ -1,7 +1,7 @@
-"""Every rank's state beside a framework's own checkpoint, which holds one rank's.
+"""Every rank's state, in a sidecar to a framework's own checkpoint, which holds one rank's.
 
 What a framework saves is the shared model and rank 0's optimizer. A folder of ours next to it, or within it,
-has the rest (`folder.py`): what waits on each rank and each rank's optimizer. It is written and read on all
+has the rest (`checkpoint/directory.py`): each rank's residual and optimizer. It is written and read on all
 ranks, when the framework saves and loads.
 
 Two things that are written one after the other are a pair, and a kill may come in between. So both carry the

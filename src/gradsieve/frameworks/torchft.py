@@ -1,8 +1,8 @@
 """gradsieve inside torchft 0.2: a lost replica costs an exchange, not the training.
 
-    meeting = Meeting()
-    manager = torchft.Manager(pg=meeting, use_async_quorum=False, min_replica_size=2, ...)
-    sync = ElasticSync(manager, meeting, model.named_parameters(), optimizer, density=0.01)
+    rendezvous = Rendezvous()
+    manager = torchft.Manager(pg=rendezvous, use_async_quorum=False, min_replica_size=2, ...)
+    sync = ElasticSync(manager, rendezvous, model.named_parameters(), optimizer, density=0.01)
     if (folder / "manifest.json").exists():
         sync.load(folder)                  # all started again: from there. One that rejoins: from its peers
     while manager.current_step() < steps:
@@ -16,11 +16,13 @@
 Who is there (quorum), whether an exchange counts (`should_commit`) and how a replica is brought up (a peer's
 state over torchft's transport) are torchft's. The exchange is ours, in a gloo group of every quorum's
 members that fails, with a name, soon after one of them dies: torchft's own groups are not registered with
-torch.distributed, which messages from rank to rank need here. What becomes of what waits: `elastic.py`.
+torch.distributed, which messages from rank to rank need here. What becomes of the residuals:
+`sync/elastic.py`.
 
 A lighthouse that is gone for a while is torchft's to wait for: its Manager asks again `quorum_retries` times
 within `quorum_timeout`. By default it does not, and all replicas end. A lighthouse that was started again
-counts its quorums from 1, so that a number says nothing by itself: groups meet under it and the exchange.
+counts its quorums from 1, so that a number says nothing by itself: a group's rendezvous is named by it and
+the exchange.
 
 A replica is one process, and torch.distributed's default group belongs to the sync.
 """
@@ -55,7 +57,7 @@ _PATIENCE = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the members of a quorum meet."""
+    """The rendezvous of the members of a quorum."""
 
     store: str
     rank: int
@@ -83,7 +85,7 @@ class Rendezvous(ProcessGroup):  # type: ignore[misc]  # torchft comes without t
         self.place = Place(store_addr, rank, world_size, -1 if quorum_id is None else quorum_id)
 
     def errored(self) -> Exception | None:
-        return None  # what fails is told by `ElasticSync`
+        return None  # `ElasticSync` reports what fails
 
     def size(self) -> int:
         return 1 if self.place is None else self.place.world
@@ -111,7 +113,7 @@ class ElasticSync:
         if dist.is_initialized():
             raise ConfigError("torch.distributed is initialised already: inside torchft the sync does that")
         if getattr(manager, "_use_async_quorum", False):
-            raise ConfigError("give torchft's Manager use_async_quorum=False: the group is made anew in it")
+            raise ConfigError("give torchft's Manager use_async_quorum=False: the group is made again in it")
         if "group" in settings:
             raise ConfigError("inside torchft the group is the quorum: leave out group=")
         # It has no public name for what it was given; where it calls it otherwise, only texts are poorer.
@@ -143,14 +145,14 @@ class ElasticSync:
         return not self._is_replaced
 
     def flush(self) -> None:
-        """Send everything that waits, at the end of a training, on all replicas. One that joins only now has
-        nothing to add, and is not waited for."""
+        """Send the whole residual, at the end of a training, on all replicas. One that joins only now has
+        nothing to add, and nobody waits for it."""
         while not self._attempt("flush()") or self._is_met:
             pass
 
     def save(self, folder: str | PathLike[str]) -> bool:
         """Write a checkpoint to a folder that all replicas see, in the place of the one there: each replica's
-        model, optimizers and what waits on it. Call it on all of them at the same `manager.current_step()`,
+        model, optimizers and residual. Call it on all of them at the same `manager.current_step()`,
         after the optimizer's step. False where there is none of this step from this group: a replica died in
         the middle, and the checkpoint before is as it was; or this one was brought up and has an exchange to
         make first, for which the others wait."""
@@ -173,8 +175,8 @@ class ElasticSync:
 
     def load(self, folder: str | PathLike[str]) -> None:
         """Go on from what `save` wrote, also with another number of replicas, if all of them begin. It is
-        read when they have met, in the first `reduce()`, which is then False. One that is started again while
-        others train is brought up by them, and reads nothing. Call it before the first `reduce()`."""
+        read after their rendezvous, in the first `reduce()`, which is then False. One that is started again
+        while others train is brought up by them, and reads nothing. Call it before the first `reduce()`."""
         if self._replica.sync is not None:
             raise ConfigError(
                 f"replica {self._replica.name}: load() comes before the first reduce(). To go back to a "
@@ -268,8 +270,8 @@ class ElasticSync:
             )
         except RuntimeError as error:
             raise PeerError(
-                f"replica {replica.name}: the {place.world} members of quorum {place.quorum} did not meet: "
-                f"{error}"
+                f"replica {replica.name}: the {place.world} members of quorum {place.quorum} found no "
+                f"rendezvous: {error}"
             ) from None
         replica.join(place.quorum)
         return True
@@ -285,7 +287,7 @@ class ElasticSync:
 
     @property
     def losses(self) -> list[dict[str, Any]]:
-        """Replicas that are missing, and the norm of what waited on each after its last exchange."""
+        """Replicas that are missing, and the norm of each one's residual after its last exchange."""
         every = self._replica.accounts.missing.values()
         return [{"name": e.name, "exchange": e.exchange, "waiting": e.waiting} for e in every]
 

@@ -5,7 +5,7 @@
     trainer.train()
 
 Every rank's state goes to the folder `gradsieve` within each `checkpoint-N`, and is removed with it. It is
-written before the Trainer's files, beside them, and moved when these are there: with `save_total_limit` the
+written before the Trainer's files, next to them, and moved when these are there: with `save_total_limit` the
 Trainer removes the checkpoint before as soon as it has written its own.
 """
 
@@ -38,7 +38,7 @@ def attach(trainer: Trainer, **settings: Any) -> GradsieveCallback:
     train = trainer.train
 
     def noting(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Callbacks are not told which checkpoint a training goes on from."""
+        """Callbacks do not learn which checkpoint a training goes on from."""
         callback.resumed_from = resume_from_checkpoint
         return train(resume_from_checkpoint, *args, **kwargs)
 
@@ -63,10 +63,10 @@ class GradsieveCallback(TrainerCallback):
         if state.is_hyper_param_search:
             raise ConfigError(
                 f"rank {args.process_index}: a hyperparameter search puts checkpoints where callbacks "
-                "are not told: search with plain DDP, then attach() to the Trainer of the training itself"
+                "do not find them: search with plain DDP, then attach() to the Trainer of the training itself"
             )
         if self.sync is not None and not self.sync.is_closed:
-            self.sync.close()  # a training that broke off: `auto_find_batch_size` begins anew
+            self.sync.close()  # a training that broke off: `auto_find_batch_size` begins again
         self.sync = ddp.attach(self._trainer.model_wrapped, self._trainer.optimizer, **self._settings)
         source = self.resumed_from
         if source is True:
@@ -110,8 +110,8 @@ class GradsieveCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """What still waits goes into the model, which is then a plain one. Not into the best one, if that was
-        loaded: it stays what was judged and saved, also where it is the last."""
+        """The residual goes into the model, which is then a plain one. Not into the best one, if that was
+        loaded: it stays what was evaluated and saved, also where it is the last."""
         if self.sync is None or self.sync.is_closed:
             return
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:

@@ -54,19 +54,19 @@ def is_finite(*tensors: Tensor) -> bool:
 
 
 def waiting(anchor: Tensor, own: Tensor, out: Tensor) -> None:
-    """out = mark - own; what is not finite counts as 0: an optimizer overflowed there. `out` may be `own`."""
+    """out = anchor - own; what is not finite counts as 0 (an optimizer overflowed). `out` may be `own`."""
     form_for(anchor, own, out).waiting(anchor, own, out)
 
 
 def waiting_above(anchor: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Sorted indices where |waiting| >= threshold, and what waits there; no vector of n is written."""
+    """Sorted indices where |waiting| >= threshold, and the residual there; no vector of n is written."""
     return form_for(anchor, own).waiting_above(anchor, own, threshold)
 
 
 def rebase(shared: Tensor, own: Tensor, anchor: Tensor, preview: float) -> None:
-    """In place: own = shared - preview * waiting, rounded to its dtype, and the mark goes along.
+    """In place: own = shared - preview * waiting, rounded to its dtype, and the anchor follows.
 
-    `waiting` is the same afterwards, up to rounding.
+    `waiting`, the residual, is the same afterwards, up to rounding.
     """
     form_for(shared, own, anchor).rebase(shared, own, anchor, preview)
 
@@ -80,8 +80,8 @@ def apply(
     world: int,
     preview: float | None,
 ) -> None:
-    """In place: shared -= update / world; less waits by what was spent, and nothing to the last bit where all
-    of it was. With a preview, `rebase` as well, in the same pass; without, `own` is only read."""
+    """In place: shared -= update / world; the residual gets smaller by what was spent, and is exactly 0
+    where all of it was. With a preview, `rebase` as well, in the same pass; without, `own` is only read."""
     form_for(shared, own, anchor, update, spent).apply(shared, own, anchor, update, spent, world, preview)
 
 

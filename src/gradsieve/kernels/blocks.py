@@ -129,7 +129,7 @@ def lengths(blocks: Blocks, device: torch.device) -> Tensor:
 
 
 def spread(items: Tensor, blocks: Blocks, each: Tensor, buffer: int, total: int) -> Tensor:
-    """`total` items that lie end to end, `each` of them a block, in as many rows of `room`; others are 0."""
+    """`total` concatenated items, `each` of them a block, in as many rows of `buffer`; others are 0."""
     if blocks.is_even:
         spare = blocks.number * buffer - total
         filled = torch.nn.functional.pad(items, (0, spare)) if spare else items.contiguous()

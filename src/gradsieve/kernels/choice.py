@@ -155,7 +155,7 @@ def _numba_low_bit() -> LowBitKernels:
 
 
 def _kept_on_disk(form: Callable[[bool], Form]) -> Form:
-    """Where that is possible: numba raises what it meets, no place to write or a broken file."""
+    """Where that is possible: numba raises what it finds, no place to write or a broken file."""
     try:
         return form(True)
     except Exception:

@@ -108,7 +108,7 @@ def _either(flag: Any, condition: Any) -> Any:
 
 @register_jitable
 def _wait(anchor: Any, own: Any, i: Any) -> Any:
-    """What waits at i."""
+    """The residual at i."""
     moved = anchor[i] - own[i]
     return moved if _finite(moved) else float32(0)
 
@@ -146,7 +146,7 @@ def _rebase(n: Any, shared: Any, own: Any, anchor: Any, preview: Any) -> None:
 
 @register_jitable
 def _left(anchor: Any, own: Any, spent: Any, i: Any) -> Any:
-    """What waits at i when this was spent."""
+    """The residual at i after this was spent."""
     left = (anchor[i] - own[i]) - spent[i]
     return left if _finite(left) else float32(0)
 
@@ -209,7 +209,7 @@ def _list_above(x: Any, threshold: Any, begin: Any, end: Any, found: Any, count:
 
 
 def _above(n: Any, x: Any, threshold: Any, begin: Any, buffer: Any, found: Any, count: Any) -> Any:
-    """Go on from `begin` until x ends or the room is full; how far that was, and the count."""
+    """Go on from `begin` until x ends or the buffer is full; how far that was, and the count."""
     x, found = floats_at(x, n), integers_at(found, buffer)
     whole = begin + (n - begin) // _BLOCK * _BLOCK
     for place in range(begin, whole, _BLOCK):

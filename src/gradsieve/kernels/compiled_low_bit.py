@@ -41,7 +41,7 @@ from gradsieve.kernels.pointers import bits_of, bytes_at, float_of, floats_at, i
 
 _GROUPS = BLOCK // LANES
 _PAIRS = _GROUPS // 2
-"""Groups of 16 values that are told, in a block with zeros."""
+"""Groups of 16 values that are sent, in a block with zeros."""
 
 
 @register_jitable
@@ -85,7 +85,7 @@ def _level(bits: Any, total: Any, number: Any) -> Any:
 
 @register_jitable
 def _scale_with_zeros(bits: Any, x: Any, begin: Any, even_sum: Any, odd_sum: Any) -> Any:
-    """Zeros that fill a block up are told by nobody, and not counted."""
+    """Zeros that fill a block up are not sent, and not counted."""
     parity = int64(1) if odd_sum > even_sum else int64(0)
     members = int64(0)
     for group in range(_PAIRS):

@@ -113,7 +113,7 @@ def _candidates(blocks: Tensor, count: int) -> Tensor:
 
 
 def _above_each(blocks: Tensor, threshold: Tensor) -> Tensor:
-    """`above` for every row with its own threshold, as indices into the rows laid end to end."""
+    """`above` for every row with its own threshold, as indices into the concatenated rows."""
     count, length = blocks.shape
     if length >= _CHUNK:
         rows = [
@@ -178,14 +178,14 @@ def accumulate(residual: Tensor, gradient: Tensor, scale: float, out: Tensor) ->
 
 
 def waiting(anchor: Tensor, own: Tensor, out: Tensor) -> None:
-    """out = mark - own; what is not finite counts as 0: an optimizer overflowed there."""
+    """out = anchor - own; what is not finite counts as 0: an optimizer overflowed there."""
     own = own.detach()
     for here in _pieces(anchor):
         _wait(anchor[here], own[here], out[here])
 
 
 def waiting_above(anchor: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Sorted indices where |waiting| >= threshold, and what waits there; no vector of n is written."""
+    """Sorted indices where |waiting| >= threshold, and the residual there; no vector of n is written."""
     own = own.detach()
     indices, values = [], []
     for here, waits in _pieces_with_buffer(anchor):
@@ -197,7 +197,7 @@ def waiting_above(anchor: Tensor, own: Tensor, threshold: float) -> tuple[Tensor
 
 
 def rebase(shared: Tensor, own: Tensor, anchor: Tensor, preview: float) -> None:
-    """own = shared - preview * waiting, rounded to its dtype; the mark goes along, so that as much waits."""
+    """own = shared - preview * waiting, rounded to its dtype; the anchor follows: same residual."""
     own = own.detach()
     for here, waits in _pieces_with_buffer(shared):
         _wait(anchor[here], own[here], waits)
@@ -214,11 +214,11 @@ def apply(
     world: int,
     preview: float | None,
 ) -> None:
-    """shared -= update / world, and less waits by what was spent; with a preview, then `fold`.
+    """shared -= update / world; the residual gets smaller by what was spent; with a preview, then `rebase`.
 
-    The mark is exactly at `own` where nothing is left, so that a model of which all was told is the shared
-    one to the last bit. What an optimizer spoilt does not wait. Two roundings, not a fused one: replicas on
-    unlike processors must stay the same bits.
+    The anchor is exactly `own` where nothing is left, so that a model of which all was sent is the shared
+    one to the last bit. What is not finite is dropped. Two roundings, not a fused one: replicas on different
+    processors must keep the same bits.
     """
     own = own.detach()
     for here in _pieces(shared):
@@ -292,6 +292,6 @@ def _pieces(x: Tensor) -> Iterator[slice]:
 
 
 def _pieces_with_buffer(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Each piece with the same room to compute it in: what is new to the cache pushes something out."""
+    """Each piece with the same buffer to compute it in: what is new to the cache pushes something out."""
     buffer = x.new_empty(min(x.numel(), _CHUNK) if x.is_cpu else x.numel())
     return ((here, buffer[: here.stop - here.start]) for here in _pieces(x))

@@ -12,12 +12,12 @@ A row of values in blocks of at most 256 (`blocks.py`) becomes the scales of its
     4       max|x| / 7       8 + x / scale, rounded half to even        (code - 8) scale, from -7 scale to 7
 
 Codes of one bit and of two have no zero. A block of them in which some values are 0 and some are not is
-written with zeros, in as many bytes: only its elements of one parity are told, each in twice the bits, and
-all others decode to 0, so that what they are is told another time.
+written with zeros, in as many bytes: only its elements of one parity are sent, each in twice the bits, and
+all others decode to 0, so that their values are sent another time.
 
     scale   the sign bit is set, which no other scale has. The lowest bit is the parity: 0 for the elements
             0, 2, 4..., 1 for 1, 3, 5..., whichever has the larger sum of |x|, and 0 where both are equal. The
-            mean is that of the told elements that are not 0. Rounded, then the two bits are set; a receiver
+            mean is that of the sent elements that are not 0. Rounded, then the two bits are set; a receiver
             takes the lowest one as a part of the scale
     codes   code j, of element 2 j + parity, in the bits 2 j * bits up to 2 (j + 1) * bits
 
@@ -226,7 +226,7 @@ def _levels(bits: int, data: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _levels_with_zeros(bits: int, data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of told elements."""
+    """Of sent elements."""
     code = _codes_in_bytes(2 * bits, data.device)
     level = (code & 1) * ((code & 2) - 1)
     if bits == 2:

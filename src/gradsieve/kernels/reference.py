@@ -62,12 +62,12 @@ def accumulate(residual: Tensor, gradient: Tensor, scale: float, out: Tensor) ->
 
 
 def waiting(anchor: Tensor, own: Tensor, out: Tensor) -> None:
-    """out = mark - own; what is not finite counts as 0."""
+    """out = anchor - own; what is not finite counts as 0."""
     out.copy_(_waits(anchor, own))
 
 
 def waiting_above(anchor: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Sorted indices where |waiting| >= threshold, and what waits there."""
+    """Sorted indices where |waiting| >= threshold, and the residual there."""
     waits = _waits(anchor, own)
     found = above(waits, threshold)
     return found, waits[found]
@@ -91,7 +91,7 @@ def apply(
 
 
 def rebase(shared: Tensor, own: Tensor, anchor: Tensor, preview: float) -> None:
-    """own = shared - preview * waiting, rounded to its dtype; the mark goes along, so that as much waits."""
+    """own = shared - preview * waiting, rounded to its dtype; the anchor follows: same residual."""
     waits = _waits(anchor, own)
     own.copy_(shared - preview * waits)
     anchor.copy_(own + waits)

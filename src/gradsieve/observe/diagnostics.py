@@ -1,7 +1,7 @@
 """Signs that a run drifts toward trouble, and one warning that names the setting to change.
 
-    staleness   steps for which what is sent now has waited, by Little's law: what waits over what leaves
-    waiting     norm of what waits over that of what was sent
+    staleness   age in steps of what is sent now, by Little's law: the residual over what is sent
+    waiting     norm of the residual over that of what was sent
     fidelity    energy of what was sent, over the most that as many of this rank's elements hold
 
 The limits are those beyond which trainings ended visibly worse in docs/studies/training-quality.md.
@@ -33,7 +33,7 @@ _SAMPLE = 1 << 16
 
 
 def signs(waiting: Iterable[Tensor], outcomes: Sequence[Outcome[Any]]) -> dict[str, float]:
-    """Of the last step, on this rank; a pass over what waits, and a look at a sample of it."""
+    """Of the last step, on this rank; a pass over the residual, and a look at a sample of it."""
     left = gone = left_energy = gone_energy = best = 0.0
     for kept, outcome in zip(waiting, outcomes, strict=False):
         spent = outcome.spent
@@ -74,7 +74,7 @@ def advice(signs: Mapping[str, float], density: float, adaptive: bool, looks: bo
         excess = max(signs["staleness"] / STALE, signs["waiting"] / heavy)
         raised = min(1.0, 2 * excess * density)
         return (
-            f"what waits is {signs['waiting']:.0f} times what is sent, and about {signs['staleness']:.0f} "
+            f"the residual is {signs['waiting']:.0f} times what is sent, and about {signs['staleness']:.0f} "
             f"steps old: raise density from {density:g} to {raised:.2g}, or send everything now and then "
             "with exchange=gradsieve.Steps(refresh=1000)"
         )
@@ -97,7 +97,7 @@ class Advisor:
         self.density, self.adaptive, self.rank = scheme.density, adaptive, rank
         self.looks = isinstance(scheme, ExDyna | TopK)
         self.has_warned = scheme.round_robin
-        """Where elements take turns nothing is chosen, and nothing waits for longer than a round of them."""
+        """Round robin, nothing is selected, and nothing is in the residual for longer than a round."""
 
     def look(self, signs: Mapping[str, float], step: int) -> None:
         text = None if self.has_warned else advice(signs, self.density, self.adaptive, self.looks)

@@ -1,8 +1,8 @@
-"""What `metrics()` tells of the last step, among other things:
+"""What `metrics()` says of the last step, among other things:
 
 bits        moved by this rank, a parameter and step: in the mean over some (`pipeline/round_robin.py`)
 link        seconds of the exchange over those for which nobody needed it: 1 fills them
-staleness   exchanges for which what is sent now has waited
+staleness   exchanges for which what is sent now was in the residual
 rho         square of the mean gradient's length over that of a rank's own
 budget      bits that the next step may send; 0 where a density is given
 """

@@ -3,10 +3,10 @@
     run.rank0.jsonl        is written now
     run.rank0.jsonl.1      came before it, and .2 after .1: the larger the number, the later
 
-Recording never ends a training. What cannot be written is left out and told once; when there is room again
-the record goes on, with a header on a line of its own, below whatever was torn. A line is one write to the
-end of the file, and a life that finds another's header below its own lines writes no more: a process that was
-taken for dead must not mix its steps into those of its successor.
+Recording never ends a training. What cannot be written is left out and reported once; when the disk has space
+again the record goes on, with a header on a line of its own, below whatever was torn. A line is one write to
+the end of the file, and a life that finds another's header below its own lines writes no more: a process that
+was taken for dead must not mix its steps into those of its successor.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 class RecordFile:
     def __init__(self, path: Path, header: Header) -> None:
-        """ConfigError where no file can be; a disk that is full now may have room later."""
+        """ConfigError where no file can be; a disk that is full now may have space later."""
         self.path, self._header = path, header
         self._file: FileIO | None = None
         self._size = 0

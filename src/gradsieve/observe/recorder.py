@@ -5,8 +5,8 @@
     optimizer.step()
     recorder.note_loss(loss.item())                      # if wanted: belongs to the step just taken
 
-What a step tells by itself (counts, thresholds, spans) is written in every line. Norms need a pass over all
-that waits: they are taken every `every` steps, piece by piece, and are exact then. A step's line is written
+What a step yields by itself (counts, thresholds, spans) is written in every line. Norms need a pass over the
+residual: they are taken every `every` steps, piece by piece, and are exact then. A step's line is written
 when the next one is committed: only then are all of its seconds known. It goes to the sinks as well, if some
 were given (`observe/sinks/`). How the file outlives restarts and full disks: `record_file.py`.
 
@@ -40,7 +40,7 @@ from gradsieve.types import Outcome, Sparse, Vector, to_host
 _log = logging.getLogger("gradsieve")
 
 EVERY = 50
-"""Steps between two looks at all that waits."""
+"""Steps between two looks at the residual."""
 _PIECE = 1 << 17
 """Elements that are looked at at once: they stay in the processor's cache from one sum to the next."""
 
@@ -191,7 +191,7 @@ def spec_of(scheme: Scheme[Any]) -> str:
 
 
 def look(line: Line, pipeline: GradientPipeline | StepPipeline, outcomes: list[Outcome[Any]]) -> None:
-    """Norm and age of what waits, and by how much less it is than before the exchange.
+    """Norm and age of the residual, and by how much the exchange made it smaller.
 
     acc = e + spent, so that |acc|^2 = |e|^2 + 2 e.spent + |spent|^2 takes a pass over e, and none over acc.
     """
@@ -210,7 +210,7 @@ def look(line: Line, pipeline: GradientPipeline | StepPipeline, outcomes: list[O
 
 
 def _waiting(pipeline: GradientPipeline | StepPipeline) -> Iterator[Tensor | Vector]:
-    """What waits of each unit, in memory or not."""
+    """The residual of each unit, in memory or not."""
     if isinstance(pipeline, StepPipeline):
         return (local.waiting(pipeline.own) for local in pipeline.local)
     return iter(pipeline.waiting())

@@ -86,9 +86,9 @@ class Line:
     cut: float | None = None
     """Share of the ranks that could not send all they selected."""
     waiting: float | None = None
-    """Norm of what waits."""
+    """Norm of the residual."""
     age: float | None = None
-    """Steps for which what is sent now has waited."""
+    """Steps for which what is sent now was in the residual."""
     contraction: float | None = None
     """|acc - spent|^2 / |acc|^2."""
     xi: float | None = None
@@ -277,7 +277,7 @@ class Whole:
                 yield from tail.each()
             except Malformed:
                 if piece != self.path and not piece.exists():
-                    continue  # its turn to be removed came in between
+                    continue  # it was removed in between
                 raise
             self.is_cut_off = bool(tail.rest)
             if tail.rest:
@@ -362,7 +362,7 @@ def _header(path: Path, text: str, place: int = 1) -> Header:
         raise Malformed(f"{path} is no record of a training: its first line does not say {MARK}")
     if version != VERSION:
         raise Malformed(f"{path} has version {version!r}, and this gradsieve reads {VERSION}")
-    found.setdefault("period", 1)  # files from before it was told, or the next one
+    found.setdefault("period", 1)  # files from before it was recorded, or the next one
     found.setdefault("budget", "")
     found.setdefault("began", "")
     return _entry(Header, found, f"{path}, line {place}")
@@ -415,7 +415,7 @@ _MOST_LETTERS = 500
 
 
 def _in_range(name: str, value: Any) -> bool:
-    """Whether a recorder could have seen it. What it is told (the loss) or finds in vectors is not judged."""
+    """Whether a recorder could have seen it. The loss and what is found in vectors are not checked."""
     if name in _LEAST:
         return bool(_LEAST[name] <= value <= _LARGEST)
     if name in _SHARES:

@@ -86,7 +86,7 @@ def _concerned(thread: int) -> list[Any]:
 
 
 def _end(concerned: list[Any], completed: bool, frees_graph: bool) -> None:
-    """All are told, also if one of them raises."""
+    """All are called, also if one of them raises."""
     if concerned:
         try:
             concerned[0].end_backward(completed, frees_graph)

@@ -128,7 +128,7 @@ class DdpSync(ModelSync):
     def before_exchange(self) -> None:
         if not self._may_compare():
             raise ConfigError(
-                "join() ends by giving all ranks the model of one, which loses what waits on the others: "
+                "join() ends by giving all ranks the model of one, which loses the others' residuals: "
                 "use attach(..., exchange=gradsieve.Gradients())"
             )
 

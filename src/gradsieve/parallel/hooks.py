@@ -1,8 +1,8 @@
 """What gradsieve leaves in a model: hooks that lead to a sync for as long as one is attached.
 
-DDP takes one communication hook, for good. So the hook's state is a door: with a sync behind it, gradients
-go there; with none, they are averaged as DDP does it, and another sync can be put behind it later. A copy of
-the model (`copy.deepcopy`, pickle) gets a door with nothing behind it.
+DDP takes one communication hook, for good. So the hook's state refers to a sync, to which gradients go.
+Without a sync they are averaged as DDP does it, and another sync can be attached later. A copy of the model
+(`copy.deepcopy`, pickle) gets a hook without a sync.
 """
 
 # No `from __future__ import annotations` here: DDP checks that the hook's annotations are types, not strings.

@@ -116,7 +116,7 @@ class HsdpSync(ModelSync):
 
     def are_finite(self, gradients: Sequence[Tensor]) -> bool:
         """On all shards of this host, or it would take a part of a step. A notice to one of them is one to
-        the host: each shard tells it to its own likes on other hosts, all in the same exchange."""
+        the host: each shard sends it to its own likes on other hosts, all in the same exchange."""
         odd = torch.tensor(
             [not super().are_finite(gradients), super()._has_notice],
             dtype=torch.int32,
@@ -180,11 +180,11 @@ class HsdpSync(ModelSync):
         return directory.offer_of(self.replica, inner, manifest, optimizers)
 
     def _on_all_shards(self, read: Callable[[], state.Offer]) -> state.Offer:
-        """Or on none of them: the hosts that hold the others' shards are told by these."""
+        """Or on none of them: these pass it on to the hosts that hold the others' shards."""
         offer, problem = None, None
         try:
             offer = read()
-        except Exception as error:  # whatever it is, the other shards wait to be told
+        except Exception as error:  # whatever it is, the other shards wait for the outcome
             problem = error
         steps = sharded_directory.agreed(
             self.replica, "nothing was loaded", problem, f"{offer.part.step} " if offer else ""
@@ -227,8 +227,8 @@ def _group_of(model: nn.Module, replicate: DeviceMesh) -> dist.ProcessGroup:
         )
     if replicate.size() == 1:
         raise ConfigError(
-            "the replicate axis has one rank, so that there is nothing to exchange: leave out attach(). What "
-            "waits in a checkpoint of more hosts goes into the model by add_residual(): docs/hsdp.md"
+            "the replicate axis has one rank, so that there is nothing to exchange: leave out attach(). The "
+            "residual in a checkpoint of more hosts goes into the model by add_residual(): docs/hsdp.md"
         )
     return replicate.get_group()
 

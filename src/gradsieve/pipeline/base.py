@@ -4,7 +4,7 @@
 
 `program` is one unit's way through it, a generator like the schemes themselves: it runs on a real process
 group (`comm/c10d.py`) or on virtual ranks (`comm/lockstep.py`). What is accumulated and where the update
-goes is told in `steps.py` and `gradients.py`.
+goes is described in `steps.py` and `gradients.py`.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class Way:
     fallback: Fallback | None = None
     dense: bool = False
     was_dense: bool = False
-    """In this exchange, and in the last one that was settled."""
+    """In this exchange, and in the last one that was applied."""
     mean_seconds: Sequence[float] = ()
-    """Seconds that rode along, means over ranks: see `_seconds_to_tell`."""
+    """Seconds that were piggybacked, means over ranks: see `_seconds_to_tell`."""
 
 
 class Memory(Protocol):
@@ -126,7 +126,7 @@ class Pipeline(ABC):
         self.since = 0
         """Steps of all ranks since the one with the last exchange: see `begins_exchange`."""
         self.began_at = 0
-        """What `since` was when the exchange under way began."""
+        """What `since` was when the pending exchange began."""
         self.tentative = False
         """Whether that exchange began with a forward, so that no rank knows yet whether all take part."""
         self.skipped = 0
@@ -137,7 +137,7 @@ class Pipeline(ABC):
         self.loads = 0
         """How often another model was loaded into the parameters."""
         self.has_notice = self.heard_notice = False
-        """Whether this rank tells the others that its time is up; and whether any rank has told so."""
+        """Whether this rank says to the others that its time is up; and whether any rank has said so."""
         self._idle_ones = ""
         self._checksum = Checksum(rank, world)
         self.rounds = Rounds(rank, world)
@@ -151,7 +151,7 @@ class Pipeline(ABC):
         self.observer: Observer | None = None
         self.turns = Turns()
         self._flushes = False
-        """Whether the exchange under way is one of everything, for `flush()`."""
+        """Whether the pending exchange is one of everything, for `flush()`."""
 
     def bits(self) -> float:
         """Moved by this rank in the last exchange, a parameter and step."""
@@ -182,11 +182,11 @@ class Pipeline(ABC):
 
     @abstractmethod
     def offer(self, index: int) -> tuple[Tensor | Vector, Tensor]:
-        """As much as an exchange of this unit would be given, and its rider; nothing is changed."""
+        """As much as an exchange of this unit would be given, and its piggyback; nothing is changed."""
 
     def handshake(self, call: int) -> Program[None]:
         """Find out whether all ranks make this call, by an exchange as the next one would be, of which
-        nothing is kept: a rank that went on training meets it with its own, and both are told."""
+        nothing is kept. A rank that went on training answers it with its own exchange, and both raise."""
         before, self.began_at, self.tentative = replace(self._ways[0]), self.since, False
         acc, piggyback = self.offer(0)
         yield from self.exchange(0, acc, piggyback, Stats(Meter(self.rank, self.world)), False, call)
@@ -212,7 +212,7 @@ class Pipeline(ABC):
         """What a GradScaler multiplies gradients by in this step."""
 
     def memories(self) -> dict[str, Tensor]:
-        """What this rank remembers between steps, beside the scheme's states: views by kind/parameter."""
+        """What this rank remembers between steps, besides the scheme's states: views by kind/parameter."""
         return {
             f"{kind}/{name}": part
             for memory in self.remembering()
@@ -225,7 +225,7 @@ class Pipeline(ABC):
         return self.memories()
 
     def noted(self) -> list[Tensor]:
-        """What was seen for the next exchange to tell, as long a vector for each unit in every step."""
+        """What was seen and the next exchange sends: for each unit a vector, as long in every step."""
         return []
 
     @abstractmethod
@@ -250,7 +250,7 @@ class Pipeline(ABC):
     def exchange(
         self, index: int, acc: Tensor | Vector, piggyback: Tensor, stats: Stats, everything: bool, call: int
     ) -> Program[tuple[Outcome[Any], Tensor]]:
-        """The scheme's own part, at the density of this step, with the rider."""
+        """The scheme's own part, at the density of this step, with the piggyback."""
         state, way, self._flushes = self.states[index], self._ways[index], everything
         way.dense = everything or (way.fallback is not None and way.fallback.goes_dense)
         scheme = self.scheme.whole() if way.dense else self.scheme_of_this_step()
@@ -262,7 +262,7 @@ class Pipeline(ABC):
         whole = torch.cat([piggyback, said, seconds, piggyback.new_zeros(CHECKSUM_WORDS)])
         carried = self._checksum.watched(carry(exchange, whole), whole.dtype)
         try:
-            # Innermost the collective: a ledger of what all gave is right however often it was passed on.
+            # The checksum is inside of the collective: it holds however often a message was passed on.
             timed = self.rounds.carried(_timed(carried, stats.timeline, index))
             outcome, ride = yield from _counted(timed, stats.meter)
         except Malformed as error:
@@ -270,10 +270,10 @@ class Pipeline(ABC):
             raise Malformed(f"{where}: {error}") from error
         with stats.timeline.stage("exchange", index):
             # On an accelerator collectives return before they are done: here the host waits for them, so that
-            # what the exchange is seen to cost is what was waited for.
+            # the measured cost of the exchange includes this wait.
             heard = to_host(ride[piggyback.numel() :]).tolist()
         yield from agree(tag, heard, self.rank, self.world, piggyback.device)
-        sums_within(heard, f"rank {self.rank}: what rode along with unit {index} in step {self.step}")
+        sums_within(heard, f"rank {self.rank}: what was piggybacked on unit {index} in step {self.step}")
         self._checksum.check(heard[-CHECKSUM_WORDS:], self.step)
         self._hear_of(who_is_idle(heard))
         self.heard_notice |= is_notice_given(heard)
@@ -293,7 +293,7 @@ class Pipeline(ABC):
         return self.scheme
 
     def in_order(self, index: int, done: int) -> None:
-        """Nobody takes over what a unit gives after one that failed."""
+        """After a unit that failed, no later one is applied."""
         if index != done:
             raise GradsieveError(f"rank {self.rank}: an earlier unit of this step has failed")
 
@@ -310,7 +310,7 @@ class Pipeline(ABC):
         self._idle_ones = idle_ones
 
     def apply(self, states: list[Any]) -> None:
-        """The step was good on all ranks. Units that sent everything told the scheme nothing."""
+        """The step was good on all ranks. The scheme learns nothing from units that sent everything."""
         sparse = [way.scheme for way in self._ways if not way.scheme.is_whole]
         self.states = sparse[0].apply(states) if sparse else states
         for index, way in enumerate(self._ways):

@@ -1,20 +1,20 @@
 """How much is sent in a step, in bits a parameter: a fixed number, or as much as forward and backward hide.
 
 What a budget buys (`spend`): all of a stretch in codes of few bits, and longer stretches before wider codes,
-by what part of the energy that tells.
+by what part of the energy that sends.
 
-`Adaptive` finds the budget while training runs. A rank's seconds ride along in the exchange, so that all
-ranks know the same means and choose alike, without a message for it:
+`Adaptive` finds the budget while training runs. A rank's seconds are piggybacked on the exchange, so that
+all ranks know the same means and choose alike, without a message for it:
 
     step       from one exchange's beginning to the next one's
-    room       of that, until the optimizer needs what the exchange brings
+    slack      of that, until the optimizer needs what the exchange brings
     waited     what the optimizer then waited for
     computed   processor time of the thread that exchanges: forward and backward may need the same processor
 
-It goes by epochs of a few steps, and takes medians. Now and then it looks how long is waited when next to
-nothing is sent, for the slowest rank, and how much is computed, for all that is done whatever is sent: no
-budget changes either. Then more and more is sent until more than WAITED of a step is waited for beyond that,
-or more than COMPUTED of it computed.
+It goes by epochs of a few steps, and takes medians. Now and then it takes a look: next to nothing is sent,
+and it measures how long ranks wait for the slowest one, and how much they compute whatever is sent. No budget
+changes either. Then more and more is sent until the wait beyond that is more than WAITED of a step, or the
+computing more than COMPUTED of it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from gradsieve.types import is_number
 from gradsieve.wire.values import VALUE_CODECS
 
 SENT: dict[Values, float] = {"sign": 0.637, "int2": 0.881, "int4": 0.985, "bf16": 0.99999, "exact": 1.0}
-"""Part of a Gaussian's energy that codes of this kind tell."""
+"""Part of a Gaussian's energy that codes of this kind send."""
 LEAST = 0.05
 """Bits with which a look is taken. With less than that models do not learn well."""
 EPOCH, SETTLING = 6, 2
-"""Steps of an epoch, and those at its beginning that are not judged: seconds are told one step late."""
+"""Steps of an epoch, and those at its beginning that are not evaluated: seconds are sent one step late."""
 LOOK_AGAIN, _SETTLED = 40, 8
 """Epochs between two looks, and after a look until it is worth a line."""
 WAITED, COMPUTED = 0.05, 0.015
@@ -47,10 +47,10 @@ WAITED, COMPUTED = 0.05, 0.015
 SLOWEST, FASTEST = 0.5, 1.6
 """Factors within which the budget changes from one epoch to the next."""
 LESS, PATIENCE = 0.75, 1.03
-"""Of a budget that was waited for: what is tried instead; and the growth, an epoch, of what is not tried
+"""Of a budget that made ranks wait: what is tried instead; and the growth, an epoch, of what is not tried
 again yet, since one bad epoch says little."""
 _CAUTION, _FIRST = 0.5, 0.5
-"""Part of what the links promise that is tried first; and bits at most, as links do not tell what computing
+"""Part of what the links promise that is tried first; and bits at most, as links do not show what computing
 costs."""
 _LONG = 1 << 16
 
@@ -124,7 +124,7 @@ class Adaptive:
     alone: Times = _NONE
     """Of a step in which next to nothing was sent."""
     ceiling: float = float("inf")
-    """Bits beyond which more was waited for."""
+    """Bits beyond which ranks waited longer."""
     epochs: int = 0
     """Since the last look."""
     seen: tuple[Times, ...] = ()
@@ -150,16 +150,16 @@ class Adaptive:
         return now._after_look(median) if self.looking else now._after_epoch(median)
 
     def says(self, world: int) -> str:
-        """A line where a look has ended, and where it has settled after that; otherwise nothing."""
+        """A line after a look, and one after the budget has converged; otherwise nothing."""
         if self.looking or self.seen or self.epochs not in (0, _SETTLED):
             return ""
         values, share = spend(self.every * self.bits, world)
         longest = self.every / share
-        turns = f", so that nothing waits for more than about {longest:.0f} steps" if longest > 1 else ""
+        turns = f", so that every element is sent within about {longest:.0f} steps" if longest > 1 else ""
         return (
             f"sends {self.bits:.3g} bits a parameter and step: {share:.1%} of all, as {values}{turns}; with "
-            f"next to nothing sent, {1e3 * self.alone.waited:.1f} ms of {1e3 * self.alone.step:.1f} are "
-            "waited for the slowest rank"
+            f"next to nothing sent, ranks wait {1e3 * self.alone.waited:.1f} ms of "
+            f"{1e3 * self.alone.step:.1f} for the slowest one"
         )
 
     def _after_look(self, median: Times) -> Adaptive:

@@ -1,4 +1,4 @@
-"""Whether what ranks sent is what arrived: two words that ride along in every exchange.
+"""Whether what ranks sent is what arrived: two words that are piggybacked on every exchange.
 
 Every rank adds up a hash of each message that it sends, and takes off that of each one it receives. If none
 was changed on its way, the sum over all ranks is 0. It is formed in 24 bits, sent as two numbers below 4,096
@@ -7,7 +7,7 @@ of a payload more. All ranks see the same sum, so that all raise in the same exc
 is applied.
 
 Damage stays unseen with a chance of one in 16 million. Messages after the all-reduce that carries the words
-are told of in the next exchange, which is also what `save()` begins with.
+are covered by the next exchange, which is also what `save()` begins with.
 
 Not seen: what the backend adds up itself (`AllReduce`), messages of one op that changed places, and lies:
 this is against accidents, a peer can send whatever hash it likes.
@@ -40,10 +40,10 @@ class Checksum:
     def __init__(self, rank: int, world: int) -> None:
         self._rank, self._world = rank, world
         self._total: Tensor | int = 0
-        """Of messages since the words were last told. On their device: nobody waits for it."""
+        """Of messages since the words were last sent. On their device: the host does not wait for it."""
 
     def watched(self, program: Program[Result], dtype: torch.dtype) -> Program[Result]:
-        """`program`, whose first all-reduce of this type has room for the words at its end."""
+        """`program`, whose first all-reduce of this type has two spare elements for the words at its end."""
         if self._world == 1:
             return program
         is_sent = False

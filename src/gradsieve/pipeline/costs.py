@@ -32,7 +32,7 @@ CARRIED = 64.0
 """Bytes of memory traffic for a word that a socket sends and one that it receives: dense's processor time
 over its words, at 14 GB/s (`step-mlp-1gbit-2026-11-15.json`: 165 ms for 38 million)."""
 HANDLED, GIVEN, TAKEN = 55e6, 6300.0, 700.0
-"""For a unit of ours beside all passes over it; for a word of what a rank selected, its index or its value,
+"""For a unit of ours besides all passes over it; for a word of what a rank selected, its index or its value,
 which is sorted and packed; and for one that it gets and adds up: 5 ms, 0.5 us and 0.06 us at 12 GB/s, by
 processor time of six schemes on 2 to 16 hosts (`benchmarks/plan_computed.py`, `plan-lab-2026-11-16.json`). As
 bytes, since hosts that move them faster run Python faster too."""
@@ -41,10 +41,10 @@ CODED = 36.0
 APART = 1.3
 """Times that the slowest pair must be behind the median to count: less is noise in what was measured."""
 _SMALL = 0.0005
-"""Share of the elements in vectors and tiny tensors, which ride along whole, as many as a scheme sends at
-most: the MLP of `bench step`. A transformer has a little more."""
+"""Share of the elements in vectors and tiny tensors, which are piggybacked whole, as many as a scheme sends
+at most: the MLP of `bench step`. A transformer has a little more."""
 _PIGGYBACK = 32
-"""Words that ride along whatever is sent: tags, votes, seconds."""
+"""Words that are piggybacked whatever is sent: tags, votes, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Costs:
         return self.rings or self.links
 
     def of_ops(self, ops: Iterable[Op], ours: bool = True) -> Cost:
-        """What they cost one after the other, beside the scheme's own computing; `ours`: through our engine,
+        """What they cost one after the other, besides the scheme's own computing; `ours`: through our engine,
         which has other ways than the group's own."""
         cost = Cost()
         for op in ops:
@@ -111,7 +111,7 @@ class Costs:
         return cost
 
     def of_scheme(self, scheme: Scheme[Any], n: int, units: int, passes: float) -> Cost:
-        """An exchange of n elements in so many units, one after the other; `passes` over memory beside it."""
+        """An exchange of n elements in so many units, one after the other, and `passes` over memory."""
         return self._of_unit(scheme, -(-n // units), passes).times(units)
 
     def _of_unit(self, scheme: Scheme[Any], n: int, passes: float) -> Cost:

@@ -72,8 +72,8 @@ class Steps(_Exchange):
     0 the exchange is over before the next forward; that works behind DistributedDataParallel only. Above 1
     what an exchange reads is copied first, n elements more."""
     preview: float | None = None
-    """Part of this rank's residual that its own model already has. None: as much as it tells of the residuals
-    of all ranks, which is measured all the time (`feedback/coherence.py`)."""
+    """Part of this rank's residual that its own model already has. None: as much as it has in common with
+    the residuals of all ranks, which is measured all the time (`feedback/coherence.py`)."""
 
     name: ClassVar[str] = "steps"
 
@@ -164,7 +164,7 @@ def published(scheme: Scheme[Any]) -> Gradients:
 
 def parse(text: str, scheme: Scheme[Any]) -> Exchange:
     """Settings as text: `default`, `paper`, `steps:preview=1`, `gradients:momentum=masked+by_rate=true`.
-    Schemes are named beside it, so that `paper` is what is published of the exchange alone."""
+    The scheme is named separately, so that `paper` is what is published of the exchange alone."""
     name, colon, settings = text.partition(":")
     kinds: dict[str, Exchange] = {"steps": Steps(), "gradients": Gradients()}
     if name in kinds:

@@ -1,7 +1,7 @@
 """Dense where that is faster, unit by unit, by what exchanges were seen to cost.
 
-A rank's seconds for the exchange of a unit ride along in the all-reduce of the next one, so that all ranks
-know the same mean and choose alike, without a message for it.
+A rank's seconds for the exchange of a unit are piggybacked on the all-reduce of the next one, so that all
+ranks know the same mean and choose alike, without a message for it.
 
     sparse   seconds of the scheme's exchange, the quickest lately: the others waited for a slow rank
     dense    the same of a dense one; until one was tried, what its bytes alone need by the links
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 FORGET = 1.2
 """By which the quickest grows with every exchange that is slower."""
 WARM_UP = 8
-"""Exchanges that are not judged: thresholds and partitions settle."""
+"""Exchanges that are not evaluated: thresholds and partitions have yet to converge."""
 AGAIN = 200
 """Exchanges after which the other way is tried again."""
 FAR = 2.0
@@ -34,7 +34,7 @@ class Fallback:
     """Whether `dense` was seen, or is what the links promise."""
     seen: int = 0
     since: int = 0
-    """Exchanges judged, and since the other way was last taken."""
+    """Exchanges evaluated, and since the other way was last taken."""
 
     @property
     def goes_dense(self) -> bool:

@@ -144,7 +144,7 @@ class GradientPipeline(Pipeline):
         return self.rate if self.settings.by_rate and self.rate > 0 else self.residual_rate
 
     def _piggyback(self, unit: Unit, gradients: Mapping[str, Tensor], good: bool) -> Tensor:
-        """Dense slots, then one mark for each sparse slot this rank used, then the vote."""
+        """Dense slots, then one flag for each sparse slot this rank used, then the vote."""
         vote = torch.tensor([0.0 if good else 1.0], dtype=unit.dtype, device=unit.device)
         if not good:
             length = sum(slot.numel for slot in unit.dense) + self.may_have_unused * len(unit.sparse)
@@ -187,7 +187,7 @@ class GradientPipeline(Pipeline):
         self.apply([staged.outcome.state for staged in self._staged])
 
     def drain(self) -> Program[dict[str, Tensor]]:
-        """All that waits on all ranks leaves the residuals, once the last of them was summed: its mean by
+        """Empties the residuals of all ranks, once the last of them was summed: their mean by
         parameter."""
         means: dict[str, Tensor] = {}
         waiting = [each for each in self.residuals if isinstance(each, Residual)]  # an estimate has none

@@ -1,17 +1,17 @@
 """A rank's part of a checkpoint; and what ranks of another number go on with.
 
 Old ranks' parts are divided among the new ones, rank r mod P' takes that of old rank r, and one all-reduce
-tells all of them the mean of what waited, which then waits on each:
+gives all of them the mean of the residuals, which is then the residual of each:
 
     e' = sum over old ranks of e / P        so that sum of e' / P' = sum of e / P
 
-An exchange divides by the number of ranks. So what waits is as much as before where it counts, in the model
-that all of it leads to: w - mean e stays where it was. The sum itself grows with the number of ranks, and is
-the same again when that is. As all ranks hold the same, x is w - e'. Likewise u, momentum before the
+An exchange divides by the number of ranks. So the residual is the same as before where it counts, in the
+model that all of it leads to: w - mean e stays where it was. The sum itself grows with the number of ranks,
+and is the same again when that is. As all ranks hold the same, x is w - e'. Likewise u, momentum before the
 exchange, and h, EF21's estimates, whose sum H follows from them.
 
-Replicated state is rebuilt for the new number; what holds for every number (thresholds, the place in turn)
-a scheme takes over (`Scheme.begin`). How alike gradients are is counted over.
+Replicated state is rebuilt for the new number; what holds for every number (thresholds, the place in the
+round robin) is kept by the scheme (`Scheme.begin`). How alike gradients are is counted over.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def restore(pipeline: Pipeline, part: RankState) -> None:
         pipeline.renew()
 
 
-# -- nothing waits --------------------------------------------------------------------------------------
+# -- the residual is empty ------------------------------------------------------------------------------
 
 
 def left_out(pipeline: Pipeline) -> frozenset[str]:
-    """Kinds of memory that say nothing where nothing waits."""
+    """Kinds of memory that say nothing where the residual is empty."""
     return frozenset({"own", "mark"} if isinstance(pipeline, StepPipeline) else {"residual"})
 
 
@@ -120,7 +120,7 @@ class Merger:
             for key, view in pipeline.kept().items()
             if not key.startswith(("shared/", "total/", "own/"))
         }
-        """Of steps, what waits, under the names of the marks."""
+        """Of steps, the residuals, under the names of the anchors."""
 
     def add(self, rank: int, part: RankState) -> None:
         if rank == stand_in(self.pipeline.rank, self.old):
@@ -163,7 +163,7 @@ class Merger:
 
 
 def _figures_among(pipeline: StepPipeline, figures: Mapping[str, float], old: int) -> dict[str, float]:
-    """What waits is the same on all ranks now, so that a rank believes all of it."""
+    """The residual is the same on all ranks now, so that a rank believes all of it."""
     agreement = Coherence(
         figures["gradients_alike"], figures["gradients_all"], figures["gradients_seen"]
     ).among(old, pipeline.world)

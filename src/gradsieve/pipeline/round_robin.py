@@ -1,7 +1,7 @@
 """Bits in the mean over some exchanges: one's own say little, as stripes are longer or shorter each time.
 
-The mean is over whole turns of the elements, where they have turns, and over `LEAST` exchanges at least: the
-lengths of two turns are unlike as well.
+The mean is over whole rounds, where elements are sent round robin, and over `LEAST` exchanges at least:
+two rounds differ in length as well.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ class Turns:
 
     def __init__(self) -> None:
         self.bits = 0.0
-        """In the mean over the last whole turns, or over what there was so far of the first ones."""
+        """In the mean over the last whole rounds, or over what there was so far of the first ones."""
         self._seen: list[float] = []
         self._are_first = True
 
     def add(self, bits: float, is_over: bool) -> None:
-        """One more exchange, and whether a turn of the elements is over with it."""
+        """One more exchange, and whether a round robin of the elements ends with it."""
         self._seen.append(bits)
         are_over = is_over and len(self._seen) >= LEAST
         if self._are_first or are_over:

@@ -1,14 +1,14 @@
 """Exchange of steps: every rank's optimizer steps the rank's own model, and what it moved is exchanged.
 
-    waiting      e = what this rank's steps moved and the others have not been told
+    waiting      e, the residual: what this rank's steps moved and it has not sent to the others yet
     exchange     the scheme, while backward computes the next gradient; nothing that backward reads is written
-    take over    shared model -= update / P;  e -= spent;  nor is anything here
-    fold         own model = shared model - preview * e, where something was sent and by windows
+    complete     shared model -= update / P;  e -= spent;  nor is anything here
+    rebase       own model = shared model - preview * e, where something was sent and by windows
     step         the optimizer, with this rank's own gradient
 
-With `every` above 1 all but the last of so many steps are the optimizer's alone. A gradient meets the others'
-news one step after they were sent, and its own rank's at once. A rank whose gradient is not
-finite takes no step and has nothing new to tell; the others go on.
+With `every` above 1 all but the last of so many steps are the optimizer's alone. A gradient knows the
+others' steps one step after they were sent, and its own rank's at once. A rank whose gradient is not finite
+takes no step and has nothing new to send; the others go on.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Staged:
 
     outcome: Outcome[Any]
     dense: Outcome[None]
-    """Of the dense slots, as many as had their turn."""
+    """Of the dense slots, those whose turn it was in the round robin."""
     probes: Tensor
 
 
@@ -67,17 +67,17 @@ class StepPipeline(Pipeline):
         self.local = [LocalSteps(unit, self.own) for unit in self.units]
         self._staged: list[Staged] = []
         self._arriving: list[Staged] = []
-        """Of the last exchange that was taken over, and of the one under way; by unit."""
+        """Of the last exchange that was completed, and of the pending one; by unit."""
         self._aside: list[tuple[Tensor | Vector, Sparse, Tensor]] = []
         self._fresh = self.stats
         self.coherence = Coherence()
-        """Of what waits; and of gradients."""
+        """Of residuals; and of gradients."""
         self.agreement = Coherence()
         self.preview = 1.0
         beside = sum(1 + count(unit.n) + WORDS + CHECKSUM_WORDS for unit in self.units) + len(Times._fields)
         elements = sum(slot.numel for unit in self.units for slot in unit.slots)
         self._beside = 32.0 * beside * 2.0 * (world - 1) / world / max(1, elements)
-        """Bits a parameter that travel beside the scheme's own."""
+        """Bits a parameter that travel in addition to the scheme's own."""
         self._bought: tuple[float, Scheme[Any]] | None = None
         """Bits a parameter, and what they buy."""
         self._noted: dict[str, Tensor] = {}
@@ -87,7 +87,7 @@ class StepPipeline(Pipeline):
     def program(
         self, index: int, tensors: Mapping[str, Tensor], everything: bool = False, call: int = 0
     ) -> Program[None]:
-        """Exchange unit `index`, given flat parameters; they are written in `fold`, and only there."""
+        """Exchange unit `index`, given flat parameters; they are written in `rebase`, and only there."""
         if index == 0:
             self._arriving = []
             self._fresh = Stats(Meter(self.rank, self.world))
@@ -142,7 +142,7 @@ class StepPipeline(Pipeline):
     def _offer(
         self, index: int, own: Mapping[str, Tensor], everything: bool
     ) -> tuple[Vector, Sparse, Tensor]:
-        """What waits, that of dense slots, and the rider: these and the probes."""
+        """The residual, that of dense slots, and the piggyback: these and the probes."""
         local = self.local[index]
         scheme = self.scheme_of_this_step()
         most = None if everything or scheme.is_whole else scheme.k(local.unit.n)
@@ -153,8 +153,8 @@ class StepPipeline(Pipeline):
         return waiting, dense, torch.cat([dense.values, probes])
 
     def note_gradients(self, gradients: Mapping[str, Tensor | None], scale: float = 1.0) -> None:
-        """An optimizer is about to step by these, flat, times `scale`; some of them ride along in the next
-        exchange, if it is one of every second that look at gradients."""
+        """An optimizer is about to step by these, flat, times `scale`; some of them are piggybacked on the
+        next exchange, if it is one of every second that look at gradients."""
         if self.step % 2 == 0:
             return
         if self._noted_for != self.step:
@@ -199,7 +199,7 @@ class StepPipeline(Pipeline):
         """Apply what the exchange gave, after the programs of all units. Parameters of these names are
         rebased at once; the others are only read.
 
-        A sum that overflowed is the same on all ranks, and they all leave it: it still waits. Then False.
+        A sum that overflowed is the same on all ranks, and they all leave it in the residual. Then False.
         """
         stats = self.stats = self._fresh
         self._staged, self._arriving, self._aside = self._arriving, [], []
@@ -310,12 +310,12 @@ class StepPipeline(Pipeline):
         return (local.waiting(self.own).between(0, local.unit.n) for local in self.local)
 
     def waiting_norm(self) -> float:
-        """Of all that waits, dense slots included."""
+        """Of the residual, dense slots included."""
         dense = (local.waiting_dense(self.own) for local in self.local)
         return math.hypot(*(float(part.norm()) for part in (*dense, *self.waiting())))
 
     def remaining_norm(self) -> float:
-        """Of all that will wait once what is staged is taken over."""
+        """Of what will be the residual once what is staged is applied."""
         norms = []
         for local, staged in zip(self.local, self._arriving, strict=True):
             sparse, dense = local.waiting(self.own).between(0, local.unit.n), local.waiting_dense(self.own)

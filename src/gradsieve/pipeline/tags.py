@@ -1,23 +1,23 @@
-"""What a rank is doing, told in what it sends anyway, so that ranks which do different things find out.
+"""What a rank is doing, added to what it sends anyway, so that ranks which do different things find out.
 
     call     training goes on, or which call of the user's this is
-    step     exchanges settled so far
+    step     exchanges applied so far
     unit     which of the step's
     loads    how often another model was loaded into the parameters
     since    steps since the one with the last exchange
 
-Two words ride along in every exchange: a number from 0 to 15 made of these, and its square. If all P ranks
-have the same h, the sums are P h and P h^2; if they do not, no rank sees both of these for its own h (the
-mean of squares is above the square of the mean). So all ranks find it out, in the same exchange, and only
-then they gather who does what. Sums of such numbers are exact in float32 for up to 70,000 ranks.
+Two words are piggybacked on every exchange: a number from 0 to 15 made of these, and its square. If all P
+ranks have the same h, the sums are P h and P h^2; if they do not, no rank sees both of these for its own h
+(the mean of squares is above the square of the mean). So all ranks find it out, in the same exchange, and
+only then they gather who does what. Sums of such numbers are exact in float32 for up to 70,000 ranks.
 
-A rank without a step for a while tells so in two more words: how many there are, and who, if it is one. One
+A rank without a step for a while says so in two more words: how many there are, and who, if it is one. One
 more word counts the ranks that were given notice (`sync/preemption.py`).
 
 An exchange that began with a forward is tentative: whether a backward will follow on all ranks is not known
-yet. If it meets anything but its like, all ranks drop it (`UnmatchedError`), and who turns out to need it
-begins again, not tentatively any more. So a forward on one rank alone does no harm, and ranks that really do
-different things find out one exchange later.
+yet. If any rank makes a different exchange, all ranks drop it (`UnmatchedError`), and who turns out to need
+it begins again, not tentatively any more. So a forward on one rank alone does no harm, and ranks that really
+do different things find out one exchange later.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from gradsieve.types import Program
 
 CALLS = ("training", "flush()", "load_state_dict()", "save()", "load()")
 IDLE = 10
-"""Exchanges in a row, without a step of this rank in between, from which on it tells."""
+"""Exchanges in a row, without a step of this rank in between, from which on it says so."""
 WORDS = 5
 
 
@@ -62,11 +62,11 @@ class Tag:
 
 
 class UnmatchedError(MismatchError):
-    """A tentative exchange met something else: nothing of it is kept, on any rank."""
+    """Some rank answered a tentative exchange with a different one: no rank keeps anything of it."""
 
 
 def words(tag: Tag, rank: int, idle: int, has_notice: bool, like: Tensor) -> Tensor:
-    """What rides along."""
+    """What is piggybacked."""
     quiet = float(idle >= IDLE)
     return like.new_tensor([tag.number, tag.number**2, quiet, quiet * rank, float(has_notice)])
 
@@ -109,7 +109,7 @@ def explain(tags: Sequence[Tag]) -> str:
         usual, odd = sides([tag.since for tag in tags])
         where = ", ".join(f"rank {rank} {tags[rank].since}" for rank in odd[:8])
         return (
-            f"ranks took unlike numbers of steps since exchange {tags[0].step}: {where}, the other ranks "
+            f"ranks took different numbers of steps since exchange {tags[0].step}: {where}, the other ranks "
             f"{usual}. Some had more batches than the others: give all ranks as many (drop_last=True)"
         )
     usual, odd = sides([tag.step for tag in tags])

@@ -11,7 +11,7 @@ where a step ends, as the optimizer's own writing raises them, so that autograd 
 Casts that autocast keeps are of the model that was in place: they are dropped with it.
 
 What the user writes to a parameter between steps is written to the shared model. It has to be the same on
-all ranks, as in plain DDP; the rank's own model follows when it is next folded.
+all ranks, as in plain DDP; the rank's own model follows when it is next rebased.
 """
 
 from __future__ import annotations
@@ -167,6 +167,6 @@ def _check_place(name: str, parameter: Tensor, expected: Tensor) -> None:
     there = expected.device, expected.dtype, expected.shape, strides_that_count(expected)
     if here != there:
         raise ConfigError(
-            f"parameter {name!r} was moved, cast or shaped anew after attach() (now {parameter.dtype} "
+            f"parameter {name!r} was moved, cast or reshaped after attach() (now {parameter.dtype} "
             f"{tuple(parameter.shape)} on {parameter.device}): do it before, or close() and attach again"
         )

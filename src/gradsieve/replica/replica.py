@@ -1,6 +1,6 @@
 """`Replica`: what one rank of a group trains and exchanges.
 
-A `GradientSync` makes one and drives it. Whatever works on a rank's state beside it (comparing replicas,
+A `GradientSync` makes one and drives it. Whatever else works on a rank's state (comparing replicas,
 saving and loading, the startup log, metrics) takes the replica, and so needs no sync.
 """
 

@@ -1,11 +1,14 @@
-"""The registry: adding a scheme is its file and one line here."""
+"""Schemes by name, and what a scheme is written with: adding one is its file and one line here."""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Collection
 from typing import Any
 
+from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op
 from gradsieve.errors import ConfigError
+from gradsieve.schemes.agreed import Agreed, Values
 from gradsieve.schemes.base import Scheme
 from gradsieve.schemes.baselines.cltk import CltK
 from gradsieve.schemes.baselines.dense import Dense
@@ -27,18 +30,37 @@ from gradsieve.schemes.papers.exdyna import ExDynaPaper
 from gradsieve.schemes.papers.micro import MicroPaper
 from gradsieve.schemes.papers.oktopk import OkTopkPaper
 from gradsieve.schemes.papers.spardl import SparDLPaper
+from gradsieve.schemes.settings import with_settings
 from gradsieve.schemes.spardl import SparDL
 from gradsieve.schemes.stripes import Stripes
+from gradsieve.types import (
+    Ctx,
+    Outcome,
+    Program,
+    Result,
+    Sparse,
+    by_way_of,
+    check_density,
+    static,
+    target_count,
+)
 
 __all__ = [
     "SCHEMES",
+    "Agreed",
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "Broadcast",
     "CltK",
+    "Ctx",
     "Deft",
     "DeftPaper",
     "Dense",
     "Dgc",
     "ExDyna",
     "ExDynaPaper",
+    "Exchange",
     "GTopK",
     "GaussianK",
     "HardThreshold",
@@ -47,15 +69,26 @@ __all__ = [
     "Noop",
     "OkTopk",
     "OkTopkPaper",
+    "Op",
+    "Outcome",
+    "Program",
     "RandomK",
+    "Result",
     "Scheme",
     "Sidco",
     "SparDL",
     "SparDLPaper",
+    "Sparse",
     "Stripes",
     "TopK",
     "TopKUnion",
+    "Values",
+    "by_way_of",
+    "check_density",
     "make",
+    "parse",
+    "static",
+    "target_count",
 ]
 
 SCHEMES: dict[str, type[Scheme[Any]]] = {
@@ -98,3 +131,13 @@ def make(scheme: str | Scheme[Any], density: float | None = None) -> Scheme[Any]
         raise ConfigError(f"no scheme is called {scheme!r}; {hint}{', '.join(SCHEMES)}")
     kind = SCHEMES[scheme]
     return kind() if density is None or kind.lossless else kind(density=density)
+
+
+def parse(
+    text: str, density: float | None = None, fixed: Collection[str] = frozenset({"density"})
+) -> Scheme[Any]:
+    """A scheme from text, with settings: `topk`, `gtopk:paper=true`, `spardl:teams=2+residuals=local`; at
+    that density. `fixed` settings are not for the text."""
+    name, colon, settings = text.partition(":")
+    scheme = make(name, density)
+    return with_settings(scheme, name, settings, fixed) if colon else scheme

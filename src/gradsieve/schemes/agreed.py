@@ -4,7 +4,7 @@
     others   the vector is dealt out in rows, one an owner. Every rank rounds its values and sends each owner
              its row; the owner adds up what arrives, in rank order, rounds the sum and sends it to everybody.
 
-A rank gave what its rounded values say; the owner of a row gave, beside that, what rounding its sum added.
+A rank gave what its rounded values say; the owner of a row gave, in addition, what rounding its sum added.
 Owners change from step to step, so that no rank keeps more of the rounding than another.
 """
 

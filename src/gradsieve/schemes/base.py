@@ -1,6 +1,6 @@
 """What a scheme is: which elements travel, how, and what each rank pays.
 
-Adding one is a file beside this one with the same four parts in the same order (docstring with numbered
+Adding one is a file next to this one with the same four parts in the same order (docstring with numbered
 recipe, the scheme's settings, its State, `step`) and one line in `schemes/__init__.py`.
 """
 
@@ -66,7 +66,7 @@ class Scheme(ABC, Generic[State]):
     """True where `step` also takes a Vector, and reads of it only what it needs."""
 
     whole_model: ClassVar[bool] = False
-    """True for published rules: papers lay them over the model, so that it is one unit, whatever its size."""
+    """True for published rules: papers apply them to the whole model, which is then one unit."""
 
     looks: ClassVar[float] = 5.0
     """What selecting costs, in comparisons of every element with a threshold: an exact top-k is about five
@@ -101,7 +101,7 @@ class Scheme(ABC, Generic[State]):
         """The state of a bucket of n elements before its first step.
 
         `previous` is a state of the layout before (DDP rebuilt its buckets, the world size changed): what
-        holds for the whole model, such as a threshold, is taken over from it.
+        holds for the whole model, such as a threshold, is kept.
         """
 
     def init_state(self, sizes: Sequence[int], world: int, previous: State | None = None) -> State:
@@ -140,7 +140,8 @@ class Scheme(ABC, Generic[State]):
         """Messages one after the other in that step, by the published formula."""
 
     def asks(self, n: int, world: int) -> Sequence[Op]:
-        """What a settled and balanced step asks for, in tensors without content: costs are predicted from it.
+        """What a converged and balanced step asks for, in tensors without content: costs are predicted from
+        it.
 
         Here: the formula's words in the formula's rounds, as messages between two ranks.
         """
@@ -165,7 +166,7 @@ class Scheme(ABC, Generic[State]):
         return target_count(self.density, n)
 
     def exchange(self, acc: Tensor | Vector, state: State, ctx: Ctx) -> Program[Outcome[State]]:
-        """The door every driver uses."""
+        """The entry point that every driver uses."""
         if self.reads_parts and not self.is_whole:
             return (yield from self.step(acc, state, ctx))  # type: ignore[arg-type]  # it takes both
         if not isinstance(acc, Tensor):

@@ -19,7 +19,7 @@ from gradsieve.wire.frame import from_pairs, to_pairs
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Elements of the vector, sorted by index (a bag that passes the end of the vector: block by block)."""
+    """Elements of the vector, sorted by index; block by block where they pass the end of the vector."""
 
     indices: Tensor
     values: Tensor
@@ -51,8 +51,8 @@ class BlockBuffers:
         return (indices // self.length - first) % self.places
 
     def pack(self, entries: Entries, first: int, buffer: int) -> Tensor:
-        """A message of the blocks from `first` on, with room for so many elements: pairs of index and value
-        bits. Places without an element hold index n, which is nowhere."""
+        """A message of the blocks from `first` on, with capacity for so many elements: pairs of index and
+        value bits. Places without an element hold index n, which is nowhere."""
         pairs = to_pairs(entries.indices, entries.values, self.n)
         message = pairs.new_full((buffer, 2), self.n)
         message[self._slots(entries, first)] = pairs

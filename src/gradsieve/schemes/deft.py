@@ -184,8 +184,8 @@ def pack(cost: Tensor, work: Tensor, step: int, even: bool) -> Tensor:
     load, bins = speed * 0.0, [0] * layers
     order = cost.argsort(descending=True, stable=True).tolist()
     if not even and layers:
-        # Unequal bins would always give the largest layers to the fastest rank. One layer a step goes out of
-        # turn, so that every rank's view of every layer counts some day.
+        # Unequal bins would always give the largest layers to the fastest rank. One layer a step goes to
+        # another rank, so that every rank's view of every layer counts some day.
         first, rank = step % layers, step // layers % world
         bins[first] = (rank + step) % world
         load[bins[first]] += float(cost[first])

@@ -8,7 +8,7 @@ The message of a rank is one row of bytes, its length known to all before it is 
     [ demand | tail | indices, packed (`wire/indices.py`) ]
 
 `demand` is how many elements were above the threshold, also those that did not fit (they are not spent and
-stay in the residual). `tail` is one float that tells where the threshold should go:
+stay in the residual). `tail` is one float that says where the threshold should go:
 
     tracking   sum of ln(|x| / threshold) over the demand. Divided by the demand it is Hill's estimate of
                1/a for a tail that falls as x^-a, so count -> k needs threshold *= (count / k)^(1/a).
@@ -57,7 +57,7 @@ class Exclusive(Agreed[AnyPartitioned]):
     """A scheme of exclusive partitions: one threshold for the model, about three words an element."""
 
     control: bool = True
-    """False, for ablation: the threshold stays as it was found, and is found anew when it selects nothing."""
+    """False, for ablation: the threshold stays as it was found, until it selects nothing."""
 
     reads_parts: ClassVar[bool] = True
 
@@ -211,7 +211,7 @@ def sum_values(
 
 
 def absorb(state: AnyPartitioned, gathered: Gathered) -> AnyPartitioned:
-    """The bucket's figures of this step, for `settle`."""
+    """The bucket's figures of this step, for `apply`."""
     demand = float(gathered.demand.sum())
     return replace(
         state,

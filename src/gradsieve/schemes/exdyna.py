@@ -9,7 +9,7 @@
    partitions the same work are the quantiles of these indices. Move part of the way there.
 6. Scale the threshold by the error of the count.
 
-The published rules (neighbours compared two by two, fixed factors) are in `exdyna_paper.py`.
+The published rules (neighbours compared two by two, fixed factors) are in `papers/exdyna.py`.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _MOVE = 0.2
 _FINER = 16
 """Pieces a rank in which the load is known where partitions are of unequal size."""
 _CUT = 0.15
-"""Share of the rows that may be too short for what is above the threshold; what does not fit waits."""
+"""Share of the rows that may be too short for what is above the threshold; the rest stays in the residual."""
 _LENGTHEN = 0.05
 """How much longer rows become, as a logarithm, for rows cut in excess of that share."""
 _TRAVELLED = 32
-"""Steps in which cuts find their places: until then what overflows is theirs to mend."""
+"""Steps in which cuts find their places: until then moving the cuts has to fix what overflows."""
 _SHORTEST, _LONGEST = 1.05, 2.0
 """Rows over what is expected in them. Longer ones would cost more than they carry."""
 
@@ -59,7 +59,7 @@ class State(Partitioned):
     """Positions that divide the load evenly, P + 1 of them (more with unequal speeds, whose partitions lie
     between). Not rounded to blocks: that would swallow moves of less than half a block, and could stall."""
     age: int = 0
-    """Steps since the cuts were laid. The first moves are the largest: the mean of all quantiles so far."""
+    """Steps since the cuts were set. The first moves are the largest: the mean of all quantiles so far."""
     buffer: float = later()
     """Of a row, over what is expected in it."""
 
@@ -69,7 +69,7 @@ class ExDyna(Exclusive[State]):
     blocks_per_partition: int = 64
     """Finer blocks balance better; coarser ones keep a partition's edges in place longer."""
     balance: bool = True
-    """False, for ablation: equal partitions for ever; what does not fit into a rank's row waits."""
+    """False, for ablation: equal partitions for ever; what does not fit stays in the residual."""
     speeds: tuple[float, ...] | None = None
     """How fast each rank selects, if not all alike: partitions are sized in proportion, and rows are as long
     as the fastest rank needs."""
@@ -108,7 +108,7 @@ class ExDyna(Exclusive[State]):
         gathered = yield from gather_selected(acc, cuts, quotas, capacity, state.threshold, ctx)
         # 4.
         update, spent = yield from sum_values(acc, gathered, self.values, ctx)
-        # 5. and 6. The threshold is scaled in `settle`, when all buckets of the model are known.
+        # 5. and 6. The threshold is scaled in `apply`, when all buckets of the model are known.
         new = absorb(state, gathered)
         if self.balance:
             new = replace(new, cuts=_balanced(state, gathered))

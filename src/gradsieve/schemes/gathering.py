@@ -27,7 +27,7 @@ from gradsieve.wire.frame import from_bits, index_dtype, to_bits
 
 
 class Figures(Protocol):
-    """What a State tells of the last step."""
+    """What a State says of the last step."""
 
     @property
     def longest(self) -> int: ...

@@ -2,7 +2,7 @@
 
 1. Local threshold: the exact k-th largest |acc| in every `local_period`-th step, followed in between.
 2. Select what reaches it, at most the k largest. What is left out is not spent.
-3. In every `region_period`-th step lay the regions anew: the mean over ranks of the quantiles of the
+3. In every `region_period`-th step set the regions again: the mean over ranks of the quantiles of the
    selected indices. In between they follow the loads of their owners, which everybody knows.
 4. Split and reduce: each rank sends to each region's owner what it selected there; the owner adds up.
 5. Global selection: in every `global_period`-th step all sums are gathered and the k largest of them taken;
@@ -40,7 +40,7 @@ from gradsieve.wire.frame import from_pairs, index_dtype, to_pairs
 
 _AIM = 1.125
 """Elements over k that shall reach a threshold. More than k never travel, so that a little too many cost
-nothing, and too few would leave room unused."""
+nothing, and too few would leave capacity unused."""
 _GAIN = 0.5
 """Share of the way to the aim that is gone at once. What a step leaves behind is there in the next, so that
 a threshold that goes all the way swings to and fro."""
@@ -102,7 +102,7 @@ def _quantiles(selected: Tensor, n: int, world: int) -> Tensor:
 def _select_globally(sums: Sums, threshold: float, k: int, cuts: Tensor, ctx: Ctx) -> Program[Chosen]:
     """About k of the sums of all regions. Without a threshold exactly the k largest.
 
-    Sums of zero are among those gathered then: where ranks cancel each other out they all have to be told.
+    Sums of zero are among those gathered then: where ranks cancel each other out, all ranks have to know it.
     """
     indices, values, load = sums
     n = int(cuts[-1])

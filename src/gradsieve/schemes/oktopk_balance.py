@@ -55,7 +55,7 @@ def evened(cuts: Tensor, loads: Tensor) -> Tensor:
     """Regions that would have had equal loads, if every load lay evenly in its region.
 
     It does not, but a region that is cut is known better in the next step. (The mean of the ranks' quantiles
-    is not: it falls beside the clusters that all of them select.)
+    is not: it falls next to the clusters that all of them select.)
     """
     world = loads.numel()
     before = torch.cat([loads.new_zeros(1), loads.cumsum(0)]).double()

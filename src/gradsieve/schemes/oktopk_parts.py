@@ -27,7 +27,7 @@ _STAMPS = 2**31
 class State:
     n: int
     cuts: Tensor
-    """P + 1 edges of the regions; all 0: not laid yet."""
+    """P + 1 edges of the regions; all 0: not set yet."""
     global_threshold: float = 0.0
     """For sums, of this vector alone. 0: none known."""
     local_threshold: float = private(0.0)
@@ -78,7 +78,7 @@ class Regional(Scheme[State]):
                 raise ConfigError(f"{name} must be at least 1 step, not {getattr(self, name)}")
 
     def begin(self, n: int, world: int, previous: State | None = None) -> State:
-        """Thresholds are one vector's own and are not taken over: the first step evaluates them."""
+        """Thresholds belong to one vector and are not kept: the first step evaluates them."""
         return State(n=n, cuts=torch.zeros(world + 1, dtype=torch.long, device="cpu"))
 
     def report(self, state: State) -> Mapping[str, float]:
@@ -125,7 +125,7 @@ def make_regions(wanted: Tensor, n: int) -> Program[Tensor]:
 def split_and_reduce(acc: Tensor, selected: Tensor, cuts: Tensor, most: int, ctx: Ctx) -> Program[Sums]:
     """What all ranks selected in this rank's region, at most `most` each, added up in rank order.
 
-    That nobody is everybody's target at once and a few messages are under way together is the engine's work.
+    That nobody is everybody's target at once and a few messages are pending together is the engine's work.
     """
     n, start, stop = acc.numel(), int(cuts[ctx.rank]), int(cuts[ctx.rank + 1])
     what = f"in step {ctx.step}"

@@ -1,8 +1,8 @@
 """Who owns which partition in a step.
 
-As many partitions as ranks, or fewer where rows would hold next to nothing: a row has a header and some room,
-whatever is in it. Owners then lie evenly among the ranks and move on by one with every step, so that every
-rank owns every partition once in P steps, however many there are.
+As many partitions as ranks, or fewer where rows would hold next to nothing: a row has a header and some
+slack, whatever is in it. Owners then lie evenly among the ranks and move on by one with every step, so that
+every rank owns every partition once in P steps, however many there are.
 """
 
 from __future__ import annotations

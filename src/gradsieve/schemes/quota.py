@@ -1,4 +1,4 @@
-"""Parts of k in whole numbers, the fractions by turns.
+"""Parts of k in whole numbers, the fractions round robin.
 
 Which part gets a fraction changes from step to step (golden-ratio rounding), so that none is passed over for
 ever where there are fewer elements to send than parts.

@@ -184,7 +184,7 @@ class SparDL(Scheme[State]):
 
 
 def _reduce_scatter(buffers: BlockBuffers, place: int, first_rank: int) -> Program[None]:
-    """The bag of a round: as many blocks as the gap, in the first round those beyond it."""
+    """The block buffer of a round: as many blocks as the gap, in the first round those beyond it."""
     places = buffers.places
     for power in reversed(range(log2_ceil(places))):
         gap = 1 << power

@@ -5,9 +5,10 @@
    make it k elements a step in the long run, and as many for each owner.
 2. Sum the values there in few bits (`agreed.py`), in blocks that end where tensors do.
 
-Every element has its turn every 1/density steps, so that nothing waits longer, whatever its size. With error
-feedback one bit a value does: a stretch of n/3 as signs costs as much as the largest n/100 with their values
-and places, and tells more. One pass over a contiguous stretch, no random access; bytes are flat in P.
+Every element is sent every 1/density steps, so that nothing is in the residual for longer, whatever its size.
+With error feedback one bit a value does: a stretch of n/3 as signs costs as much as the largest n/100 with
+their values and places, and sends more of the energy. One pass over a contiguous stretch, no random access;
+bytes are flat in P.
 
 A stretch has one block at least, so that more than k elements go where k is less than a block.
 """
@@ -66,7 +67,7 @@ class Stripes(Agreed[State]):
         return self.init_state([n], world, previous)
 
     def init_state(self, sizes: Sequence[int], world: int, previous: State | None = None) -> State:
-        """The place in turn is the same for every number of ranks."""
+        """The place in the round robin is the same for every number of ranks."""
         n, sizes = sum(sizes), tuple(sizes)
         if previous is not None and previous.n == n:
             return replace(previous, sizes=sizes)

@@ -111,7 +111,7 @@ def move_threshold(states: Sequence[AnyPartitioned], k: int, control: bool = Tru
 def _error(curve: Sequence[float], k: int) -> float:
     """By how much the demand is too large, as a logarithm: how much less of it would have sent k.
 
-    Rows hide what goes beyond them, so that the count sent tells little of the demand; and where hot spots
+    Rows hide what goes beyond them, so that the count sent says little about the demand; and where hot spots
     move, some rows overflow while others stay short, so that it takes a demand above k to send k.
     """
     place = bisect_left(curve, k)

@@ -1,17 +1,17 @@
 """A sync whose group changes while it trains: replicas die, are late, come back, join; the others go on.
 
-    exchange   all units, of which nothing is applied yet; then each tells what will wait on it after that
-    commit     apply it. Somebody outside decides, each replica for itself: torchft (`torchft.py`)
-    hold       not committed here; whether it was elsewhere shows when replicas meet again
-    join       another group: partitions and states are laid anew for its number
+    exchange   all units, of which nothing is applied yet; then each sends the norm of its residual after that
+    commit     apply it. Somebody outside decides, each replica for itself: torchft (`frameworks/torchft.py`)
+    hold       not committed here; whether it was elsewhere shows at the replicas' next rendezvous
+    join       another group: partitions and states are initialised again for its number
 
 Who commits has heard of all members that they are prepared. So what one of them has prepared may have been
 committed by another although it was not here, and can then still be: the result is there. And what is not
 prepared on one of them was committed by nobody. That is why no step is ever counted twice, or not at all.
 
-A member that is gone takes along what waited on it: of that the others know the norm, as of its last
-exchange, and count it as missing until it is back. A member that was away keeps what waits on it and takes
-the others' shared model. One that is new takes the mean of what waits on the others:
+A member that is gone takes along its residual. The others know its norm, as of the last exchange, and count
+it as missing until the member is back. A member that was away keeps its residual and takes the others' shared
+model. One that is new takes the mean of the others' residuals:
 
     e' = mean of e over those who have trained         so that w - mean e stays where it was
 
@@ -60,7 +60,7 @@ class LastSeen:
     group: int
     exchange: int
     waiting: float
-    """Norm of what waited on it then, and is in no model but its own."""
+    """Norm of its residual then, which is in no model but its own."""
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class Accounts:
         for identity in self.present.keys() - members.keys():
             gone = self.missing[identity] = self.present[identity]
             _log.warning(
-                "exchange %d: replica %s is gone. What waited on it, of norm %.4g after its last exchange "
+                "exchange %d: replica %s is gone. Its residual, of norm %.4g after its last exchange "
                 "(%d), is lost unless it returns; so are its steps since then",
                 max(each.exchange for each in members.values()),
                 gone.name,
@@ -86,7 +86,7 @@ class Accounts:
         for identity in self.missing.keys() & members.keys():
             back = self.missing.pop(identity)
             self.returned += 1
-            _log.info("replica %s is back, with what waited on it", back.name)
+            _log.info("replica %s is back, with its residual", back.name)
         self.present = dict(members)
 
     def figures(self) -> dict[str, float]:
@@ -100,7 +100,7 @@ class Accounts:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What replicas agreed on with their last exchange, beside the model."""
+    """What replicas agreed on with their last exchange, besides the model."""
 
     step: int
     world: int
@@ -115,13 +115,13 @@ class PreparedSync(GradientSync):
     def make_replica(
         self, engine: Engine, held: Mapping[str, Tensor], adapter: OptimizerAdapter, fixed: Fixed | None
     ) -> Replica:
-        """Who joins later has yet to be told the others' learning rate; and a group may have one member."""
+        """Who joins later does not know the others' learning rate yet; and a group may have one member."""
         replica = super().make_replica(engine, held, adapter, fixed)
         replica.is_elastic = True
         return replica
 
     def prepare(self, call: str) -> list[float]:
-        """Exchange; what will wait on each rank, once this is applied."""
+        """Exchange; the norm of each rank's residual, once this is applied."""
         pipeline = self.pipeline
         assert isinstance(pipeline, StepPipeline)
         super()._compare()
@@ -187,7 +187,7 @@ class Member:
         self._prepared: dict[int, LastSeen] = {}
         self._held: Pending | None = None
         self._all_begin = False
-        """Whether nobody in this group had trained when it met."""
+        """Whether nobody in this group had trained at its rendezvous."""
 
     @property
     def pipeline(self) -> StepPipeline:
@@ -296,11 +296,11 @@ class Member:
             raise DivergenceError(
                 f"replica {self.name}: its last exchange {self._last} is not the last that the others made "
                 f"with it, {last}: it went on by itself while they did without it. Restart it: it joins "
-                "anew, and what waits here is lost, as the others have counted"
+                "again, and its residual is lost, as the others have counted"
             )
 
     def _keep_residual(self, shared: Mapping[str, Tensor]) -> None:
-        """Beside another shared model."""
+        """With another shared model."""
         assert self._kept is not None
         preview = 1.0 if self._agreed is None else self._agreed.figures["preview"]
         for name in self.parameters:
@@ -324,7 +324,7 @@ class Member:
         pipeline, group = self.pipeline, self._group
         kept = pipeline.kept()
         waits = [_finite(kept[f"mark/{name}"] - kept[f"own/{name}"]).double().norm() for name in pipeline.own]
-        what = f"what waits on each after exchange {pipeline.step}"
+        what = f"each residual after exchange {pipeline.step}"
         rows: Tensor = sync.engine.run(
             _gathered(torch.stack(waits).norm().reshape(1)), what, sync.replica.device
         )
@@ -342,7 +342,7 @@ class Member:
     # -- groups -----------------------------------------------------------------------------------------
 
     def leave_group(self) -> None:
-        """With all that is this replica's own. What was prepared and nobody committed still waits."""
+        """With all that is this replica's own. What was prepared and not committed stays in the residual."""
         self._held, self._prepared = None, {}
         if self.sync is not None:
             self._kept = {key: part.clone() for key, part in self.pipeline.kept().items()}
@@ -364,7 +364,7 @@ class Member:
                     "gradsieve.Gradients, published schemes and lossless ones"
                 )
             members = sync.engine.run(
-                self._meeting(sync), f"the meeting of group {group}", sync.replica.device
+                self._meeting(sync), f"the rendezvous of group {group}", sync.replica.device
             )
         except BaseException:
             sync.abandon()
@@ -384,7 +384,7 @@ class Member:
             without = [as_text(text) for row, text in zip(rows, texts, strict=True) if not row[2]]
             raise MismatchError(
                 f"replica {self.name}: some replicas are to go on from a checkpoint, and {without[0]} is to "
-                "begin anew. Call load(folder) on all of them, or on none"
+                "begin again. Call load(folder) on all of them, or on none"
             )
         if 0 < trained < len(rows):
             yield from self._share_residual(part, pipeline, trained)
@@ -394,7 +394,7 @@ class Member:
         return [(row[0], as_text(text)) for row, text in zip(rows, texts, strict=True)]
 
     def _part_for(self, pipeline: StepPipeline) -> RankState:
-        """What this replica goes on with, laid for as many as there are now."""
+        """What this replica goes on with, for as many as there are now."""
         part, agreed = capture(pipeline), self._agreed
         memories = part.memories if self._kept is None else dict(self._kept)
         if agreed is None:
@@ -418,7 +418,7 @@ class Member:
         return RankState(agreed.step, figures, memories, states)
 
     def _share_residual(self, part: RankState, pipeline: StepPipeline, trained: int) -> Program[None]:
-        """Members that are new take the mean of what waits on those that are not."""
+        """Members that are new take the mean of the others' residuals."""
         memories = part.memories
         assert isinstance(memories, dict)
         for name, own in pipeline.own.items():
@@ -430,7 +430,7 @@ class Member:
 
 
 def _models(name: str, shared: Tensor, waits: Tensor, preview: float, own: torch.dtype) -> dict[str, Tensor]:
-    """The three of one parameter: x = w - a e, and m so that e waits."""
+    """The three of one parameter: x = w - a e, and m so that e is the residual."""
     x = (shared - preview * waits).to(own)
     return {f"shared/{name}": shared, f"own/{name}": x, f"mark/{name}": x.to(shared.dtype) + waits}
 

@@ -70,7 +70,7 @@ from gradsieve.telemetry import Span
 VERIFY_EVERY = 100
 """Steps between two comparisons of the replicas' fingerprints: a few bytes and one pass over the model."""
 _TRIES = 4
-"""Of a call that meets tentative exchanges: one is enough with honest ranks."""
+"""Of a call while others make tentative exchanges: one is enough with honest ranks."""
 _attached: weakref.WeakSet[GradientSync] = weakref.WeakSet()
 _attaching = threading.Lock()
 """Several ranks may be threads of one process."""

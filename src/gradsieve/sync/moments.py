@@ -1,7 +1,7 @@
 """Optimizers' states made the same on all ranks, for those who go on without a sync that exchanges steps.
 
-Each rank's optimizer has moments of its own. Plain DDP gives all ranks the same gradient, and with unlike
-moments they would still take unlike steps. Moments are averaged, which is what a dense training would have
+Each rank's optimizer has moments of its own. Plain DDP gives all ranks the same gradient, and with different
+moments they would still take different steps. Moments are averaged, which is what a dense training would have
 held up to the noise of batches; what cannot be averaged (step counts, quantised moments) is rank 0's.
 """
 
@@ -34,7 +34,7 @@ def make_equal(
     if not _is_alike(layout, world, group, device):
         _log.warning(
             "optimizers' states are of different kinds on different ranks, so that they were not averaged: "
-            "replicas will drift apart. Load one optimizer state on all ranks, or make the optimizer anew"
+            "replicas will drift apart. Load one optimizer state on all ranks, or make a new optimizer"
         )
         return
     for _, state in states:

@@ -198,5 +198,5 @@ def refuse_unfrozen(frozen: Mapping[str, Tensor], where: str) -> None:
         raise ConfigError(
             f"{where}: {', '.join(unfrozen[:4])} required no gradient when the sync was made, so "
             "that nobody would exchange it: flush() and close() the sync, wrap the model in "
-            "DistributedDataParallel anew and attach again"
+            "DistributedDataParallel again and attach again"
         )

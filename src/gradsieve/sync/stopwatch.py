@@ -38,5 +38,5 @@ class Stopwatch:
     def done(self) -> None:
         """It was completed, by the same thread."""
         worked = time.thread_time()
-        self._computed = max(worked - self._worked, 0.0)  # another thread's clock begins anew
+        self._computed = max(worked - self._worked, 0.0)  # another thread's clock begins again
         self._worked = worked

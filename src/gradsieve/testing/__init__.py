@@ -1,14 +1,47 @@
-"""For authors of schemes: virtual ranks in one process, and the laws that every scheme obeys.
+"""Virtual ranks in one process, and the laws that every scheme obeys.
 
 from gradsieve.testing import check_scheme
 
 def test_my_scheme_is_lawful():
     check_scheme(MyScheme(density=0.01))
+
+`VirtualRanks` and `lockstep` run a scheme by itself. A whole training on virtual ranks has a pipeline for each
+(`adapt`), whose programs `lockstep` runs; `capture` and `restore` are its checkpoints, and `Merger` one for
+another number of ranks.
 """
 
+from gradsieve.comm import lockstep
 from gradsieve.comm.lockstep import run
+from gradsieve.comm.meter import Meter
+from gradsieve.feedback.digest import digest
+from gradsieve.pipeline import GradientPipeline, StepPipeline
+from gradsieve.pipeline.budget import Fixed
+from gradsieve.pipeline.exchange_settings import Exchange
+from gradsieve.pipeline.exchange_settings import parse as parse_exchange
+from gradsieve.pipeline.optimizer_adapter import adapt
+from gradsieve.pipeline.parts import Merger, capture, restore, stand_in
 from gradsieve.testing.check import check_scheme
 from gradsieve.testing.gradients import KINDS, Source
 from gradsieve.testing.ranks import Round, VirtualRanks
 
-__all__ = ["KINDS", "Round", "Source", "VirtualRanks", "check_scheme", "run"]
+__all__ = [
+    "KINDS",
+    "Exchange",
+    "Fixed",
+    "GradientPipeline",
+    "Merger",
+    "Meter",
+    "Round",
+    "Source",
+    "StepPipeline",
+    "VirtualRanks",
+    "adapt",
+    "capture",
+    "check_scheme",
+    "digest",
+    "lockstep",
+    "parse_exchange",
+    "restore",
+    "run",
+    "stand_in",
+]

@@ -30,7 +30,7 @@ def check_scheme(scheme: Scheme[Any]) -> None:
     valid indices      they are sorted, unique and in range
     inputs unchanged   neither the vector nor the state that were passed in is changed
     dense at 1         with density 1 the update is the sum of everything
-    one threshold      all buckets select by the same threshold after `settle`
+    one threshold      all buckets select by the same threshold after `apply`
     bad values         NaN and infinity raise nothing; the pipeline rejects them before they are applied
     all is sent        once gradients stop, every residual reaches zero
 
@@ -40,7 +40,7 @@ def check_scheme(scheme: Scheme[Any]) -> None:
     for kind in KINDS:
         with _described(scheme, 3, (127,), kind):
             _check_run(scheme, 3, 127, kind)
-    kinds = cycle(KINDS)  # 36 lengths and numbers of ranks: each kind meets three of them
+    kinds = cycle(KINDS)  # 36 lengths and numbers of ranks: each kind gets three of them
     for world in WORLDS:
         for n, kind in zip((0, 1, world - 1, world + 1, 61, 1009), kinds, strict=False):
             with _described(scheme, world, (n,), kind):

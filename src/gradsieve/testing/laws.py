@@ -79,10 +79,10 @@ def check_replicated(outcomes: Sequence[Outcome[Any]]) -> None:
 
 
 def check_same_states(states: Sequence[Sequence[Any]]) -> None:
-    """After `settle`, every rank's states of all buckets."""
+    """After `apply`, every rank's states of all buckets."""
     for rank, own in enumerate(states):
         assert all(map(same_state, own, states[0])), (
-            f"identical ranks: rank {rank} has another state after settle"
+            f"identical ranks: rank {rank} has another state after apply"
         )
 
 
@@ -119,7 +119,7 @@ def check_is_dense_sum(round_: Round) -> None:
 
 
 def check_one_threshold(states: Sequence[Any]) -> None:
-    """After `settle` all buckets of the model select by the same threshold."""
+    """After `apply` all buckets of the model select by the same threshold."""
     thresholds = [state.threshold for state in states if hasattr(state, "threshold")]
     assert all(same_bits(threshold, thresholds[0]) for threshold in thresholds), (
         f"one threshold: buckets have different thresholds {thresholds}"
@@ -133,13 +133,13 @@ def rounds_freely(scheme: Any) -> bool:
 
 
 def check_drained(residuals: Sequence[Tensor], most: float | None = None) -> None:
-    """Nothing waits to be sent any more; or, of what waited at `most`, next to nothing."""
+    """The residual is empty; or, where it was at most `most`, nearly so."""
     if most is not None:
         left = max((float(residual.abs().max()) for residual in residuals if len(residual)), default=0.0)
-        assert left <= 0.05 * most, f"all is sent: {left} of {most} is still waiting"
+        assert left <= 0.05 * most, f"all is sent: {left} of {most} stays in the residual"
         return
     left = sum(int(residual.count_nonzero()) for residual in residuals)
-    assert left == 0, f"all is sent: {left} elements are still waiting"
+    assert left == 0, f"all is sent: {left} elements stay in the residual"
 
 
 def check_round(round_: Round, exact: bool) -> None:

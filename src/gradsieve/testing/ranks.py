@@ -1,6 +1,6 @@
 """Virtual ranks: P ranks in one process that run a scheme as the pipeline does.
 
-Each rank carries its own residual; the states of all buckets are settled together. What a step did is kept
+Each rank carries its own residual; the states of all buckets are applied together. What a step did is kept
 as a `Round`, which the functions of `laws.py` examine before it is committed.
 """
 

@@ -1,1 +1,1 @@
-"""Programs beside a training: `gradsieve doctor`, `plan`, `watch` and `report`."""
+"""Programs around a training: `gradsieve doctor`, `plan`, `watch` and `report`."""

@@ -19,7 +19,7 @@ from gradsieve.tools.quantities import BITS, BYTES_A_SECOND, ELEMENTS_A_SECOND, 
 
 VERSION = 1
 MOST_WORLD, MOST_PAIRS = 65_536, 64
-"""Ranks, and ranks up to which every pair is told."""
+"""Ranks, and ranks up to which every pair is listed."""
 _MOST_PARAMETERS = 10**13
 Rows: TypeAlias = tuple[tuple[float | None, ...], ...]
 """Row sends, column receives; None: not measured."""
@@ -37,7 +37,7 @@ class Pairs:
 class ModelProfile:
     parameters: int
     units: int
-    """Of exchange, as `attach` lays them by default."""
+    """Of exchange, as `attach` makes them by default."""
     forward: float | None = None
     """Seconds, of the slowest rank; None where it was not measured."""
     backward: float | None = None

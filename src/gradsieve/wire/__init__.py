@@ -1,4 +1,4 @@
-"""What bytes: how a message is laid out, and the one door through which a peer's message comes in."""
+"""What bytes: how a message is laid out, and the one entry point of a peer's message."""
 
 VERSION = 3
 """Of all messages, and of the arithmetic on them: one more whenever a rank before a change and one after it

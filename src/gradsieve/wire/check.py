@@ -1,4 +1,4 @@
-"""The only door for a peer's indices: nothing is scattered before it went through here."""
+"""The only entry point of a peer's indices: nothing is scattered before it went through here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def counts_within(counts: Tensor | Host, limit: int | Host, what: str) -> None:
 
 
 def stamped(found: Tensor, meant: Tensor, what: str) -> None:
-    """Every rank's message is the one that is waited for."""
+    """Every rank's message is the expected one."""
     bad = found != meant.to(found.dtype)
     if bool(bad.any()):
         rank = int(bad.to(torch.uint8).argmax())

@@ -1,4 +1,5 @@
-"""A vector in rows of few bits, written and read in pieces: none as long as it is stands beside its bytes.
+"""A vector in rows of few bits, written and read in pieces: no copy as long as it is exists next to its
+bytes.
 
 Rows and pieces begin where blocks of codes do, so that the bytes of a piece are those of a row as long as it
 is. Where a vector is made of tensors, blocks end with these and rows are as equal as whole blocks allow.

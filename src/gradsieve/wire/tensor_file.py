@@ -52,7 +52,7 @@ _ENTRY = re.compile(
 
 
 def pieces(tensors: Mapping[str, Tensor], buffer: int = 0) -> Iterator[memoryview]:
-    """The file's bytes, from the first to the last; padded to at least `room`."""
+    """The file's bytes, from the first to the last; padded to at least `buffer`."""
     header, size = _header(tensors)
     long = len(header) + _LINE
     short = max(buffer, SHARE * long if long > ALWAYS else 0) - size

@@ -11,13 +11,13 @@ difference to v in its residual, so that rounding delays and does not lose.
     int2    two bits a value, the sign and which of two magnitudes
     sign    one bit a value, the sign; every value of a block has the same magnitude
 
-Zeros decode to zeros, in all of them: a block of int2 or of signs that has some tells every second value.
+Zeros decode to zeros, in all of them: a block of int2 or of signs that has some sends every second value.
 
 A value that is not finite decodes to one that is not finite, where there are blocks with its whole block: an
 overflow is seen, not turned into numbers. The same goes for values beyond what bf16 or the scale can hold.
 
 All is torch on the values' own device, with shapes known beforehand. Any bytes of the right size decode to
-floats; whether these are usable is for the caller to judge.
+floats; whether these are usable is for the caller to check.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gradsieve.wire.low_bit import LowBit
 BLOCK = 128
 _STEPS = 127
 _SMALLEST, _LARGEST, _NOT_FINITE = -127, 122, 127
-"""Exponents of scales for what float32 can hold, and a mark."""
+"""Exponents of scales for what float32 can hold, and a flag."""
 
 
 class ValueCodec(Protocol):

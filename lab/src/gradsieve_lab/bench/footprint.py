@@ -21,10 +21,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from gradsieve import kernels
+from gradsieve import GradientSync, kernels
 from gradsieve.errors import GradsieveError
-from gradsieve.schemes.spec import parse
-from gradsieve.sync.gradient_sync import GradientSync
+from gradsieve.schemes import parse
 from gradsieve_lab.bench.common.machine import check_fits
 from gradsieve_lab.bench.common.ranks import leave, run_ranks
 
@@ -122,4 +121,4 @@ def _high_water() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    raise GradsieveError("this kernel does not tell a process's peak memory")
+    raise GradsieveError("this kernel does not report a process's peak memory")

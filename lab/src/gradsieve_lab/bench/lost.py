@@ -14,8 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from gradsieve.schemes.base import Scheme
-from gradsieve.schemes.spec import parse
+from gradsieve.schemes import Scheme, parse
 from gradsieve_lab.bench.common.machine import check_fits, one_thread
 from gradsieve_lab.bench.common.models import build
 from gradsieve_lab.bench.common.recordings import Recording, record

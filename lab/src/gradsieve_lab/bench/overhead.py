@@ -1,4 +1,4 @@
-"""`gradsieve bench overhead`: what a rank computes in a step beside training, over the least it could be.
+"""`gradsieve bench overhead`: what a rank computes in a step besides training, over the least it could be.
 
     ours   accumulate + select + encode + decode + apply + commit, and where steps are exchanged the check of
            the gradients; everything but waiting for the network. The mean over ranks: in a step each of them
@@ -21,11 +21,10 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from gradsieve.comm import lockstep
+from gradsieve import Gradients, Steps
 from gradsieve.kernels import active, is_finite, using
-from gradsieve.pipeline.exchange_settings import Gradients, Steps
-from gradsieve.pipeline.optimizer_adapter import adapt
-from gradsieve.schemes.spec import parse
+from gradsieve.schemes import parse
+from gradsieve.testing import adapt, lockstep
 from gradsieve_lab.bench.common.clock import Clock
 from gradsieve_lab.bench.common.machine import check_fits, one_thread
 
@@ -56,7 +55,7 @@ class Case:
 
 
 def cases(schemes: Sequence[str], world: int, params: int, density: float) -> list[Case]:
-    """A lossless scheme has nothing that waits, so that it exchanges gradients alone."""
+    """A lossless scheme has no residual, so that it exchanges gradients alone."""
     check_fits(
         _VECTORS * _FLOAT * params * world,
         f"{world} ranks with {params:,} parameters",
@@ -172,7 +171,7 @@ class Round:
 
 @torch.no_grad()
 def measure(case: Case, advance: Callable[[float, str], None]) -> list[dict[str, Any]]:
-    """One row a kernel. Kernels take turns, each beside a bare run of its own."""
+    """One row a kernel. Kernels run round robin, each next to a bare run of its own."""
     with one_thread():
         ranks = [Rank(case, rank) for rank in range(case.world)]
         noise = torch.randn(2 * ranks[0].gradients[0].numel(), dtype=torch.float32, device=_CPU)
@@ -215,6 +214,6 @@ def _median_ms(seconds: Iterable[float]) -> float:
 
 def by_stage(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Milliseconds of each stage as columns, by the clock on the wall. They leave out the bookkeeping between
-    stages, and have the turns of other processes in them."""
+    stages, and have the time of other processes in them."""
     names = ("scheme", "exchange", "kernel")
     return [{**{name: row[name] for name in names}, **row["stage_ms"]} for row in rows]

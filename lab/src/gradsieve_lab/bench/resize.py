@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from gradsieve.comm import lockstep
 from gradsieve.errors import ConfigError
 from gradsieve.pipeline import exchange_settings
-from gradsieve.pipeline.parts import Merger, capture, restore, stand_in
-from gradsieve.schemes.spec import parse
+from gradsieve.schemes import parse
+from gradsieve.testing import Merger, capture, lockstep, restore, stand_in
 from gradsieve_lab.bench.common.machine import one_thread
 from gradsieve_lab.bench.common.virtual import Member, Run, exchange, own_batches
 
@@ -78,8 +77,8 @@ def measure_all(
 
 
 def train(run: Run, way: Sequence[int], after_step: Callable[[], None]) -> tuple[float, float]:
-    """The metric at the end, after a flush; and the largest difference that a change of size made to what
-    waits."""
+    """The metric at the end, after a flush; and the largest difference that a change of size made to the
+    residual."""
     members = [Member(run, rank) for rank in range(run.world)]
     steps, worst, stretch = members[0].training.steps, 0.0, 0
     for step in range(steps):

@@ -2,12 +2,12 @@
 
     for every scheme and P:
         every step:  acc += skewed gradient -> scheme.exchange, counted by one Meter a rank -> acc -= spent
-        row       =  the worst step since it settled, beside the published formula; and the mean of a period
+        row       =  the worst step since it converged, and the published formula; and the mean of a period
 
 The vector is cut into the tensors of a real model, for schemes that look at layers (DEFT).
 
 The program of a rank commits its own outcome, so that one rank's outcome is alive at a time and memory is
-the residuals, P n floats. A scheme without state has nothing to settle: one step tells all.
+the residuals, P n floats. A scheme without state has nothing to converge: one step is enough.
 """
 
 from __future__ import annotations
@@ -23,11 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsieve.comm import lockstep
-from gradsieve.comm.meter import Meter
-from gradsieve.schemes import make
-from gradsieve.schemes.spec import parse
-from gradsieve.types import Ctx, Program
+from gradsieve.schemes import Ctx, Program, make, parse
+from gradsieve.testing import Meter, lockstep
 from gradsieve_lab.bench.common.machine import check_fits, one_thread
 from gradsieve_lab.bench.common.models import Transformer
 from gradsieve_lab.bench.tasks.data import CONTEXT
@@ -84,7 +81,7 @@ class Step:
     """The band in which words are as the formula says: a tenth around it, Ok-Topk's 2k to 6k."""
     formula_rounds: int
     exact: bool
-    """A step in which a scheme evaluates its threshold anew, at a cost of its own (Ok-Topk)."""
+    """A step in which a scheme evaluates its threshold again, at a cost of its own (Ok-Topk)."""
     density: float
     """Elements in the update over n."""
     imbalance: float | None
@@ -211,7 +208,7 @@ class Fleet:
 
 
 def measure_all(cases: Sequence[Case], advance: Callable[[float, str], None]) -> list[dict[str, Any]]:
-    """The rows of all cases; `advance` is told the work done and what it was."""
+    """The rows of all cases; `advance` is called with the work done and what it was."""
     for case in cases:
         _fits(case)
     with one_thread():

@@ -165,7 +165,7 @@ def cpu_group(folder: Path) -> Path:
 
 
 def give_back(folder: Path) -> None:
-    """A full disk's room, and a slow rank's cgroup."""
+    """A full disk's space, and a slow rank's cgroup."""
     (folder / FULL).unlink(missing_ok=True)
     with contextlib.suppress(FileNotFoundError):
         cpu_group(folder).rmdir()

@@ -45,17 +45,17 @@ class Line:
     outcome: str
     """`named`, `harmless`, or what is wrong."""
     digest: str
-    """Of what ranks share after the last step that they told of."""
+    """Of what ranks share after the last step that they reported."""
     resumed_at: int
     """The step of the checkpoint that the episode began with."""
     kept_at: int
     """That of the one it left, which was read back; -1 if that was not possible."""
     acknowledged_at: int
-    """That of the last one of which a rank was told that it is saved, in this episode or before."""
+    """That of the last one that was acknowledged to a rank, in this episode or before."""
     lost_steps: int
     """Taken since, and to be taken again."""
     lost_mass: float
-    """The norm over ranks of what waited in memory and was in no checkpoint; 0 if nothing was lost."""
+    """The norm over ranks of residuals that were in memory and in no checkpoint; 0 if nothing was lost."""
 
     @property
     def is_good(self) -> bool:
@@ -219,7 +219,7 @@ _MAY_PASS = (*_UNDISTURBED, Must.DAMAGE, Must.DIVERGE)
 
 
 def _unsaid(ending: Ending, chance: Chance, kept_at: int) -> list[str]:
-    """What every rank has to tell, also where none fails."""
+    """What every rank has to report, also where none fails."""
     if chance.must is Must.SURVIVE and not ending.told("refused"):
         return ["refused nothing"]
     if chance.must is Must.NOTICE and ending.told("left").get("step") != kept_at:

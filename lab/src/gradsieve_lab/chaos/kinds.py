@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gradsieve.checkpoint import directory as files
 from gradsieve.comm import sockets
-from gradsieve.comm.ops import AllReduce, Op
+from gradsieve.schemes import AllReduce, Op
 from gradsieve_lab.chaos.ground import AWAY_SECONDS, FULL, cpu_group
 from gradsieve_lab.chaos.writes import OPERATIONS, tap
 from gradsieve_lab.emulation import tools
@@ -37,7 +37,7 @@ _LEFT_BYTES = 1 << 23
 _SLOW_RATE = "2mbit"
 _HOUR = 3600.0
 NOTICE = signal.SIGUSR2
-"""SIGTERM is to end a rank, and SIGUSR1 tells where one hangs."""
+"""SIGTERM is to end a rank, and SIGUSR1 shows where one hangs."""
 ZOMBIE, SHORT_STOP, MIXED = "late waker", "short SIGSTOP", "mixed releases"
 
 
@@ -112,7 +112,7 @@ class Kind:
     rank: int | None = None
     """The only one to which it can happen."""
     is_later: bool = False
-    """The strike prepares it, and tells when it happens."""
+    """The strike prepares it, and reports when it happens."""
     spoils: Callable[[Tensor, Scene], None] | None = None
     """What the op gave."""
 
@@ -158,7 +158,7 @@ def _summed(op: Op, scene: Scene) -> Op | None:
 
 
 def _spoil(total: Tensor, scene: Scene) -> None:
-    """On this rank alone, and before the words that ride along at the end: ranks would disagree at once."""
+    """On this rank alone, and before the words piggybacked at the end: ranks would disagree at once."""
     total.view(-1).view(torch.int32)[scene.bit % min(total.numel(), 16)] ^= 1 << 20
 
 
@@ -320,7 +320,7 @@ KINDS: dict[str, Kind] = {
     "store gone": Kind(Must.GO_ON, _store_gone, Needs.STORE),
     "store gone before SIGKILL": Kind(Must.DEATH, _store_gone_before_death, Needs.STORE, is_later=True),
     "store reset": Kind(Must.GO_ON, _store_reset),
-    # Not in the sum by which ranks meet before they save: that one is thrown away.
+    # Not in the handshake of the ranks before they save: that one is thrown away.
     "damaged sum": Kind(Must.DIVERGE, _summed, first_step=0, last_step=1, last_op=0, spoils=_spoil),
     # Two saves have to come after these.
     "SIGKILL in a shard": Kind(

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import gradsieve
-from gradsieve.comm.ops import AllToAll, Exchange, Op
 from gradsieve.errors import GradsieveError, MismatchError, PeerError, RefusedError
+from gradsieve.schemes import AllToAll, Exchange, Op
 from gradsieve_lab.chaos.ground import enter
 from gradsieve_lab.chaos.kinds import BATCH_BYTES, KINDS, MIXED, NOTICE, BrokenOffError, Must, Scene, form
 from gradsieve_lab.chaos.schedule import MIDDLE, Chance
@@ -71,7 +71,7 @@ class ChaosTraining(Training):
         else:
             kind, said, ranks, at, code = "", "", (), time.monotonic(), DONE
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        resource.setrlimit(resource.RLIMIT_AS, (hard, hard))  # to tell how it ended takes memory
+        resource.setrlimit(resource.RLIMIT_AS, (hard, hard))  # to report how it ended takes memory
         kept = code == DONE or self.before == self._all()
         del self._usual
         self._earlier.clear()
@@ -175,7 +175,7 @@ class ChaosTraining(Training):
         peer = op.to if isinstance(op, Exchange) else (self.rank + 1) % self.episode.world
         if isinstance(op, AllToAll | Exchange):
             whole = op.tensor.contiguous()
-            if isinstance(op, AllToAll):  # more than the peer has room for, and gloo would abort it
+            if isinstance(op, AllToAll):  # more than the peer's buffer holds, and gloo would abort it
                 start = sum(op.send_counts[:peer])
                 whole = whole[start : start + op.send_counts[peer]]
             half = whole.reshape(-1)[: whole.numel() // 2]

@@ -1,6 +1,6 @@
 """The commands that the lab adds to `gradsieve`, by the entry points in its `pyproject.toml`."""
 
-from gradsieve.tools.cli.tree import Command
+from gradsieve.tools.cli import Command
 
 
 def _lab(name: str) -> str:
@@ -17,11 +17,11 @@ LAB = Command(
         "run": Command("run a command on every host", _lab("run")),
         "draw": Command("a picture of a network file", _lab("draw")),
         "kill-matrix": Command(
-            "let ranks die and stall at every op of a step, and judge the survivors", _lab("kill_matrix")
+            "let ranks die and stall at every op of a step, and check the survivors", _lab("kill_matrix")
         ),
         "fuzz": Command("altered messages at every place where a peer's bytes are read", _lab("fuzz")),
         "chaos": Command(
-            "train through a seeded schedule of faults of every kind, and judge all ranks", _lab("chaos")
+            "train through a seeded schedule of faults of every kind, and check all ranks", _lab("chaos")
         ),
         "spot": Command(
             "train under torchrun on nodes that are killed, given notice and replaced", _lab("spot")
@@ -58,7 +58,7 @@ BENCH = Command(
             "words and quality of every scheme on recorded gradients, on virtual ranks", _bench("schemes")
         ),
         "bits": Command(
-            "what an exchange tells for its bits, beside the limit, on virtual ranks", _bench("bits")
+            "what an exchange sends for its bits, next to the limit, on virtual ranks", _bench("bits")
         ),
         "memory": Command("memory that a sync adds to a rank, on real ranks", _bench("memory")),
         "lost": Command("gradient that a scheme loses, to the last bit, on virtual ranks", _bench("lost")),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradsieve.errors import ConfigError
-from gradsieve.tools.cli.arguments import MOST_RANKS, size
+from gradsieve.tools.cli import MOST_RANKS, size
 
 
 def add_lab(parser: argparse.ArgumentParser) -> None:
@@ -42,8 +42,8 @@ def add_syncs(parser: argparse.ArgumentParser, default: str) -> None:
         "--syncs",
         default=default,
         metavar="LIST",
-        help=f"from {', '.join(SYNCS)}; settings of a scheme follow a colon, with + between them; a "
-        "treatment follows an @: spardl:teams=2, exdyna@paper, exdyna@steps:overlap=0 "
+        help=f"from {', '.join(SYNCS)}; settings of a scheme follow a colon, with + between them; "
+        "exchange settings follow an @: spardl:teams=2, exdyna@paper, exdyna@steps:overlap=0 "
         "(default: %(default)s)",
     )
 

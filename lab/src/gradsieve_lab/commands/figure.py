@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from gradsieve.errors import ConfigError
-from gradsieve.tools.cli.arguments import describe, drawable
+from gradsieve.tools.cli import describe, drawable
 
 _DESCRIPTION = """\
 Draw a figure of one of the papers from runs of your own.
@@ -27,7 +27,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.tools import results
+    from gradsieve.tools.cli import results
     from gradsieve_lab.bench.figures import catalogue as figures
 
     if args.list:

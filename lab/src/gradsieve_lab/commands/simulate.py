@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradsieve.errors import ConfigError
-from gradsieve.tools.cli.arguments import describe, drawable, quantity, schemes, size
-from gradsieve.tools.cli.progress import progress
+from gradsieve.tools.cli import describe, drawable, progress, quantity, schemes, size
 from gradsieve.tools.quantities import BYTES_A_SECOND
 from gradsieve_lab.commands.arguments import worlds
 
@@ -96,7 +95,7 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.tools import results
+    from gradsieve.tools.cli import results
     from gradsieve_lab.bench.common.machine import one_thread
     from gradsieve_lab.simulate import study
     from gradsieve_lab.simulate.network import require
@@ -125,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    from gradsieve.types import check_density
+    from gradsieve.schemes import check_density
     from gradsieve_lab.emulation.units import parse_delay, parse_rate
     from gradsieve_lab.simulate.platforms import Wires
     from gradsieve_lab.simulate.study import Plan

@@ -48,7 +48,7 @@ def label(link: Link) -> str:
 
 
 def _draw_links(axes: Any, topology: Topology, spots: Mapping[str, Spot]) -> None:
-    """Links of one kind in one colour; the legend tells it. The slower, the thinner."""
+    """Links of one kind in one colour; the legend says which. The slower, the thinner."""
     kinds = [kind for kind, _ in Counter(map(label, topology.links)).most_common()]
     rates = sorted({link.rate or float("inf") for link in topology.links})
     seen = set()

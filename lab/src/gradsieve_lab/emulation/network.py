@@ -30,7 +30,7 @@ from gradsieve_lab.errors import LabError
 
 _FRAME = 1514
 _LARGEST_BUNDLE = 65_536
-_QUEUE_SECONDS = 0.1  # what waits longer than this for a link is dropped
+_QUEUE_SECONDS = 0.1  # a packet that waits longer than this for a link is dropped
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def tbf(rate: int) -> str:
 
 
 def netem(rate: int | None, delay: float) -> str:
-    """Delay and rate as one queue discipline; its queue holds the packets under way and those waiting."""
+    """Delay and rate as one queue discipline; its queue holds the packets in flight and those waiting."""
     line = f"netem delay {round(delay * 1e6)}us"
     if rate is None:
         return f"{line} limit 1000000"

@@ -9,7 +9,7 @@ devices port0, port1, ..., says "ready", and carries each packet over the lines 
     queue   seconds for which a packet may wait for a line
 
 A packet enters a line when it has come out of the one before, so that whoever comes first goes first, however
-long the others have been under way. Standard library only.
+long the others have been in flight. Standard library only.
 """
 
 import contextlib

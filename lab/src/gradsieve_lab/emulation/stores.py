@@ -1,4 +1,4 @@
-"""The store at which ranks meet, where only those of one address find it."""
+"""The store of the ranks' rendezvous, where only those of one address find it."""
 
 from __future__ import annotations
 

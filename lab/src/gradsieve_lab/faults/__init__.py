@@ -2,11 +2,11 @@
 
     kinds.py     what can happen to a rank
     injector.py  lets it happen there
-    trained.py   the rank's program: a small training that tells how it ended
+    trained.py   the rank's program: a small training that reports how it ended
     fleet.py     ranks from a fork server that has torch loaded, watched to their end
     verdicts.py  what every rank must have done, said and kept; figures over many faults
     matrix.py    each op of a scheme's step x each kind x each rank
 
-The rest of the lab does without torch and the library; this room is where they meet.
+The rest of the lab does without torch and the library; this package uses both.
 `gradsieve_lab/commands/lab/kill_matrix.py` has its command.
 """

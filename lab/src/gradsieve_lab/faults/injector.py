@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from gradsieve.comm.c10d import Engine
-from gradsieve.comm.ops import Op
+from gradsieve.schemes import Op
 from gradsieve_lab.faults.kinds import Fault, strike
 
 

@@ -1,4 +1,4 @@
-"""What a rank runs: a small training, with or without a fault in it, that tells how it ended.
+"""What a rank runs: a small training, with or without a fault in it, that reports how it ended.
 
 Messages to whoever watches are JSON, each with its `event`: `fired` before a fault, `ended` at the end.
 """
@@ -21,11 +21,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
-from gradsieve import kernels
+from gradsieve import GradientSync, kernels
 from gradsieve.comm import sockets
 from gradsieve.errors import GradsieveError, PeerError
-from gradsieve.feedback.digest import digest
-from gradsieve.sync.gradient_sync import GradientSync
+from gradsieve.testing import digest
 from gradsieve_lab.faults.injector import Injector
 from gradsieve_lab.faults.kinds import Fault
 

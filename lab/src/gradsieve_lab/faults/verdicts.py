@@ -123,7 +123,7 @@ def summary(lines: Sequence[Line], seconds: float) -> dict[str, Any]:
     }
 
 
-# -- what judges of other faults take as well --------------------------------------------------------------
+# -- what verdicts on other faults take as well ------------------------------------------------------------
 
 
 def wrong_code(ending: Ending, expected: int | None) -> list[str]:

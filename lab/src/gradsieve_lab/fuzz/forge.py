@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from random import Random
 
-from gradsieve_lab.fuzz.entry_point import EntryPoint
+from gradsieve.testing.entry_points.entry_point import EntryPoint
 from gradsieve_lab.fuzz.mutate import below, edit, how_many, one_of
 
 _NUMBER = re.compile(rb"\d+")

@@ -1,7 +1,8 @@
-"""The same doors with atheris, which looks for messages that reach code no message reached before.
+"""The same entry points with atheris, which looks for messages that reach code no message reached before.
 
-The first two bytes of an input choose the door; the rest is the message, cut or filled up from an honest one.
-A finding ends the run; libFuzzer keeps the input in the folder it was started in and says how to repeat it.
+The first two bytes of an input choose the entry point; the rest is the message, cut or filled up from an
+honest one. A finding ends the run; libFuzzer keeps the input in the folder it was started in and says how to
+repeat it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gradsieve.errors import ConfigError
-from gradsieve_lab.fuzz.entry_point import EntryPoint
+from gradsieve.testing.entry_points.entry_point import EntryPoint
 
 
 def guide(target: str, count: int, seed: int) -> int:
@@ -45,9 +46,9 @@ def main(target: str, corpus: str, *options: str) -> None:
     import atheris  # the `fuzz` extra
 
     for name in [name for name in sys.modules if name.partition(".")[0] == "gradsieve"]:
-        del sys.modules[name]  # loaded without marks that tell which code was reached
+        del sys.modules[name]  # loaded without counters that show which code was reached
     with atheris.instrument_imports(include=["gradsieve"]):
-        from gradsieve_lab.fuzz.entry_point import REFUSED
+        from gradsieve.testing.entry_points.entry_point import REFUSED
         from gradsieve_lab.fuzz.targets import Cases
     entries = [entry for family in Cases(target, 0).entries for entry in family]
     for number, entry in enumerate(entries):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import TypeVar
 
-from gradsieve_lab.fuzz.entry_point import EntryPoint
+from gradsieve.testing.entry_points.entry_point import EntryPoint
 
 _SPECIAL = (
     *(0, 1, 2, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63 - 1),

@@ -1,4 +1,4 @@
-"""What can be fuzzed: one table. A new kind of bytes is its file of doors and a line here."""
+"""What can be fuzzed: one table. A new kind of bytes is its file of entry points and a line here."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from itertools import accumulate
 from random import Random
 
 from gradsieve.errors import ConfigError
-from gradsieve_lab.fuzz import exchanges, files, pipelines, readers
-from gradsieve_lab.fuzz.entry_point import EntryPoint
+from gradsieve.testing.entry_points import exchanges, files, pipelines, readers
+from gradsieve.testing.entry_points.entry_point import EntryPoint
 from gradsieve_lab.fuzz.forge import altered
 from gradsieve_lab.fuzz.mutate import mutant, one_of
 
 _BLOCK, _RUN = 256, 32
-"""Messages that are made from one seeding; and that go to one door after each other, while its code and data
-are in the processor's caches, which makes them a third cheaper."""
+"""Messages that are made from one seeding; and that go to one entry point after each other, while its code
+and data are in the processor's caches, which makes them a third cheaper."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Doors of one kind, and the share of all messages that goes to them: by price, so that each kind takes
-    about as long as another."""
+    """Entry points of one kind, and the share of all messages that goes to them: by price, so that each kind
+    takes about as long as another."""
 
     name: str
     share: float
@@ -60,8 +60,8 @@ class Cases:
         self._next, self._left = -1, 0
 
     def case(self, number: int) -> tuple[int, EntryPoint, bytearray]:
-        """Which family, which door, and what is handed in there. Seeding takes longer than making a message:
-        it is done once a block, whose messages are made in order."""
+        """Which family, which entry point, and what is handed in there. Seeding takes longer than making a
+        message: it is done once a block, whose messages are made in order."""
         if number != self._next or not number % _BLOCK:
             block = number // _BLOCK
             self._source.seed(self._seed << 48 | block)

@@ -1,8 +1,9 @@
-"""One process that hands messages in at doors, with next to no memory beyond what it has at the beginning.
+"""One process that hands messages in at entry points, with next to no memory beyond what it has at the
+beginning.
 
     python -m gradsieve_lab.fuzz.worker TARGET SEED FIRST STOP PLACE
 
-It tells on stdout, in lines of JSON, how far it is and what it found; in the file PLACE stands the number of
+It says on stdout, in lines of JSON, how far it is and what it found; in the file PLACE stands the number of
 the message that is being read, and STOP after the last, for whoever has to explain why this process died or
 hangs.
 """
@@ -26,17 +27,17 @@ from typing import Any
 
 import torch
 
-from gradsieve_lab.fuzz.entry_point import REFUSED
+from gradsieve.testing.entry_points.entry_point import REFUSED
 from gradsieve_lab.fuzz.targets import Cases
 
 ALLOWED = 1 << 20
-"""Bytes beside twice the message that reading it may take."""
+"""Bytes besides twice the message that reading it may take."""
 _OWN = 2 << 20
 """And for the interpreter, which takes memory a MiB at a time."""
 _LARGE = 1 << 16
 """Bytes from which on memory is mapped for itself, and so counts against the cap to the byte."""
 _WARM_UP = 10
-"""Altered messages at each door, before the cap."""
+"""Altered messages at each entry point, before the cap."""
 _TELL = 1.0
 """Seconds between two lines."""
 _MOST_FINDINGS = 20
@@ -53,7 +54,7 @@ def main(target: str, seed: str, first: str, stop: str, place: str) -> int:
 
 
 def _warm_up(cases: Cases) -> None:
-    """Every door lets in what honest ranks send; and whatever is loaded or kept once is there afterwards."""
+    """Every entry point lets in what honest ranks send; what is loaded or kept once is there afterwards."""
     source = Random(0)
     for family, entries in zip(cases.families, cases.entries, strict=True):
         for entry in entries:

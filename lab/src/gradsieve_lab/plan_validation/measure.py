@@ -2,7 +2,7 @@
 
 For each case (hosts, rate, delay): the doctor measures a profile there; every sync's exchange is timed alone
 and in a training step; both are predicted from the profile and from the step without communication. What was
-measured of a case is kept in the folder, its profile beside it: it is not run again, and predicted anew.
+measured of a case is kept in the folder, next to its profile: it is not run again, but predicted again.
 """
 
 from __future__ import annotations

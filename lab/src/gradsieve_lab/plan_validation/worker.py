@@ -17,8 +17,8 @@ import torch.distributed as dist
 from gradsieve.comm.c10d import Engine
 from gradsieve.comm.links import Links
 from gradsieve.comm.rounds import Rounds, measure_all
-from gradsieve.pipeline.optimizer_adapter import adapt
-from gradsieve.types import Ctx, Program
+from gradsieve.schemes import Ctx, Program
+from gradsieve.testing import adapt
 from gradsieve_lab.bench.common.in_lab import Rows, most_anywhere, run_rank, tell
 from gradsieve_lab.bench.common.syncs import treated
 from gradsieve_lab.bench.common.workloads import build

@@ -9,8 +9,8 @@
     Exchange    1 round, as it is
 
 L = ceil(log2 P). Where both ways exist, `log` takes the one that an idle network without a bottleneck would
-carry faster. Messages of a round are under way at the same time; the next round begins when all of them have
-arrived. gloo keeps two halves of a ring's message under way and so hides up to a third of a round: its rings
+carry faster. Messages of a round are in flight at the same time; the next round begins when all of them have
+arrived. gloo keeps two halves of a ring's message in flight and so hides up to a third of a round: its rings
 are never slower than these.
 """
 
@@ -23,7 +23,8 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from gradsieve.comm.ops import IN_FLIGHT, AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op
+from gradsieve.comm.ops import IN_FLIGHT
+from gradsieve.schemes import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op
 
 Collectives = Literal["ring", "log"]
 Ranks: TypeAlias = NDArray[np.int64]
@@ -56,7 +57,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Messages that are under way at the same time, and as many such rounds one after the other."""
+    """Messages that are in flight at the same time, and as many such rounds one after the other."""
 
     sources: Ranks
     targets: Ranks
@@ -146,7 +147,7 @@ def _direct(call: Call) -> list[Round]:
 
 
 def _tree(call: Call) -> list[Round]:
-    """Places count from the root; those that have it tell those 2^i further."""
+    """Places count from the root; those that have it send it to those 2^i further."""
     rounds = []
     for power in range((call.world - 1).bit_length()):
         places = np.arange(min(1 << power, call.world - (1 << power)))

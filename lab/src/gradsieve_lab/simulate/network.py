@@ -27,9 +27,8 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradsieve.comm import lockstep
-from gradsieve.comm.ops import Op
-from gradsieve.types import Program, Result
+from gradsieve.schemes import Op, Program, Result
+from gradsieve.testing import lockstep
 from gradsieve_lab.errors import SimulationError
 from gradsieve_lab.simulate.messages import Call, Collectives, Price, Round, call_of, rounds_of
 
@@ -93,7 +92,7 @@ class Network:
         heard: Callable[[int], None] = lambda rounds: None,
     ) -> Carried:
         """One op of all ranks. `every`: each round is simulated, also those that are like others. `heard` is
-        told how many rounds a simulated one stands for."""
+        called with how many rounds a simulated one stands for."""
         carried = Carried()
         for one in _sampled(rounds_of(call, collectives, self.platform.price), every):
             repeats = one.times if every else 1

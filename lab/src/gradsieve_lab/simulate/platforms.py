@@ -103,7 +103,7 @@ def _torus(world: int, wires: Wires) -> tuple[str, tuple[str, ...]]:
 
 
 def _near_cube(world: int) -> tuple[int, ...]:
-    """The least box with room for all and no side more than twice another, or of those the most even. Sides
+    """The least box that holds all and no side more than twice another, or of those the most even. Sides
     are 2 or more: SimGrid 3.32 dies on a torus that is flat."""
     sides = range(2, 2 * math.ceil(world ** (1 / 3)) + 1)
     boxes = [

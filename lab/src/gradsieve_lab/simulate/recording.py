@@ -26,10 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsieve.comm import lockstep
-from gradsieve.comm.ops import Op
-from gradsieve.schemes.base import Scheme
-from gradsieve.types import Ctx, Program, by_way_of
+from gradsieve.schemes import Ctx, Op, Program, Scheme, by_way_of
+from gradsieve.testing import lockstep
 from gradsieve_lab.simulate.messages import Call, call_of
 
 STEPS = 2
@@ -45,7 +43,7 @@ _BLOCKS = 3 * 256
 _CPU = torch.device("cpu")
 
 Heard = Callable[[float], None]
-"""Told what part of a rank's step was done."""
+"""Called with the part of a rank's step that was done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +74,18 @@ def recorded(scheme: Scheme[Any], n: int, world: int, heard: Heard = lambda part
     if size.k == true.k:
         return Recorded(calls, size, scaled=False)
     half = size.halved()
-    # What is sent in turn is values in whole blocks, and nothing else.
+    # What is sent round robin is values in whole blocks, and nothing else.
     small = [] if scheme.round_robin else _calls(scheme, half, world, heard)
     return Recorded(_scaled(small, calls, half, size, true), size, scaled=True)
 
 
 def steps_of(scheme: Scheme[Any]) -> int:
-    """What is sent in turn is as long in the first step as in any."""
+    """What is sent round robin is as long in the first step as in any."""
     return STEPS if scheme.remembers and not scheme.round_robin else 1
 
 
 def rank_steps(scheme: Scheme[Any], n: int, world: int) -> int:
-    """That `heard` will be told of."""
+    """That `heard` will be called with."""
     recordings = 1 if scheme.round_robin or affordable(scheme, n, world).k == scheme.k(n) else 2
     return recordings * steps_of(scheme) * world
 

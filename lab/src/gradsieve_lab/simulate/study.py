@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 
 from gradsieve.errors import ConfigError
 from gradsieve.pipeline.base import UNIT_CAP_MB
-from gradsieve.schemes.base import Scheme
-from gradsieve.schemes.spec import parse
+from gradsieve.schemes import Scheme, parse
 from gradsieve_lab.simulate.messages import Collectives
 from gradsieve_lab.simulate.network import Carried, Network, network
 from gradsieve_lab.simulate.platforms import Wires, platform, spread
@@ -37,7 +36,7 @@ ALWAYS = ("noop", "dense")
 FEWEST_TO_EXTRAPOLATE = 3
 _WORD = 4
 _OWN, _SCAN = 1.8, 2.0
-"""Passes over the gradient: of every sparse step (fold, check), and of one more look at all of it."""
+"""Passes over the gradient: of every sparse step (rebase, check), and of one more look at all of it."""
 _CALLS = 4
 """Rounds to simulate in a scheme, about, over the ranks that take a step: for the progress bar."""
 

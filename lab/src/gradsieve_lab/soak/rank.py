@@ -1,6 +1,6 @@
 """A rank's program: a small training over several units that uses everything, and looks at itself.
 
-It tells one message at its end, JSON: all its looks.
+It sends one message at its end, JSON: all its looks.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore
 
+from gradsieve import Gradients, attach, record
 from gradsieve.errors import GradsieveError
-from gradsieve.parallel.ddp import DdpSync, attach
-from gradsieve.pipeline.exchange_settings import Gradients
-from gradsieve.sync.recording import record
+from gradsieve.parallel.ddp import DdpSync
 from gradsieve_lab.faults.trained import DONE, Tell
 from gradsieve_lab.soak.judge import Look
 
@@ -111,7 +110,7 @@ class SoakTraining:
             self.model.train()  # type: ignore[no-untyped-call]
         if not step % FLUSHES:
             self.sync.flush()
-            self.optimizer.step()  # gradients: what waited is in `.grad`
+            self.optimizer.step()  # gradients: the residual is in `.grad`
         if not step % SAVES:
             self.sync.save(Path(self.soak.folder) / f"{self.soak.scheme}-checkpoint")
 

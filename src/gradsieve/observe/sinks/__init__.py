@@ -1,9 +1,9 @@
-"""Other systems that a record goes to, line by line, beside its file.
+"""Other systems that a record goes to, line by line, in addition to its file.
 
     from gradsieve.observe.sinks.prometheus import Prometheus
     recorder = gradsieve.record(sync, "rec/run", sinks=[Prometheus(port=9400)])
 
-A sink is told what holds for all lines, then every line, then that it is over. `FIGURES` has the names, once
+A sink is given what holds for all lines, then every line, then the end. `FIGURES` has the names, once
 for all of them.
 """
 
@@ -58,8 +58,8 @@ FIGURES = (
         "f(t): the longest selection over the mean",
     ),
     Figure("cut", "cut_ratio", "selection.cut", "1", "Ranks that could not send all they selected"),
-    Figure("waiting", "waiting_norm", "waiting.norm", "1", "Norm of what waits on this rank"),
-    Figure("age", "waiting_age_steps", "waiting.age", "{step}", "For which what is sent now has waited"),
+    Figure("waiting", "waiting_norm", "waiting.norm", "1", "Norm of this rank's residual"),
+    Figure("age", "waiting_age_steps", "waiting.age", "{step}", "Age of what is sent now, in the residual"),
     Figure(
         "contraction",
         "contraction_ratio",

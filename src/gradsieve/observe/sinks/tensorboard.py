@@ -39,7 +39,7 @@ _STAGE = "seconds/stage {}"
 LAYOUT: dict[str, dict[str, list[Any]]] = {
     "Does it train?": {
         "loss": ["Multiline", [r"^training/loss$"]],
-        "age of what waits, steps": ["Multiline", [r"^waiting/age in steps$"]],
+        "age of the residual, steps": ["Multiline", [r"^waiting/age in steps$"]],
     },
     "Where does a step's time go?": {
         "whole step, s": ["Multiline", [r"^seconds/whole step$"]],
@@ -51,7 +51,7 @@ LAYOUT: dict[str, dict[str, list[Any]]] = {
         "bits a parameter and step": ["Multiline", [r"^exchange/bits a parameter$"]],
         "density": ["Multiline", [r"^selection/density$"]],
         "imbalance f(t), 1 is balanced": ["Multiline", [r"^selection/imbalance f\(t\)$"]],
-        "norm of what waits": ["Multiline", [r"^waiting/norm$"]],
+        "norm of the residual": ["Multiline", [r"^waiting/norm$"]],
     },
 }
 """Of Custom Scalars; tags are regular expressions there. One tag a chart: colours are for ranks."""

@@ -4,7 +4,7 @@
 2. It broadcasts their indices.
 3. Sum the values at those indices.
 
-Where the leader has nothing to send, nothing is sent in that step: the others' turn comes.
+Where the leader has nothing to send, nothing is sent in that step: leaders change round robin.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _FEW, _MANY = 0.75, 1.25
 @dataclass(frozen=True, kw_only=True)
 class GaussianK(Gathering[Seen]):
     looks: ClassVar[float] = 16.0
-    """Passes to fit a distribution and to correct it, by `schemes-2026-11-15.json` beside top-k."""
+    """Passes to fit a distribution and to correct it, by `schemes-2026-11-15.json` next to top-k."""
 
     def begin(self, n: int, world: int, previous: Seen | None = None) -> Seen:
         return Seen()

@@ -32,7 +32,7 @@ class HardThreshold(Agreed[Seen]):
 
     @property
     def remembers(self) -> bool:
-        """Counts grow as residuals fill up, so that one step does not tell the traffic of the next."""
+        """Counts grow as residuals fill up, so that one step does not predict the traffic of the next."""
         return True
 
     def begin(self, n: int, world: int, previous: Seen | None = None) -> Seen:

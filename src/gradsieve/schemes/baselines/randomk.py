@@ -1,13 +1,13 @@
 """Random-k: all ranks draw the same k elements from the step alone, and no index travels.
 
-1. In each cycle of ceil(n / k) steps every element has its turn once: a shuffle of all elements, drawn anew
+1. In each cycle of ceil(n / k) steps every element is sent once: a shuffle of all elements, drawn again
    for every cycle from the cycle's number, is dealt out k at a time.
 2. Sum the values of this step's elements.
 
 The shuffle is j -> (a j + b) mod n with a prime to n, so that a step needs memory and time for its k elements
 only. The elements of one step are evenly spaced for that reason, at a distance of a. No value has a part in
-the choice and the next cycle draws another a, so that no pattern in the gradient is met for long; what has
-to be random is that no element is favoured, and each has exactly one turn in every cycle.
+the choice and the next cycle draws another a, so that no pattern in the gradient coincides with it for long.
+What has to be random is that no element is favoured, and each is sent exactly once in every cycle.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def turn(n: int, k: int, step: int, device: torch.device) -> Tensor:
     if not n:
         return torch.empty(0, dtype=torch.long, device=device)
     cycle, place = divmod(step, -(-n // k))
-    # Python's generator, since it gives the same numbers beside every device and version of torch.
+    # Python's generator, since it gives the same numbers with every device and version of torch.
     source = Random(cycle)
     offset, stride = source.randrange(n), 0
     while math.gcd(stride, n) != 1:

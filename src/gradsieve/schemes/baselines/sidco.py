@@ -49,7 +49,7 @@ class Sidco(Gathering[State]):
     """The distribution that is fitted to the magnitudes."""
 
     looks: ClassVar[float] = 20.0
-    """Passes to fit a distribution and to correct it, by `schemes-2026-11-15.json` beside top-k."""
+    """Passes to fit a distribution and to correct it, by `schemes-2026-11-15.json` next to top-k."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,7 +14,7 @@
 Divisions differ between ranks, so that the count is k only by and large.
 
 Kept out is the crash of the release with one rank. Zeros are not selected where a layer has nothing else:
-they tell nobody anything.
+they carry no information.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def edges_of(sizes: Sequence[int]) -> Tensor:
 
 
 def select_round_robin(acc: Tensor, cuts: Tensor, threshold: float, ctx: Ctx) -> Tensor:
-    """What reaches the threshold in partition (t + r) mod P; where nothing does, one element by turns."""
+    """What reaches the threshold in partition (t + r) mod P; where nothing does, one element, round robin."""
     part = (ctx.step + ctx.rank) % ctx.world
     start, stop = int(cuts[part]), int(cuts[part + 1])
     selected = above(acc[start:stop], threshold)
@@ -141,7 +141,7 @@ def in_partition_order(gathered: Tensor, counts: Tensor, step: int) -> tuple[Ten
 
 
 def sum_at(acc: Tensor, picked: Tensor, ctx: Ctx) -> Program[tuple[Sparse, Sparse]]:
-    """Update and spent at the indices that all ranks were told."""
+    """Update and spent at the indices that all ranks received."""
     n = acc.numel()
     strictly_increasing(picked, n, f"indices gathered in step {ctx.step}")
     mine = acc[picked]

@@ -4,7 +4,7 @@
 2. Adjust: one sweep over neighbouring partitions; where one is above alpha times the mean load and the other
    below 1/alpha, `blk_move` blocks change sides, unless less than a quarter of the even share would be left.
 3. In step t rank r owns partition (t + r) mod P. Select there what reaches the threshold; where nothing does,
-   one element by turns.
+   one element, round robin.
 4. Gather the counts, then the indices padded to the largest count, then all-reduce the values.
 5. Threshold: 1 / (2 sqrt k) at first; then times 1.005 / 1.00125 / 0.995 for a count above 1.1 k, inside
    the band, below k / 1.1.
@@ -75,7 +75,7 @@ class ExDynaPaper(PublishedThreshold[State]):
         cuts[-1] = n
         # 3.
         selected = select_round_robin(acc, cuts, state.threshold, ctx)
-        # 4. (5. is in `settle`)
+        # 4. (5. is in `apply`)
         most = by_owner(cuts.diff(), ctx.step)
         gathered, counts = yield from gather_padded(selected, most, n, ctx)
         picked, load = in_partition_order(gathered, counts, ctx.step)
@@ -88,7 +88,7 @@ class ExDynaPaper(PublishedThreshold[State]):
         return length - length % self.multiple if length >= self.multiple else max(length, 1)
 
     def _adjusted(self, state: State, length: int) -> Tensor:
-        """One sweep over neighbours, loads carried along as blocks move. P is small beside the selection."""
+        """One sweep over neighbours, loads carried along as blocks move. P is small next to the selection."""
         if state.sent <= 0:
             return state.blocks
         blocks, load = state.blocks.tolist(), state.load.tolist()

@@ -2,7 +2,7 @@
 
 1. P equal partitions of the whole model, once; the first n mod P have one element more.
 2. In step t rank r owns partition (t + r) mod P. Select there what reaches the threshold; where nothing does,
-   one element by turns.
+   one element, round robin.
 3. Gather the counts, then the indices padded to the largest count, then all-reduce the values.
 4. Threshold: 1 / (2 sqrt k) at first; then times 1.005 / 1.00125 / 0.995 for a count above 1.1 k, inside
    the band, below k / 1.1.
@@ -42,7 +42,7 @@ class MicroPaper(PublishedThreshold[Tracked]):
         cuts = edges_of(evenly(state.n, ctx.world))
         # 2.
         selected = select_round_robin(acc, cuts, state.threshold, ctx)
-        # 3. (4. is in `settle`)
+        # 3. (4. is in `apply`)
         most = by_owner(cuts.diff(), ctx.step)
         gathered, counts = yield from gather_padded(selected, most, state.n, ctx)
         picked, load = in_partition_order(gathered, counts, ctx.step)

@@ -5,7 +5,7 @@ Written from a description of the method; no line of the published (GPL) code wa
 1. Local threshold: the exact k-th largest |acc| in every `local_period`-th step, else the one at hand; while
    too many elements are beyond it, it is raised, a few times at most.
 2. Select what is beyond the threshold. If too few or too many were, it is lowered or raised from then on.
-3. In every `region_period`-th step lay the regions anew: the mean over ranks of the indices at places c, 2c
+3. In every `region_period`-th step set the regions again: the mean over ranks of the indices at places c, 2c
    and so on of those selected, where c is a P-th of their number.
 4. Split and reduce: each rank sends to each region's owner what it selected there; the owner adds up.
 5. Global selection: in every `global_period`-th step all sums but zeros are gathered and the k largest of
@@ -15,7 +15,7 @@ Written from a description of the method; no line of the published (GPL) code wa
 
 Constants are those of the release for VGG; the page has those for LSTM and BERT.
 
-Kept out are crashes (nothing selected where regions are laid, fewer sums than k) and the double counting of
+Kept out are crashes (nothing selected where regions are set, fewer sums than k) and the double counting of
 two copies of the release. Regions are added up in 64 bits.
 """
 

@@ -50,8 +50,7 @@ def size(text: str) -> int:
 
 def schemes(text: str) -> list[str]:
     """Names of schemes, with settings or without: `topk,gtopk:paper=true`."""
-    from gradsieve.schemes import SCHEMES
-    from gradsieve.schemes.spec import parse
+    from gradsieve.schemes import SCHEMES, parse
 
     texts = list(SCHEMES) if text == "all" else list(dict.fromkeys(text.split(",")))
     try:

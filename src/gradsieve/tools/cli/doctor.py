@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from gradsieve.errors import ConfigError
 from gradsieve.tools.cli.arguments import describe, drawable
-from gradsieve.tools.cli.progress import progress
+from gradsieve.tools.cli.progress_bar import progress
 from gradsieve.tools.profiles import write_profile
 from gradsieve.tools.results import writable
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Examine the group that torchrun or a lab starts: run it where training would run, one process a rank.
 
-It tells which interface gloo really uses on every rank, measures latency and bandwidth of every pair of ranks
+It shows which interface gloo really uses on every rank, measures latency and bandwidth of every pair of ranks
 (in rounds, each rank with one partner at a time) and the speed of every host, and looks at threads, versions,
-kernels and time-outs. Each finding has a severity and the command that mends it. Rank 0 prints.
+kernels and time-outs. Each finding has a severity and the command that fixes it. Rank 0 prints.
 
 It takes some seconds, 15 s at most for each pair that does not answer, and sends at most 200 MB a rank and
 round, with at most 64 rounds.

@@ -25,12 +25,12 @@ columns:
   vs_dense     times as fast as plain DDP
   of_link      share of what a rank's link could carry one way
   bits         that the busiest rank moves, a parameter and step
-  memory_mb    on a rank, beside model, gradients and optimizer
+  memory_mb    on a rank, besides model, gradients and optimizer
   money_a_day  for what all ranks send in a day of training, with --price
   gap          loss above dense's, measured on a small transformer; never predicted
   why_not      the reason against it
 
-Differences below 10 % are not told apart; of such options the one with the smallest gap is recommended.
+Differences below 10 % do not count; of such options the one with the smallest gap is recommended.
 """
 _EXAMPLES = """\
 examples:
@@ -38,7 +38,7 @@ examples:
   gradsieve plan --world 16 --rate 1gbit --delay 5ms --params 25e6 --compute 300ms
 """
 _OVERHEAD = 100e-6
-"""Seconds of a message beside its delay, where nobody measured it."""
+"""Seconds of a message besides its delay, where nobody measured it."""
 _MESSAGE = 20e-6
 _FORWARD = 1 / 3
 """Of computing, where only the sum is known."""

@@ -19,10 +19,10 @@ killed, are left out; a file that is no record is refused.
 charts, over steps:
   bits a step      moved by a rank, a parameter
   link use         Mbit/s of a rank, over the whole step and while in collectives
-  time by stage    ms a step, stacked; beside the whole training step
-  age              steps for which what is sent now has waited
+  time by stage    ms a step, stacked; next to the whole training step
+  age              steps for which what is sent now was in the residual
   imbalance f(t)   longest selection over the mean; 1 is balanced
-  density          share of the elements that is sent, beside the target; and the threshold
+  density          share of the elements that is sent, next to the target; and the threshold
   who waits        ms each rank spent in collectives beyond the rank that came last
 and what to change, by rules, each with the figure it saw.
 """

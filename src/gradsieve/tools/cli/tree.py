@@ -41,7 +41,7 @@ IN_LAB = ("lab", "bench", "simulate", "figure")
 
 
 def commands() -> dict[str, Command]:
-    """Our own, and those of packages that are installed beside this one."""
+    """Our own, and those of packages that are installed next to this one."""
     added = {entry.name: entry for entry in entry_points(group=GROUP)}
     return {**_OWN, **{name: added[name].load() for name in sorted(added)}}
 

@@ -32,7 +32,7 @@ shown, of the last 50 steps, means over ranks:
   density, threshold    share of the elements that is sent, and above which size
   imbalance f(t)        longest selection over the mean; 1 is balanced
   share of ranks cut    that could not send all they selected
-  age, norm             of what waits; taken every 50 steps, unless the recorder was told otherwise
+  age, norm             of the residual; taken every 50 steps, unless the recorder was given another number
   exchange              ms a step by stage, and for how long the training waited
   slowest               the rank that the others wait for in collectives
 """

@@ -1,7 +1,7 @@
-"""Is this cluster set up well? Measured on the live group, judged by rules, each finding with its mend.
+"""Is this cluster set up well? Measured on the live group, checked by rules, each finding with its fix.
 
 facts.py     what a rank knows without a message: interfaces, names, threads, versions
-meeting.py   ranks tell each other things over torchrun's store, which works where gloo does not
+meeting.py   ranks send each other facts over torchrun's store, which works where gloo does not
 pairs.py     who measures with whom in which round, and what a pair measures
 speed.py     what a rank's own processors and memory do
 model.py     the user's own model: its size, a step, and whether a sync could be attached to it

@@ -1,4 +1,4 @@
-"""What ranks told over the store, checked before anything is made of it."""
+"""What ranks sent over the store, checked before anything is made of it."""
 
 from __future__ import annotations
 
@@ -108,16 +108,16 @@ def _texts(told: _Sent, name: str) -> dict[str, str]:
 
 
 class _Sent:
-    """One object that a rank told; each reader checks what it takes."""
+    """One object that a rank sent; each reader checks what it takes."""
 
     def __init__(self, rank: int, said: Any) -> None:
         self._rank = rank
         if not isinstance(said, Mapping):
-            raise Malformed(f"rank {rank} told the doctor something that is no object")
+            raise Malformed(f"rank {rank} sent the doctor something that is no object")
         self._said = said
 
     def error(self, name: str) -> Malformed:
-        return Malformed(f"rank {self._rank} told the doctor a {name!r} that cannot be: other version?")
+        return Malformed(f"rank {self._rank} sent the doctor a {name!r} that cannot be: other version?")
 
     def get(self, name: str) -> Any:
         return self._said.get(name)

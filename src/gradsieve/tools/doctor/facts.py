@@ -80,8 +80,8 @@ class Facts:
 
     @property
     def listens_on(self) -> Interface | None:
-        """Where gloo listens: on the interface that it is told, else where the host's own name leads, and on
-        the loopback where that leads to no address of this host. None: it is told one that is not there."""
+        """Where gloo listens: on the interface that it is given, else where the host's own name leads, and on
+        the loopback where that leads to no address of this host. None: it is given one that is not there."""
         if self.asked:
             return self.interface(self.asked.split(",")[0])
         own = (found for address in self.resolved if (found := self.having(address)) is not None)

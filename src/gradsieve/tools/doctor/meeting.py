@@ -1,4 +1,4 @@
-"""Ranks tell each other things over the store of their rendezvous, which works where gloo does not.
+"""Ranks send each other facts over the store of their rendezvous, which works where gloo does not.
 
 Rank 0 reads what the others say, and says what is done next. What is read is JSON of a bounded length; what
 it means is checked by whoever asked for it.
@@ -45,7 +45,7 @@ class Board:
         self.store.set(f"{topic}/{self.rank}", json.dumps(content))
 
     def hear(self, topic: str) -> dict[int, Any]:
-        """What each rank told, but for those that have not in time."""
+        """What each rank sent, but for those that were late."""
         keys = {rank: f"{topic}/{rank}" for rank in range(self.world)}
         try:
             self.store.wait(list(keys.values()), self.patience)

@@ -40,7 +40,7 @@ class ModelFigures:
     parameters: int
     """Those that are trained."""
     units: int
-    """Of exchange, as `attach` lays them by default."""
+    """Of exchange, as `attach` makes them by default."""
     forward: float | None = None
     """Seconds; None where the factory gives no loss."""
     backward: float | None = None

@@ -1,8 +1,8 @@
 """Latency and bandwidth of every pair of ranks, in rounds in which each rank has one partner.
 
-Rounds are those of a tournament in which everybody meets everybody: P - 1 of them (P where P is odd, and one
-rank has none). All pairs of a round measure at once, as ranks do in a collective; links that pairs share are
-shared. With many ranks only some of the rounds are held, at equal distances.
+Rounds are those of a round-robin tournament, in which each pair plays once: P - 1 of them (P where P is odd,
+and one rank has none). All pairs of a round measure at once, as ranks do in a collective; links that pairs
+share are shared. With many ranks only some of the rounds are held, at equal distances.
 
 A pair measures
 
@@ -54,10 +54,10 @@ def rounds(world: int, most: int = MOST_ROUNDS) -> list[int]:
 
 
 def partner(world: int, number: int, rank: int) -> int | None:
-    """The rank that this one meets in a round; None where it has none.
+    """The partner of this rank in a round; None where it has none.
 
-    In round r ranks a and b meet where a + b is r, modulo an odd number m. One of them would meet itself: it
-    meets rank m, or nobody where there is no such rank.
+    In round r ranks a and b are partners where a + b is r, modulo an odd number m. One rank would be its own
+    partner: its partner is rank m, or nobody where there is no such rank.
     """
     m = _odd(world)
     if rank == m:
@@ -75,12 +75,12 @@ def _odd(world: int) -> int:
 def measure(
     rank: int, world: int, together: Callable[[str], bool], tell: Callable[[str], None] = lambda _: None
 ) -> Seen:
-    """All rounds, on every rank at once. `together` waits for all ranks; `tell` hears of each round."""
+    """All rounds, on every rank at once. `together` waits for all ranks; `tell` is called after each."""
     seen = Seen()
     used, spent, messages = rounds(world), 0.0, 0
     for turn, number in enumerate(used, 1):
         if not together(f"round {number}"):
-            break  # some rank is gone; what was measured is told
+            break  # some rank is gone; what was measured is reported
         other = partner(world, number, rank)
         if other is not None:
             try:
@@ -150,7 +150,7 @@ class _Pair:
             _wait(move)
         told = float(reply)
         if not 0.0 <= told < math.inf:
-            raise RuntimeError(f"rank {self.other} told {told} seconds, which no clock shows")
+            raise RuntimeError(f"rank {self.other} sent {told} seconds, which no clock shows")
         return told
 
 

@@ -1,6 +1,6 @@
 """What a sum over all ranks takes by gloo itself: around a ring, each rank to the next, all at once.
 
-Pairs do not say it where links are unlike: of two sites a ring crosses what joins them once each way, however
+Pairs do not say it where links differ: of two sites a ring crosses what joins them once each way, however
 many ranks there are, and pairs that are measured at once cross it together.
 """
 

@@ -94,7 +94,7 @@ def _slowest(models: list[ModelFigures]) -> ModelFigures | None:
 
 
 def _answer(meeting: Board, own: Facts, model_spec: str | None, tell: Tell) -> dict[str, Any]:
-    """What this rank measures; an error of its own is told, and not left for others to wait for."""
+    """What this rank measures; an error of its own is reported, and the others do not wait for it."""
     try:
         connections = _connect(meeting, own, tell)
     except (RuntimeError, ValueError) as error:
@@ -127,7 +127,7 @@ def _answer(meeting: Board, own: Facts, model_spec: str | None, tell: Tell) -> d
 
 
 def _around(meeting: Board, tell: Tell) -> Links | None:
-    """None where not all ranks answer: that is told by what pairs saw."""
+    """None where not all ranks answer: the pairs' measurements show that."""
     tell("a sum over all ranks")
     if not meeting.gather("ring"):
         return None

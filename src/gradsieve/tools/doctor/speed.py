@@ -10,7 +10,7 @@ import torch
 from gradsieve import kernels
 
 ELEMENTS = 1 << 23
-"""32 MB: more than caches hold, little beside a model."""
+"""32 MB: more than caches hold, little next to a model."""
 WINDOW = 1.0
 """Seconds: ten periods of a processor quota, which lets everything pass at first."""
 _THRESHOLD = 3.29

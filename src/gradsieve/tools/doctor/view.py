@@ -84,7 +84,7 @@ def _model(report: Report) -> str:
 
 def _findings(report: Report) -> str:
     return "\n".join(
-        f"{each.severity.upper():8}{each.what}\n{'':8}mend: {each.fix}" for each in report.findings
+        f"{each.severity.upper():8}{each.what}\n{'':8}fix: {each.fix}" for each in report.findings
     )
 
 

@@ -1,8 +1,8 @@
 """The ranking, the recommendation, and why not the others.
 
-Recommended is the option with the smallest measured loss among those that cannot be told from the quickest:
-whose predicted step is at most MARGIN longer than that of the quickest whose loss is acceptable. Dense has
-none, so that plain DDP is the answer wherever it is that near.
+Recommended is the option with the smallest measured loss among those that cannot be distinguished from the
+quickest: whose predicted step is at most MARGIN longer than that of the quickest whose loss is acceptable.
+Dense has none, so that plain DDP is the answer wherever it is that near.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gradsieve.tools.plan.options import Model, Option, dense, every_option
 from gradsieve.tools.plan.predict import Prediction, predict
 
 MARGIN = 0.10
-"""Below it two predictions cannot be told apart: in a lab a step is off by 11 % in the median
+"""Below it two predictions cannot be distinguished: in a lab a step is off by 11 % in the median
 (`plan-lab-2026-11-16.json`), though of two options in one place often in the same direction."""
 ERROR_BAR = (
     "Steps are predicted. In labs of 2 to 16 hosts they were off by 11 % in the median, nine in ten by at "
@@ -119,8 +119,8 @@ def recommendation(plan: Plan) -> str:
         quickest = faster[0]
         return (
             f"{head} The quickest, {quickest.option.name}, is predicted at {_ms(quickest.step)}; nothing "
-            f"whose loss is known and acceptable is more than {100 * MARGIN:.0f} % faster, and less than "
-            "that this model cannot tell."
+            f"whose loss is known and acceptable is more than {100 * MARGIN:.0f} % faster, and "
+            "smaller differences are within this model's error."
         )
     words = (
         f"Use {best.option.name}: {best.option.call}. A step takes {_ms(best.step)} instead of "

@@ -31,7 +31,7 @@ DDP_BUCKET = 25 * 2**20
 AT_ONCE = 2
 """Collectives that torch's gloo carries at the same time: its threads, by default."""
 PASSES, PASSES_GRADIENTS, PASSES_FP16, PASSES_POWERSGD = 1.1, 2.3, 7.0, 18.0
-"""Over memory, beside selecting: processor time of `overhead-25e6-2026-11-15.json` (ours) and
+"""Over memory, besides selecting: processor time of `overhead-25e6-2026-11-15.json` (ours) and
 `step-mlp-1gbit-2026-11-15.json` (torch's hooks, on a CPU; an accelerator casts faster)."""
 KEPT = 2.09
 """Times the gradient that our syncs keep (`memory-2026-11-15.json`)."""
@@ -75,7 +75,7 @@ class Option:
     hidden: Hidden
     gap: Gap
     memory: float
-    """Bytes on a rank beside model, gradients and optimizer."""
+    """Bytes on a rank besides model, gradients and optimizer."""
     every: int = 1
     """Steps to an exchange."""
     buckets: int = 1
@@ -175,8 +175,8 @@ def with_budget(model: Model, costs: Costs, bits: float) -> Option:
 
 
 def automatic(model: Model, costs: Costs, every: int) -> Option:
-    """What `attach(ddp, optimizer)` settles at: as many bits as forward and backward hide, on the link and on
-    the processor, as `pipeline/budget.py` looks for while training runs."""
+    """What `attach(ddp, optimizer)` converges to: as many bits as forward and backward hide, on the link and
+    on the processor, as `pipeline/budget.py` looks for while training runs."""
     most = cost("exact", costs.world)
     silent = costs.of_scheme(Stripes(density=1e-6), model.parameters, model.units(UNIT_CAP_MB), 0.0).link
     room = max(0.0, model.compute - silent)

@@ -9,8 +9,8 @@
 
 X = link + computed. `computed` is the processor time of the exchange, which shares the processor with forward
 and backward. Of B buckets the first can go when 1/B of backward is done, and the last only after all of it.
-With an exchange in every H-th step the others take compute alone; what an exchange is longer than one step is
-waited for.
+With an exchange in every H-th step the others take compute alone; the part of an exchange that is longer than
+one step is a wait.
 
 Left out: waiting for a slow rank, which all options share; several ranks on one link.
 """

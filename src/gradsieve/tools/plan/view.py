@@ -18,7 +18,7 @@ _MB = 1e6
 _RATES = [10 ** (7 + place / 10) for place in range(41)]
 """bit/s of a picture: 10 Mbit/s to 100 Gbit/s."""
 _DRAWN = 4
-"""Options of a picture beside dense, the recommended one and no communication."""
+"""Options of a picture besides dense, the recommended one and no communication."""
 COLUMNS = ["option", "step_ms", "vs_dense", "of_link", "bits", "memory_mb", "gap", "why_not"]
 
 

@@ -15,7 +15,7 @@ from gradsieve.tools.report.gathered import Training
 from gradsieve.tools.stages import WAITING
 
 WAITED, HIDDEN, IDLE_LINK = 0.15, 0.02, 0.4
-"""Of a step: waited for the exchange; not worth a word; under way with time to spare."""
+"""Of a step: the wait for the exchange; one not worth a word; an exchange with time to spare."""
 UNEVEN, CUT, OFF_TARGET = 1.5, 0.25, 0.25
 """ExDyna's rows are as long as leaves 0.15 of them cut."""
 STALE = 1000.0
@@ -67,7 +67,7 @@ def _shorter(training: Training) -> str:
 
 
 def _room(training: Training) -> Finding:
-    rule, limit = "room for more", f"exchange under {IDLE_LINK:.0%} of a step and nobody waiting"
+    rule, limit = "capacity for more", f"exchange under {IDLE_LINK:.0%} of a step and nobody waiting"
     waited = _share_of_step(training, training.stages.get(WAITING))
     busy = _share_of_step(training, training.engine_seconds)
     if waited is None or busy is None or training.header.density == 1.0:
@@ -80,7 +80,7 @@ def _room(training: Training) -> Finding:
             if kind == "fixed"
             else "Raise density=, or give neither density nor scheme and let gradsieve fill the time."
         )
-    return Finding(rule, f"exchange {busy:.0%} of a step, waited for {waited:.0%}", limit, change)
+    return Finding(rule, f"exchange {busy:.0%} of a step, a wait of {waited:.0%}", limit, change)
 
 
 def _selection(training: Training) -> Finding:
@@ -120,9 +120,7 @@ def _cut(training: Training) -> Finding:
     value = float(known.mean()) if len(known) else None
     change = None
     if value is not None and value > CUT:
-        change = (
-            "Ranks select more than their rows hold, and the rest waits: a higher density= has longer rows"
-        )
+        change = "Ranks select more than their rows hold: a higher density= has longer rows"
         change += "." if _is(training, "exdyna") else ", a scheme that balances (exdyna) fills them evenly."
     return Finding(rule, None if value is None else f"{value:.1%} of the ranks", limit, change)
 
@@ -139,12 +137,12 @@ def _off_target(training: Training) -> Finding:
             "(topk), or a threshold does not hold. exdyna and stripes divide the elements among the ranks."
         )
     elif value < (1 - OFF_TARGET) * target:
-        change = "Less is sent than was asked for: the threshold has not settled, or rows are cut."
+        change = "Less is sent than was asked for: the threshold has not converged, or rows are cut."
     return Finding(rule, f"{value:.3g} for a target of {target:g}", limit, change)
 
 
 def _age(training: Training) -> Finding:
-    rule, limit = "age of what waits", f"{STALE:,.0f} steps"
+    rule, limit = "age of the residual", f"{STALE:,.0f} steps"
     value = training.median(training.columns["age"])
     change = None
     if value is not None and value > STALE:
@@ -174,7 +172,7 @@ def _dense(training: Training) -> Finding:
 
 
 def _straggler(training: Training) -> Finding:
-    rule = "one rank is waited for"
+    rule = "the others wait for one rank"
     limit = f"last in {LATE_STEPS:.0%} of the steps, at {LATE_COST:.0%} of a step"
     last = training.last
     if len(last) < 10:

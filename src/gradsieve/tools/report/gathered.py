@@ -42,7 +42,7 @@ _MOST_STAGES = 40
 _PAUSE = 10.0
 """Times a usual step."""
 SETTLED = 0.2
-"""Part of the steps that is not judged: kernels are compiled then, thresholds are found."""
+"""Part of the steps that is not evaluated: kernels are compiled then, thresholds are found."""
 
 
 @dataclass
@@ -60,8 +60,8 @@ class Training:
 
     @cached_property
     def step_seconds(self) -> Array:
-        """Since the exchange before, for one exchange. A pause (an evaluation, a checkpoint, another's turn
-        in a bench) is no step, and is left out."""
+        """Since the exchange before, for one exchange. A pause (an evaluation, a checkpoint, another sync's
+        turn in a bench) is no step, and is left out."""
         at = self.columns["at"]
         gaps = np.full_like(at, np.nan)
         gaps[:, 1:] = np.diff(at, axis=1) / np.diff(self.steps)
@@ -91,13 +91,13 @@ class Training:
 
     @cached_property
     def engine_seconds(self) -> Array:
-        """Of all stages of an exchange, without the training's waiting beside them."""
+        """Of all stages of an exchange, without the training's wait for them."""
         own = [values for name, values in self.stages.items() if name != WAITING]
         return np.nansum(own, axis=0) if own else np.full_like(self.columns["at"], np.nan)
 
     @cached_property
     def is_virtual(self) -> bool:
-        """All ranks took turns in one process: only there is xi known, and seconds say nothing there."""
+        """All ranks ran round robin in one process: only there is xi known, and seconds say nothing there."""
         return bool(np.isfinite(self.columns["xi"]).any())
 
     @cached_property
@@ -116,7 +116,7 @@ class Training:
         return np.asarray(np.argmin(self.waits[:, known], axis=0))
 
     def settled(self, values: Array) -> Array:
-        """Figures of the steps that are judged, in one row."""
+        """Figures of the steps that are evaluated, in one row."""
         later = values[:, int(SETTLED * len(self.steps)) :].ravel()
         return later[np.isfinite(later)]
 
@@ -247,7 +247,7 @@ def _notes(ranks: list[_Rank], training: Training) -> list[str]:
         again = max(rank.joined.again for rank in ranks)
         notes.append(
             f"The training was started again {_times(lives)}. {again:,} steps were taken again since then, "
-            "from a checkpoint or anew, and are shown as they were taken last."
+            "from a checkpoint or from the beginning, and are shown as they were taken last."
         )
     if torn := [rank.header.rank for rank in ranks if len(rank.joined.torn) > rank.is_cut_off]:
         notes.append(
@@ -260,8 +260,8 @@ def _notes(ranks: list[_Rank], training: Training) -> list[str]:
         notes.append(f"The record of {list_ranks(behind)} ends before the others', at step {first:,}.")
     if training.is_virtual:
         notes.append(
-            "Ranks took turns in one process: seconds are those of the turns, not of a network, and are not "
-            "judged."
+            "Ranks ran round robin in one process: seconds are those of the process, not of a network, and "
+            "are not evaluated."
         )
     if header.period > 1:
         notes.append(f"Ranks exchange every {header.period} steps: a step here is an exchange.")

@@ -159,11 +159,11 @@ def charts(training: Training) -> list[Chart]:
         _link(training),
         _stages(training),
         _over_steps(
-            training, "Time waited for the exchange", "% of a step, by the training thread",
+            training, "Wait for the exchange", "% of a step, by the training thread",
             {} if training.is_virtual else _percent(training, WAITING), from_zero=True,
         ),
-        _now_and_then(training, "Age of what waits", "steps", {"age": columns["age"]}),
-        _now_and_then(training, "Norm of what waits", "norm", {"norm": columns["waiting"]}),
+        _now_and_then(training, "Age of the residual", "steps", {"age": columns["age"]}),
+        _now_and_then(training, "Norm of the residual", "norm", {"norm": columns["waiting"]}),
         _over_steps(
             training, "Imbalance f(t)", "longest selection over the mean", {"f(t)": columns["imbalance"]},
             mark=1.0, note="Dashed: balanced.",
@@ -263,7 +263,7 @@ def _now_and_then(training: Training, title: str, unit: str, figures: dict[str, 
     if last >= 2 * every:
         return _over_steps(training, title, unit, figures, from_zero=True)
     note = (
-        f"Not drawn: the record looks at what waits every {every} steps, and has {last}. A line takes two "
+        f"Not drawn: the record looks at the residual every {every} steps, and has {last}. A line takes two "
         f"looks: train for {2 * every} steps, or give gradsieve.record(..., every={max(1, last // 10)})."
     )
     return Chart(title, "", [], note)
@@ -323,7 +323,7 @@ def _timeline(training: Training) -> list[Chart | None]:
         cells = np.array([np.nanmean(waits[:, start:stop], axis=1) for start, stop in _places(training)]).T
     title = "Who waits for others, ms a step"
     picture, legend = svg.grid(_ends(training), training.ranks, 1e3 * cells, title)
-    note = "In collectives, beyond the rank that came last. A pale row among dark ones is waited for."
+    note = "In collectives, beyond the rank that came last. The others wait for a pale row among dark ones."
     counts = 100 * np.bincount(training.last, minlength=len(training.ranks)) / len(training.last)
     order = np.argsort(-counts, kind="stable")[:_MOST_BARS]
     names = [f"rank {training.ranks[row]}" for row in order]
@@ -334,4 +334,4 @@ def _timeline(training: Training) -> list[Chart | None]:
         if len(order) < len(counts)
         else ""
     )
-    return [Chart(title, picture, legend, note), Chart("Who is waited for", bars, [], more)]
+    return [Chart(title, picture, legend, note), Chart("Whom the others wait for", bars, [], more)]

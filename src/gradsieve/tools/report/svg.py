@@ -1,7 +1,7 @@
 """Small charts as SVG text: lines with a band, stacked areas, a grid of ranks by steps, bars.
 
 All are `WIDTH` units wide with text of 12, so that a page shows them at about their own size on a telephone
-and three beside each other on a desk. Legends are HTML, above: there they cannot cover anything.
+and three next to each other on a desk. Legends are HTML, above: there they cannot cover anything.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A folder of records while they are written: the last lines of every rank, by training.
 
-Whatever is in the folder is looked at anew each time: files may not be there yet, end in half a line, belong
+Whatever is in the folder is looked at again each time: files may not be there yet, end in half a line, belong
 to ranks that stopped or were started again, be moved away for a new one, or be no records at all.
 """
 

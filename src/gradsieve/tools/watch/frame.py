@@ -99,8 +99,8 @@ def _figures(ranks: Sequence[Rank], step_seconds: float | None) -> Table:
         ("threshold", "threshold", "{:.4g}"),
         ("imbalance f(t)", "imbalance", "{:.3g}"),
         ("share of ranks cut", "cut", "{:.1%}"),
-        ("age of what waits, steps", "age", "{:.4g}"),
-        ("norm of what waits", "waiting", "{:.4g}"),
+        ("age of the residual, steps", "age", "{:.4g}"),
+        ("norm of the residual", "waiting", "{:.4g}"),
     ]
     for title, name, form in rows:
         values = _over_ranks(ranks, lambda line, name=name: getattr(line, name))  # type: ignore[misc]

@@ -1,8 +1,8 @@
 """`gradsieve bench accuracy`: whether a model ends as good as it would dense.
 
-Tasks x syncs x treatments x densities x seeds, each a whole training on virtual ranks; torch's own hooks have
-real ones. Every training leaves one file in a folder, and one that is there already is not run again: a study
-can be broken off and gone on with, or grow.
+Tasks x syncs x exchange settings x densities x seeds, each a whole training on virtual ranks; torch's own
+hooks have real ones. Every training leaves one file in a folder, and one that is there already is not run
+again: a study can be broken off and gone on with, or grow.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 from gradsieve.errors import ConfigError, GradsieveError
 from gradsieve.observe.records import path_of
 from gradsieve.pipeline import exchange_settings
-from gradsieve.schemes.spec import parse
+from gradsieve.schemes import parse
 from gradsieve.tools.results import versions
 from gradsieve_lab.bench.accuracy import rivals
 from gradsieve_lab.bench.common import virtual
@@ -73,7 +73,7 @@ class Case:
 
     @property
     def is_recordable(self) -> bool:
-        """torch's own hooks tell nothing of their steps."""
+        """torch's own hooks report nothing of their steps."""
         return not rivals.is_rival(self.sync)
 
     @property
@@ -99,8 +99,8 @@ def cases(
     batch: int | None = None,
     rates: Sequence[float] = (1.0,),
 ) -> list[Case]:
-    """All combinations, with densities or with budgets; dense and rivals have neither, nor a treatment. A
-    sync with one of its own, `exdyna@paper`, has no other."""
+    """All combinations, with densities or with budgets; dense and rivals have neither, nor exchange
+    settings. A sync with settings of its own, `exdyna@paper`, has no others."""
     found: dict[Case, None] = {}
     amounts: list[tuple[float, float | None]] = [(1.0, bits) for bits in budgets]
     amounts = amounts or [(density, None) for density in densities]
@@ -173,8 +173,8 @@ def measure(
     advance: Callable[[float, str], None],
     record: Path | None = None,
 ) -> None:
-    """Run them, `jobs` at a time; `advance` is told of work done, and of a training that is under way. What
-    every rank does in every step is recorded in the folder `record`, if there is one."""
+    """Run them, `jobs` at a time; `advance` is called with the work done, and with that of pending trainings.
+    What every rank does in every step is recorded in the folder `record`, if there is one."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -189,7 +189,7 @@ def measure(
         ProcessPoolExecutor(jobs, context, _Worker.start, (done, scratch)) as pool,
         ended_with_us(),
     ):
-        # Never more than can run: a pool would still run what waits in it after an interruption.
+        # Never more than can run: a pool would still run its queue after an interruption.
         running = _submit(pool, islice(left, jobs), run)
         while running:
             ended, _ = wait(running, _LOOK_SECONDS, FIRST_COMPLETED)
@@ -298,7 +298,7 @@ def _read(path: Path) -> tuple[Case, dict[str, Any]]:
 
 
 def rows(found: Found) -> list[dict[str, Any]]:
-    """Means over seeds, with their spread, beside dense with the same seeds."""
+    """Means over seeds, with their spread, next to dense with the same seeds."""
     groups: dict[Case, list[tuple[Case, dict[str, Any]]]] = {}
     for case, course in found:
         groups.setdefault(replace(case, seed=0), []).append((case, course))

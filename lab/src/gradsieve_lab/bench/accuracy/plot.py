@@ -1,7 +1,7 @@
 """The picture of `bench accuracy`: the metric against steps, one panel a task, one line a kind of training.
 
 A line is the mean over seeds, its band reaches from the worst seed to the best. The first part of the climb
-is cut off, so that the ends can be told apart.
+is cut off, so that the ends can be distinguished.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _frame(axes: Any, own: Sequence[Line]) -> None:
 
 
 def limits(lines: Sequence[Line]) -> tuple[float, float]:
-    """Of the values in the last part of the steps, with a little room."""
+    """Of the values in the last part of the steps, with a little margin."""
     ends = [
         value
         for line in lines

@@ -1,7 +1,7 @@
-"""A task trained by a rival. Most run on virtual ranks (`rival_runs.py`).
+"""A task trained by a rival. Most run on virtual ranks (`rivals/runs.py`).
 
 Virtual ranks cannot run torch's own communication hooks: these train in real processes on the loopback.
-Model, shards, batches and evaluations are those of `virtual.py`.
+Model, shards, batches and evaluations are those of `common/virtual.py`.
 """
 
 from __future__ import annotations
@@ -109,12 +109,12 @@ def _rank(rank: int, run: RivalRun, folder: str, after_step: Callable[[], None])
 
 
 def learn(run: RivalRun, after_step: Callable[[], None]) -> Course:
-    """One rank's part, in a process group; on rank 0, which is the one that is judged, the course."""
+    """One rank's part, in a process group; on rank 0, which is the one that is evaluated, the course."""
     rank, course = dist.get_rank(), Course(density=1.0)
     rival = run.rival
     assert isinstance(rival, Hook)
     training = tasks.build(run.task, run.seed, run.steps, run.batch, run.rate)
-    # Batch norm's running statistics are rank 0's without any broadcast: only its model is judged.
+    # Batch norm's running statistics are rank 0's without any broadcast: only its model is evaluated.
     ddp = DistributedDataParallel(training.model, bucket_cap_mb=bucket_cap_mb(rival.name), **buffers_stay())
     hook = torch_hook(rival.name, rival.rank)
     assert hook is not None  # torch has all of them

@@ -1,13 +1,13 @@
-"""`gradsieve bench bits`: what one exchange tells of what waits, against the bits that it takes.
+"""`gradsieve bench bits`: what one exchange sends of the residual, against the bits that it takes.
 
-    for every task:   train it on P virtual ranks by stripes as they are; now and then keep what waits, e_r
+    for every task:   train it on P virtual ranks by stripes as they are; now and then keep the residual, e_r
     for every scheme, values and density:
         exchange what was kept, counted; nothing is taken away from it
         told = 1 - |mean e - update / P|^2 over |mean e|^2
         bits = 8 * bytes that the busiest rank moves over n
 
-A scheme that remembers goes through all that was kept once, to settle, before it is measured on it. One that
-takes the elements in turn is measured over whole rounds of turns: where a stretch lies decides what is in it,
+A scheme that remembers goes through all that was kept once, to converge, before it is measured on it. One
+that takes the elements round robin is measured over whole rounds: where a stretch lies decides what is in it,
 and the beginning of the vector, the last layer's, is like no other part.
 """
 
@@ -23,15 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsieve.comm import lockstep
-from gradsieve.comm.meter import Meter
+from gradsieve import Steps
 from gradsieve.errors import ConfigError
-from gradsieve.pipeline.exchange_settings import Steps
-from gradsieve.schemes.agreed import Agreed, Values
-from gradsieve.schemes.base import Scheme
-from gradsieve.schemes.spec import parse
-from gradsieve.schemes.stripes import Stripes
-from gradsieve.types import Ctx, Sparse, check_density
+from gradsieve.schemes import Agreed, Ctx, Scheme, Sparse, Stripes, Values, check_density, parse
+from gradsieve.testing import Meter, lockstep
 from gradsieve_lab.bench.common.fidelity import taken
 from gradsieve_lab.bench.common.machine import check_fits, one_thread
 from gradsieve_lab.bench.common.virtual import Member, Run, exchange
@@ -42,9 +37,9 @@ Advance = Callable[[float, str], None]
 _STEP = 5
 """A rank's step of training against an exchange of a snapshot, in time."""
 _LONG = 64
-"""Turns from which on one round is enough, with the snapshots shown by turns as well."""
+"""Exchanges in a round from which on one round is enough, with the snapshots round robin as well."""
 _COPIES = 8
-"""Vectors as long as the model that a rank of a training needs, about: model, marks, moments, gradient."""
+"""Vectors as long as the model that a rank of a training needs, about: model, anchors, moments, gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +98,7 @@ def _cases(text: str, values: Sequence[Values], densities: Sequence[float]) -> I
     for density in densities:
         scheme = parse(text, density)
         if scheme.no_comm or scheme.lossless:
-            raise ConfigError(f"{name} tells nothing or everything, whatever the density: leave it out")
+            raise ConfigError(f"{name} sends nothing or everything, whatever the density: leave it out")
         if fixed or not isinstance(scheme, Agreed):
             yield Case(text, scheme)
             continue
@@ -116,7 +111,7 @@ def _cases(text: str, values: Sequence[Values], densities: Sequence[float]) -> I
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What waits on every rank just before an exchange, a few times in a training."""
+    """Every rank's residual just before an exchange, a few times in a training."""
 
     sizes: list[int]
     """Of the tensors in a vector."""
@@ -149,7 +144,7 @@ def record(task: str, plan: Plan, after_step: Callable[[int], None] = lambda ste
 def told(mean: Tensor, update: Sparse, world: int) -> float:
     """Share of the energy of `mean` that the update, a sum over ranks, takes away.
 
-    It is below 0 where the update adds more than it takes away. Of a vector of zeros everything is told.
+    It is below 0 where the update adds more than it takes away. Of a vector of zeros everything is sent.
     """
     energy = mean.square().sum()
     if not energy:
@@ -159,10 +154,10 @@ def told(mean: Tensor, update: Sparse, world: int) -> float:
 
 
 def bound(bits: float, world: int) -> float:
-    """Most that so many bits a parameter tell of a Gaussian vector: R bits an element leave 2^(-2 R) of it.
+    """Most that so many bits a parameter send of a Gaussian vector: R bits an element leave 2^(-2 R) of it.
 
     R bits up and R bits down are 2 R (P-1)/P moved. It is as if one rank had the mean already and only had to
-    tell it, and holds where all elements are Gaussian, alike and independent: not where tails are heavy.
+    send it, and holds where all elements are Gaussian, alike and independent: not where tails are heavy.
     """
     rate = bits / (2 * (world - 1) / world)
     return 1.0 - math.pow(2.0, -2.0 * rate)
@@ -190,7 +185,7 @@ class Bench:
         return outcomes[0].update, 8 * max(meter.moved for meter in meters) / self.waiting.n
 
     def look(self, *snapshots: Tensor) -> Iterator[tuple[float, float]]:
-        """Bits and share told of one exchange, or of each in a round of turns."""
+        """Bits and share sent of one exchange, or of each in a round."""
         shown = [(vectors, vectors.mean(0, dtype=torch.float64)) for vectors in snapshots]
         met = 0
         for vectors, mean in cycle(shown):
@@ -216,7 +211,7 @@ def measure(scheme: Scheme[Any], waiting: Waiting) -> dict[str, float]:
 
 
 def measure_all(plan: Plan, advance: Advance) -> list[dict[str, Any]]:
-    """The rows of a plan, sorted; `advance` is told the work done and what it was."""
+    """The rows of a plan, sorted; `advance` is called with the work done and what it was."""
     for density in plan.densities:
         check_density(density)
     cases = plan.cases()

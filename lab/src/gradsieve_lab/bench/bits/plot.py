@@ -1,4 +1,4 @@
-"""The picture of `bench bits`: what an exchange tells against its bits, one panel a task, beside the bound.
+"""The picture of `bench bits`: what an exchange sends against its bits, one panel a task, next to the bound.
 
 A line is a scheme with one way to send values, from its lowest density to its highest. Stripes, ExDyna and
 top-k are coloured, the first two in a shade for every way to send values, dark for few bits; what is marked
@@ -23,7 +23,7 @@ _MARKS = dict(zip(VALUE_CODECS, "osD^vP", strict=True))
 _STYLES = ("-", "--", ":", "-.")
 _GREY_MARKS = ("", "x", "+", "1", "2", "3", "4", "|", "_", ".")
 _LEAST_BITS = 0.01
-"""Fewer are left out: on a logarithmic scale, next to nothing takes as much room as the rest."""
+"""Fewer are left out: on a logarithmic scale, next to nothing takes as much space as the rest."""
 _POINTS = 200
 _DPI = 150
 
@@ -48,8 +48,8 @@ def plot(rows: Sequence[dict[str, Any]], world: int, path: Path) -> None:
         drawn["Gaussian bound"] = _draw_bound(axes, [row["bits"] for row in rows], world)
         axes.set_title(task, size=11)
         axes.set_xlabel("bits a parameter, moved by the busiest rank")
-    panels[0].set_ylabel("share of the mean's energy that one exchange tells")
-    figure.suptitle(f"{world} ranks: what one exchange tells of what waits, for its bits", size=12)
+    panels[0].set_ylabel("share of the mean's energy that one exchange sends")
+    figure.suptitle(f"{world} ranks: what one exchange sends of the residual, for its bits", size=12)
     names = ["Gaussian bound", *(name for name in drawn if name != "Gaussian bound")]
     figure.legend([drawn[name] for name in names], names, loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=_DPI)
@@ -91,7 +91,7 @@ def looks(families: Sequence[Family]) -> Iterator[tuple[Family, dict[str, Any]]]
 
 
 def line_of(rows: Sequence[dict[str, Any]], family: Family) -> list[tuple[float, float]]:
-    """Bits and what they tell, not below nothing, by density."""
+    """Bits and what they send, not below nothing, by density."""
     own = [row for row in rows if (row["scheme"], row["values"]) == family and row["bits"] >= _LEAST_BITS]
     return [(row["bits"], max(0.0, row["told"])) for row in sorted(own, key=lambda row: row["density"])]
 

@@ -1,1 +1,1 @@
-"""gloo's collectives beside ours."""
+"""gloo's collectives next to ours."""

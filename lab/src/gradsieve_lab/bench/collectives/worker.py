@@ -1,4 +1,4 @@
-"""One rank of `gradsieve bench collectives`: every collective in three ways, in turns, size by size."""
+"""One rank of `gradsieve bench collectives`: every collective in three ways, round robin, size by size."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradsieve.comm.c10d import Engine
-from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Op
 from gradsieve.comm.rounds import Rounds, directly, in_rounds, measure_all
-from gradsieve.types import Ctx, Program
+from gradsieve.schemes import AllGather, AllReduce, AllToAll, Ctx, Op, Program
 from gradsieve_lab.bench.common.in_lab import Rows, run_rank, tell
 from gradsieve_lab.bench.exchange.worker import bare, turn
 

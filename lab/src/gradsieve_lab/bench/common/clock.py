@@ -1,4 +1,4 @@
-"""How long a rank's own work takes, where many ranks take turns in one thread."""
+"""How long a rank's own work takes, where many ranks run round robin in one thread."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from functools import partial
 
 from torch import Tensor
 
-from gradsieve.types import Program, Result
+from gradsieve.schemes import Program, Result
 
 
 @dataclass(slots=True)
 class Clock:
-    """Seconds as the processor spent them: whoever else uses the machine does not get its turns counted."""
+    """Seconds as the processor spent them: other processes on the machine do not count."""
 
     seconds: float = 0.0
 

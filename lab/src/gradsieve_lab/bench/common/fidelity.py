@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gradsieve.types import Sparse
+from gradsieve.schemes import Sparse
 
 
 def captured(total: Tensor, update: Sparse) -> float:

@@ -1,4 +1,4 @@
-"""What measurements ask of the machine: room for all of it, and one thread for a virtual rank."""
+"""What measurements ask of the machine: memory for all of it, and one thread for a virtual rank."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def recommender(
 
 def interactions(files: list[bytes], items: int) -> tuple[Tensor, Tensor, Tensor]:
     """(file, word, 1) for every use of one of the `items` most common words, and (file, word, 0) for a word
-    drawn beside each of them that the file does not use."""
+    drawn for each of them that the file does not use."""
     texts = [_WORD.findall(file.decode(errors="replace")) for file in files]
     common = Counter(word for text in texts for word in text if not keyword.iskeyword(word))
     kept = {word for word, _ in common.most_common(items)}
@@ -163,7 +163,7 @@ def interactions(files: list[bytes], items: int) -> tuple[Tensor, Tensor, Tensor
 
 def sources(most_bytes: int, folder: Path = SOURCES) -> list[bytes]:
     """Source files of the standard library in the order of their names, as many as `most_bytes` hold."""
-    # Only places where the library's own modules can be: other packages are installed beside them. Its tests
+    # Only places where the library's own modules can be: other packages are installed next to them. Its tests
     # do not come with every Python.
     names = sys.stdlib_module_names - {"test"}
     places = {path for name in names for path in (folder / f"{name}.py", *(folder / name).rglob("*.py"))}

@@ -1,8 +1,8 @@
-"""The syncs that a bench on real ranks compares: schemes, `auto`, and torch's own hooks (`rivals.py`).
+"""The syncs that a bench on real ranks compares: schemes, `auto`, and torch's own hooks (`rivals/names.py`).
 
     exdyna                            a scheme
     exdyna:values=sign                with settings, as every bench takes them
-    exdyna@paper                      in a treatment, as `bench accuracy --treatments` takes them
+    exdyna@paper                      with exchange settings, as `bench accuracy --treatments` takes them
     spardl:teams=2@steps:overlap=0   both
     stripes:density=1@steps:every=30  stripes have a density of their own
 
@@ -17,13 +17,12 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from gradsieve import Steps
 from gradsieve.errors import ConfigError
 from gradsieve.parallel.ddp import DdpSync
 from gradsieve.pipeline import exchange_settings
-from gradsieve.pipeline.exchange_settings import Exchange, Steps
-from gradsieve.schemes import SCHEMES
-from gradsieve.schemes.base import Scheme
-from gradsieve.schemes.spec import parse
+from gradsieve.schemes import SCHEMES, Scheme, parse
+from gradsieve.testing import Exchange
 from gradsieve_lab.bench.rivals.names import RIVALS
 
 _NO_SCHEMES = ("auto", *RIVALS)
@@ -48,7 +47,7 @@ def treated(sync: str, density: float | None = None) -> tuple[Scheme[Any], Excha
     # What stripes send need not be as little as what others choose: the text may say how much.
     scheme = parse(text, fixed=()) if name == "stripes" else parse(text, density)
     if at and scheme.lossless:
-        raise ConfigError(f"{name} has nothing that waits, and so no treatment: {sync}")
+        raise ConfigError(f"{name} has no residual, and so no exchange settings: {sync}")
     return scheme, exchange_settings.parse(treatment if at else "default", scheme)
 
 

@@ -15,21 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsieve.comm import lockstep
 from gradsieve.observe.recorder import Recorder
-from gradsieve.pipeline.budget import Fixed, cost
-from gradsieve.pipeline.exchange_settings import Exchange
-from gradsieve.pipeline.optimizer_adapter import adapt
-from gradsieve.pipeline.steps import StepPipeline
-from gradsieve.schemes.base import Scheme
-from gradsieve.types import Sparse
+from gradsieve.pipeline.budget import cost
+from gradsieve.schemes import Scheme, Sparse
+from gradsieve.testing import Exchange, Fixed, StepPipeline, adapt, lockstep
 from gradsieve_lab.bench.common.fidelity import captured, differs_from_top_k
 from gradsieve_lab.bench.tasks import training as tasks
 
 EVALUATIONS = 20
 """Of a training, from the first step to the last, at most."""
 LOOK_EVERY = 50
-"""Steps between two looks at fidelity and at what waits: they need all ranks' vectors at once."""
+"""Steps between two looks at fidelity and at the residual: they need all ranks' vectors at once."""
 JUDGED_EVERY = 50
 """Steps between two evaluations, at least: one takes as long as tens of steps."""
 RECORD_EVERY = 10
@@ -66,7 +62,7 @@ class Course:
     """The metric on rank 0's model; the last one after the flush."""
     fidelity: list[float] = field(default_factory=list)
     waiting: list[float] = field(default_factory=list)
-    """Norm of what waits over that of what was sent, on all ranks."""
+    """Norm of the residual over that of what was sent, on all ranks."""
     ages: list[float] = field(default_factory=list)
     """Mean of the steps since an element was last sent, over those sent."""
     apart: list[float] = field(default_factory=list)
@@ -122,13 +118,13 @@ def own_batches(training: tasks.Training, rank: int, world: int, mixed: bool, se
 
 
 def looks(steps: int) -> set[int]:
-    """The steps after which the model is judged, evenly spread, the last one among them."""
+    """The steps after which the model is evaluated, evenly spread, the last one among them."""
     count = min(EVALUATIONS, max(1, steps // JUDGED_EVERY))
     return {math.ceil(i * steps / count) for i in range(1, count + 1)}
 
 
 def train(run: Run, after_step: Callable[[], None] = lambda: None) -> Course:
-    """From the first step to the last, then everything that still waits is sent."""
+    """From the first step to the last, then the residual is sent."""
     members = [Member(run, rank) for rank in range(run.world)]
     watch = Watch(members)
     steps = members[0].training.steps
@@ -171,7 +167,7 @@ def train(run: Run, after_step: Callable[[], None] = lambda: None) -> Course:
 
 
 def exchange(members: list[Member], everything: bool = False) -> None:
-    """One exchange of all units; every rank takes over what it gave."""
+    """One exchange of all units; every rank applies what it gave."""
     end(members, begin(members, everything))
 
 
@@ -204,7 +200,7 @@ class Watch:
         self._elements = sum(unit.n for unit in units)
         self.course.parameters = members[0].training.n
         self._before = torch.zeros(0, dtype=units[0].dtype, device=units[0].device)
-        """What waited on all ranks after the step before one that is looked at."""
+        """All ranks' residuals after the step before one that is looked at."""
 
     def judge(self, step: int) -> None:
         self.course.steps.append(step)

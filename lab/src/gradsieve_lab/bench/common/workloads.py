@@ -1,7 +1,7 @@
 """Compute to set communication against, of a chosen size: an MLP, a transformer encoder, and `elsewhere`.
 
 Ranks of a lab share this machine's processors. With `elsewhere` a layer waits in forward, as for an
-accelerator, and computes for one row only: what is seen there is how much of an exchange is waited for, and
+accelerator, and computes for one row only: what is seen there is how long training waits for an exchange, and
 not what it costs processors.
 """
 

@@ -32,7 +32,7 @@ from gradsieve_lab.bench.elastic.replica import Plan, live
 
 COLUMNS = ["training", "final", "seconds", "kills", "stops", "back", "failed", "lost_mass", "gone_s", "alike"]
 _HEARTBEAT_MS, _JOIN_MS, _TICK_MS = 500, 1000, 20
-"""A replica without a heartbeat for so long is dead to torchft; one that lives is waited for this long."""
+"""A replica without a heartbeat for so long is dead to torchft; others wait this long for one that lives."""
 _SILENCE = 90.0
 """Seconds without any message after which replicas are taken to hang."""
 
@@ -73,7 +73,7 @@ class _Course:
     struck: tuple[float, int] | None = None
     """When the last one did, and in which step, until the others are over it."""
     gone: list[float] = field(default_factory=list)
-    """Seconds from a fault until the others are two steps further: the first may have been under way."""
+    """Seconds from a fault until the others are two steps further: the first may have been pending."""
 
 
 def start_lighthouse(least: int, port: int) -> subprocess.Popen[bytes]:

@@ -1,4 +1,4 @@
-"""One replica of `gradsieve bench elastic`: trains a task inside torchft until it is told to end, or killed.
+"""One replica of `gradsieve bench elastic`: trains a task inside torchft until it is asked to end, or killed.
 
 Messages to whoever watches are JSON, each with its `event`: `ready` before the first step, `step` after each
 one that counted, `ended`.
@@ -21,8 +21,8 @@ import torch
 from torchft.manager import Manager
 
 from gradsieve import kernels
-from gradsieve.feedback.digest import digest
 from gradsieve.frameworks.torchft import ElasticSync, Rendezvous
+from gradsieve.testing import digest
 from gradsieve_lab.bench.common.virtual import own_batches
 from gradsieve_lab.bench.tasks import training as tasks
 from gradsieve_lab.emulation.stores import store_at
@@ -45,7 +45,7 @@ class Plan:
     judged: bool = True
     """Whether the model is evaluated at the end."""
     patience: float = 60.0
-    """Seconds for which a quorum is waited for."""
+    """Seconds that it waits for a quorum."""
     retries: int = 120
     """How often the lighthouse is asked again in that time."""
     folder: str = ""
@@ -134,7 +134,7 @@ class Learner:
 def live(number: int, life: int, plan: Plan, lighthouse: str, log: str, pipe: Any) -> None:
     """The whole life of a replica's process."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(descriptor, 1)  # torchft tells every vote
+    os.dup2(descriptor, 1)  # torchft logs every vote
     os.dup2(descriptor, 2)
     faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

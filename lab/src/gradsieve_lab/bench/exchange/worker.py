@@ -1,7 +1,7 @@
 """One rank of `gradsieve bench exchange`.
 
-A few real steps tell which collectives the scheme asks for, and of what size. Then these alone, with tensors
-that lie ready, in turns:
+A few real steps show which collectives the scheme asks for, and of what size. Then these alone, with tensors
+that lie ready, round robin:
 
     bare gloo   torch.distributed on a plain group, called from the main thread
     engine      a program that asks for them, submitted to our engine
@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradsieve.comm.c10d import Engine
-from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Op, describe
+from gradsieve.comm.ops import describe
 from gradsieve.errors import ConfigError
-from gradsieve.pipeline.optimizer_adapter import adapt
+from gradsieve.schemes import AllGather, AllReduce, AllToAll, Op, Program, Result, by_way_of
+from gradsieve.testing import adapt
 from gradsieve.torch_names import all_gather_flat
-from gradsieve.types import Program, Result, by_way_of
 from gradsieve_lab.bench.common.in_lab import bytes_out, most_anywhere, run_rank, tell
 from gradsieve_lab.bench.common.syncs import treated
 from gradsieve_lab.bench.common.workloads import build

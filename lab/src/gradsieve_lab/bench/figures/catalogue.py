@@ -1,7 +1,7 @@
 """`gradsieve figure`: the figures of the five papers, and of the study, drawn from runs of one's own.
 
 A figure is named by its paper and by what it shows; papers number theirs differently from version to version,
-so that no number is claimed. `figure_data.py` reads the files, `figure_draw.py` has a function for each kind.
+so that no number is claimed. `data.py` reads the files, `draw.py` has a function for each kind.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _course(shows: str, column: str, axis: str, log: bool = False, smooth: bool 
 _LOSS = _course("Convergence by step", "loss", "training loss", log=True, smooth=True)
 _DENSITY = _course("Density over iterations", "density", "elements sent over all", log=True, smooth=True)
 _F = _course("f(t) over iterations", "imbalance", "longest selection over the mean", smooth=True)
-_WAITING = _course("Norm of the residual", "waiting", "norm of what waits on a rank")
+_WAITING = _course("Norm of the residual", "waiting", "norm of a rank's residual")
 _THRESHOLD = _course("Threshold over iterations", "threshold", "threshold", log=True)
 _XI = _course("xi of Assumption 1", "xi", "|top-k of the mean - update| / |mean gradient|")
 _CONTRACTION = _course("Energy left behind by an exchange", "contraction", "|acc - spent|² / |acc|²")

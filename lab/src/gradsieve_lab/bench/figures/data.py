@@ -46,7 +46,7 @@ class Training:
         return {name: statistics.fmean(line.seconds.get(name, 0.0) for line in lines) for name in names}
 
     def step_seconds(self) -> float:
-        """From one step to the next; the median, since a bench gives others their turn in between."""
+        """From one step to the next; the median, since a bench runs others in between, round robin."""
         gaps = [after.at - before.at for record in self.ranks for before, after in pairwise(_settled(record))]
         return statistics.median(gaps) if gaps else 0.0
 
@@ -67,7 +67,7 @@ def records(paths: Sequence[Path]) -> list[Training]:
 
 
 def labels(trainings: Sequence[Training]) -> list[str]:
-    """Of each: its scheme, and what else tells it apart from the others."""
+    """Of each: its scheme, and what else distinguishes it from the others."""
     headers = [training.header for training in trainings]
     shown: list[Callable[[Header], str]] = [lambda header: header.scheme]
     for field, text in (("density", "density {:g}"), ("world", "{} ranks"), ("exchange", "{}")):

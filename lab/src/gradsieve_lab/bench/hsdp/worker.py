@@ -1,4 +1,4 @@
-"""One rank of `gradsieve bench hsdp`: three models of the same size take turns, in the same processes.
+"""One rank of `gradsieve bench hsdp`: three models of the same size, round robin, in the same processes.
 
 A turn is a few training steps between two barriers. Turns go round, there and back, so that a noisy machine
 is noisy for all alike; ratios are formed within a round.
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from gradsieve.parallel.hosts import host_mesh
+from gradsieve import host_mesh
 from gradsieve.parallel.hsdp import HsdpSync
 from gradsieve_lab.bench.common.in_lab import (
     Rows,

@@ -16,9 +16,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from gradsieve.comm.ops import AllReduce
 from gradsieve.errors import ConfigError
-from gradsieve.types import Ctx, Program
+from gradsieve.schemes import AllReduce, Ctx, Program
 from gradsieve_lab.bench.tasks.training import Training
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradsieve.types import Ctx, Program
+from gradsieve.schemes import Ctx, Program
 from gradsieve_lab.bench.rivals.base import Part, Rival, at_least, flat, mean, write
 from gradsieve_lab.bench.tasks.training import Training
 

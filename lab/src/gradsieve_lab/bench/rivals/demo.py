@@ -3,7 +3,7 @@
 1. Momentum of this rank alone:                        m = 0.999 m + rate g.
 2. Each tensor in blocks of up to 64 x 64 (vectors: 64), their discrete cosine transform,
    and of it the k = 32 largest of each block:         q = top-k(DCT(m)).
-3. What is told is no longer this rank's own:          m = m - IDCT(q).
+3. What is sent is no longer this rank's own:          m = m - IDCT(q).
 4. Everybody gathers everybody's q:                    Q = IDCT(mean of q).
 5. Sign descent, decoupled weight decay:               w = (1 - rate decay) w - rate sign(Q).
 
@@ -26,8 +26,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradsieve.comm.ops import AllGather
-from gradsieve.types import Ctx, Program
+from gradsieve.schemes import AllGather, Ctx, Program
 from gradsieve_lab.bench.rivals.base import Part, Rival, at_least
 from gradsieve_lab.bench.rivals.entries import Entries
 from gradsieve_lab.bench.tasks.training import Training
@@ -39,7 +38,7 @@ class DeMo(Rival):
     k: int = 32
     decay: float = 0.999
 
-    loses: ClassVar[str] = "momentum that is not told decays, and what is told goes by its sign"
+    loses: ClassVar[str] = "momentum that is not sent decays, and what is sent goes by its sign"
 
     def __post_init__(self) -> None:
         at_least(1, chunk=self.chunk, k=self.k)

@@ -1,4 +1,4 @@
-"""A rank's part in rivals that gradsieve's own engine runs; steps are numbered as in `rival_local.py`."""
+"""A rank's part in rivals that gradsieve's own engine runs; steps are numbered as in `local.py`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gradsieve.pipeline.exchange_settings import Exchange
-from gradsieve.pipeline.optimizer_adapter import adapt
-from gradsieve.pipeline.steps import StepPipeline
-from gradsieve.schemes.base import Scheme
-from gradsieve.types import Ctx, Program
+from gradsieve.schemes import Ctx, Program, Scheme
+from gradsieve.testing import Exchange, StepPipeline, adapt
 from gradsieve_lab.bench.rivals.base import Part
 from gradsieve_lab.bench.tasks.training import Training
 

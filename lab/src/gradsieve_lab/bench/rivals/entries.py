@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradsieve.schemes.agreed import Values
+from gradsieve.schemes import Values
 from gradsieve.wire.values import VALUE_CODECS
 
 

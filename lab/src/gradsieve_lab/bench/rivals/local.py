@@ -15,7 +15,7 @@
 The exchange stands where papers have it: right after the step, so that the next gradient knows it. (Ours runs
 behind the next forward and backward, one step late.) Steps are as long as the optimizer makes them.
 
-Differences. SPARTA draws elements anew in every step; here each has its turn once in 1/density steps, in a
+Differences. SPARTA draws elements again in every step; here each is sent once in 1/density steps, in a
 random order. `values` in few bits has the mean rounded as well, as an owner sends it back; DiLoCo then drops
 what rounding left, as Streaming DiLoCo (2501.18512) does, which also staggers its fragments: this does not.
 """
@@ -25,11 +25,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from gradsieve.pipeline.exchange_settings import Exchange, Gradients, Steps
-from gradsieve.schemes.agreed import Values
-from gradsieve.schemes.baselines.randomk import RandomK
-from gradsieve.schemes.stripes import Stripes
-from gradsieve.types import Ctx, check_density
+from gradsieve import Gradients, Steps
+from gradsieve.schemes import Ctx, RandomK, Stripes, Values, check_density
+from gradsieve.testing import Exchange
 from gradsieve_lab.bench.rivals.base import Part, Rival, at_least
 from gradsieve_lab.bench.rivals.engine import EnginePart, OuterPart
 from gradsieve_lab.bench.tasks.training import Training
@@ -93,5 +91,5 @@ class OneBit(Rival):
 
 
 def _steps(every: int) -> Exchange:
-    """With all of what waits in the rank's own model, which then is an ordinary local model."""
+    """With the whole residual in the rank's own model, which then is an ordinary local model."""
     return Steps(every=every, preview=1.0, small=0)

@@ -11,7 +11,7 @@ RIVALS = ("fp16", "powersgd")
 
 POWERSGD_RANK = 2
 POWERSGD_FROM = 2
-"""Steps in which it sends all, at least this many: DDP lays its buckets anew after the first."""
+"""Steps in which it sends all, at least this many: DDP rebuilds its buckets after the first."""
 _ONE_BUCKET_MB = 1e4
 
 

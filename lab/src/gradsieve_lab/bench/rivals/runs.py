@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from gradsieve.comm import lockstep
-from gradsieve.comm.meter import Meter
+from gradsieve.schemes import Ctx
 from gradsieve.schemes.settings import with_settings
-from gradsieve.types import Ctx
+from gradsieve.testing import Meter, lockstep
 from gradsieve_lab.bench.common.virtual import Course, looks, own_batches
 from gradsieve_lab.bench.rivals.base import Rival, RivalRun
 from gradsieve_lab.bench.rivals.cser import Cser

@@ -7,7 +7,7 @@
 5. Everybody gathers everybody's S.
 6. Outer SGD on their mean:                                    w = w - rate mean(S); all ranks go on from w.
 
-Differences. Chunks are cut from all parameters laid end to end, not from each tensor as squares of 64 x 64.
+Differences. Chunks are cut from all parameters concatenated, not from each tensor as squares of 64 x 64.
 Q is our codec of two bits (sign, one of two magnitudes, a scale for 256 values), where the authors' has four
 levels at the means of bins. What is left in e at the end is dropped.
 """
@@ -19,10 +19,8 @@ from typing import ClassVar
 
 import torch
 
-from gradsieve.comm.ops import AllGather
 from gradsieve.errors import ConfigError
-from gradsieve.schemes.agreed import Values
-from gradsieve.types import Ctx, Program
+from gradsieve.schemes import AllGather, Ctx, Program, Values
 from gradsieve_lab.bench.rivals.base import Part, Rival, at_least, flat, write
 from gradsieve_lab.bench.rivals.entries import Entries
 from gradsieve_lab.bench.tasks.training import Training

@@ -19,13 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsieve.comm import lockstep
-from gradsieve.comm.meter import Meter
 from gradsieve.errors import ConfigError
-from gradsieve.schemes.base import Scheme
-from gradsieve.schemes.spec import parse
+from gradsieve.schemes import Ctx, Program, Scheme, parse, target_count
+from gradsieve.testing import Meter, lockstep
 from gradsieve.tools.results import table
-from gradsieve.types import Ctx, Program, target_count
 from gradsieve_lab.bench.common import fidelity
 from gradsieve_lab.bench.common.clock import Clock
 from gradsieve_lab.bench.common.machine import check_fits, one_thread
@@ -155,7 +152,7 @@ def _over_ranks(vectors: Tensor) -> Tensor:
 
 
 def measure_all(plan: Plan, advance: Callable[[float, str], None]) -> list[dict[str, Any]]:
-    """The rows of a plan; `advance` is told the work done and what it was."""
+    """The rows of a plan; `advance` is called with the work done and what it was."""
     _check_schemes(plan)
     tasks = {model: build(model) for model in plan.models}
     most = max(plan.worlds)

@@ -74,7 +74,7 @@ def _draw(axes: Any, rows: Sequence[dict[str, Any]], schemes: Sequence[str]) -> 
 
 
 def _name(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
-    """Each marker's name beside it, where it covers no marker and no other name."""
+    """Each marker's name next to it, where it covers no marker and no other name."""
     from matplotlib.text import Text
 
     renderer, point = axes.figure.canvas.get_renderer(), axes.figure.dpi / 72

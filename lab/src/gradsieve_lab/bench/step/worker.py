@@ -1,4 +1,4 @@
-"""One rank of `gradsieve bench step`: all syncs take turns on the same model, in the same processes.
+"""One rank of `gradsieve bench step`: all syncs run round robin on the same model, in the same processes.
 
 A turn is a few consecutive training steps between two barriers. Turns go round, there and back, so that a
 noisy machine is noisy for all syncs alike; ratios are formed within a round. Two models stand ready because
@@ -38,7 +38,7 @@ from gradsieve_lab.bench.rivals.names import bucket_cap_mb, torch_hook
 from gradsieve_lab.bench.step.timeline import Event, events_of, from_all_ranks, hidden
 
 _WARM_SEARCH, _WARM_STATEFUL, _WARM = 60, 16, 2
-"""Steps before the clock runs: a budget is found, thresholds and partitions settle, dense is tried where it
+"""Steps before the clock runs: a budget is found, thresholds and partitions converge, dense is tried where it
 could be faster, DDP rebuilds its buckets."""
 _TURN_SECONDS, _MOST_STEPS = 1.5, 50
 """A turn of a few milliseconds would measure who happened to have the processor."""
@@ -66,7 +66,7 @@ class Arena:
         self.optimizer = self.new_optimizer()
         """For those whose syncs do not look at it."""
         self.door = install_comm_hook(self.ddp)
-        """Behind it is whoever's turn it is."""
+        """It leads to the sync whose turn it is."""
 
     def new_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters, lr=0.01, momentum=0.9)
@@ -130,7 +130,7 @@ class Contestant:
     @property
     def warm_steps(self) -> int:
         """With periods one less than some whole ones: a turn is of whole ones, and its exchange begins in its
-        first step, so that none is under way in the turns of others."""
+        first step, so that none is pending in the turns of others."""
         if self.name == "auto":
             return _WARM_SEARCH
         least = _WARM if self.name in ("noop", "dense", "fp16") else _WARM_STATEFUL

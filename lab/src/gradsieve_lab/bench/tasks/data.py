@@ -1,4 +1,4 @@
-"""What the training tasks learn from, and what they are judged on.
+"""What the training tasks learn from, and what they are evaluated on.
 
     fashion_mnist   60,000 images to train, 10,000 to test
     source_text     bytes of Python's standard library; every tenth file is held out for the test
@@ -26,7 +26,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Examples on which to train or be judged."""
+    """Examples on which to train or to evaluate."""
 
     inputs: tuple[Tensor, ...]
     target: Tensor
@@ -61,7 +61,7 @@ def _images(folder: Path, part: str) -> Data:
 
 @cache
 def source_text(most_bytes: int = 16_000_000, judged: int = 1024) -> DataSet:
-    """Windows of CONTEXT bytes, each to be foretold from those before it. Test windows are `judged` ones,
+    """Windows of CONTEXT bytes, each to be predicted from those before it. Test windows are `judged` ones,
     from all over the files held out."""
     learned, held_out = apart(sources(most_bytes))
     train, test = _windows(learned), _windows(held_out)

@@ -1,4 +1,4 @@
-"""Tasks of `bench time-to-accuracy`: two of `tasks.py`, with models of any size and a rate that stays.
+"""Tasks of `bench time-to-accuracy`: two of `training.py`, with models of any size and a rate that stays.
 
 mlp           Fashion-MNIST, SGD with momentum   test accuracy
 transformer   bytes of source text, AdamW        loss on unseen text
@@ -28,7 +28,7 @@ def rate_at(step: int, steps: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class SizedTask:
-    """How a model of any width is trained, and judged."""
+    """How a model of any width is trained, and evaluated."""
 
     title: str
     judged_by: str

@@ -286,7 +286,7 @@ def shards(training: Training, world: int, mixed: bool = True) -> list[Tensor]:
 
 
 def batches(shard: Tensor, per_rank: int, seed: int) -> Iterator[Tensor]:
-    """Endlessly the examples of a rank's next step: the whole shard, shuffled anew every time round."""
+    """Endlessly the examples of a rank's next step: the whole shard, shuffled again every time round."""
     random = torch.Generator().manual_seed(seed)
     waiting = shard[:0]
     while True:

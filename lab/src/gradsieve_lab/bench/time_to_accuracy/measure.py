@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gradsieve.errors import ConfigError, GradsieveError
-from gradsieve.types import check_density
+from gradsieve.schemes import check_density
 from gradsieve_lab.bench.common.in_lab import rows_from_hosts
 from gradsieve_lab.bench.common.syncs import steps_late
 from gradsieve_lab.bench.tasks.sized import TASKS, SizedTask

@@ -1,7 +1,7 @@
 """The picture of `bench time-to-accuracy`: smoothed values against seconds of training, one line a run.
 
 A dot stands where a run reached its target, a cross where one gave up. The way to where syncs differ is cut
-off, so that the last points of accuracy or of loss can be told apart.
+off, so that the last points of accuracy or of loss can be distinguished.
 """
 
 from __future__ import annotations

@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from gradsieve import GradientSync, record
 from gradsieve.observe.recorder import Recorder
 from gradsieve.replica.parameter_views import SingleModel
-from gradsieve.sync.gradient_sync import GradientSync
-from gradsieve.sync.recording import record
 from gradsieve.torch_names import buffers_stay
 from gradsieve_lab.bench.common.in_lab import bytes_out, most_anywhere, run_rank, tell
 from gradsieve_lab.bench.common.syncs import attached
@@ -80,11 +79,11 @@ class Learner:
         self.bytes += bytes_out() - bytes_before
 
     def value(self) -> float:
-        """The metric on all test examples, the same number on every rank: each judges its own model on its
+        """The metric on all test examples, the same number on every rank: each evaluates its own model on its
         part.
 
         No flush comes before it: it would cost bytes that a training need not spend. Nor the shared model,
-        which lacks what waits: a training that ended here would be flushed. So the model stays in training
+        which lacks the residual: a training that ended here would be flushed. So the model stays in training
         mode, in which no sync shows another.
         """
         views = SingleModel() if self.sync is None else self.sync.replica.views

@@ -1,4 +1,4 @@
-"""`gradsieve bench accuracy`: trainings to the end, beside dense."""
+"""`gradsieve bench accuracy`: trainings to the end, next to dense."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradsieve.errors import ConfigError
-from gradsieve.tools.cli.arguments import describe, drawable, schemes, size
-from gradsieve.tools.cli.progress import progress
+from gradsieve.tools.cli import describe, drawable, progress, schemes, size
 from gradsieve_lab.commands.arguments import add_record, densities, tasks, worlds
 
 if TYPE_CHECKING:
@@ -18,11 +17,11 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Whether a model ends as good as it would with dense exchange.
 
-Trains whole tasks for each sync, treatment, density and seed, on virtual ranks that go through the same
-pipeline as real ones. Rivals have neither treatment nor density but settings of their own (docs/rivals.md);
-torch's hooks among them, fp16 and powersgd, train in as many real processes. Hyper-parameters were tuned for
-dense and are the same for all, but for the multiples of the learning rate that --rates asks for.
-Every training leaves a file in the folder and is not run again when it is there.
+Trains whole tasks for each sync, exchange settings, density and seed, on virtual ranks that go through the
+same pipeline as real ones. Rivals have neither exchange settings nor density but settings of their own
+(docs/rivals.md); torch's hooks among them, fp16 and powersgd, train in as many real processes.
+Hyper-parameters were tuned for dense and are the same for all, but for the multiples of the learning rate
+that --rates asks for. Every training leaves a file in the folder and is not run again when it is there.
 
 columns:
   final       the metric after the last step: test accuracy, or loss on unseen data; mean over seeds, and
@@ -32,7 +31,7 @@ columns:
               per cent of the loss
   fidelity    energy that an update captures, over that of the best update with as many elements
   age         steps since an element was last sent, mean over those sent
-  waiting     norm of what waits over that of what is sent
+  waiting     norm of the residual over that of what is sent
   apart       largest difference of an element between two ranks' own models, mean over looks
   bytes       sent or received by the busiest rank, whichever is more, a step, the flush at the end included
   bits        the same for one parameter
@@ -60,14 +59,14 @@ def fill(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="schemes (all: every one), and rivals: fp16, powersgd:rank=N, local-sgd:every=H, "
         "diloco:every=H, one-shot, cser, sparseloco, demo, sparta, one-bit (default: dense,exdyna, with "
-        "--bits dense,stripes); exdyna@paper has a treatment of its own",
+        "--bits dense,stripes); exdyna@paper has exchange settings of its own",
     )
     add(
         "--treatments",
         type=lambda text: text.split(","),
         default="default",
         metavar="LIST",
-        help="default, paper (the treatment alone: published rules are schemes, such as exdyna-paper), "
+        help="exchange settings: default, paper (not the rules, which are schemes such as exdyna-paper), "
         "steps or gradients with settings (default: %(default)s)",
     )
     add(
@@ -110,9 +109,8 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from gradsieve.pipeline import exchange_settings
-    from gradsieve.schemes.spec import parse
-    from gradsieve.tools import results
-    from gradsieve.types import check_density
+    from gradsieve.schemes import check_density, parse
+    from gradsieve.tools.cli import results
     from gradsieve_lab.bench.accuracy import measure as accuracy
     from gradsieve_lab.bench.accuracy.plot import plot
 

@@ -1,4 +1,4 @@
-"""`gradsieve bench bits`: what an exchange tells for its bits, beside the limit."""
+"""`gradsieve bench bits`: what an exchange sends for its bits, next to the limit."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 from gradsieve.errors import ConfigError
-from gradsieve.tools.cli.arguments import describe, drawable, schemes, size
-from gradsieve.tools.cli.progress import progress
+from gradsieve.tools.cli import describe, drawable, progress, schemes, size
 from gradsieve_lab.commands.arguments import densities, tasks, worlds
 
 _DESCRIPTION = """\
-How much one exchange tells of what waits, for the bits it takes: every scheme and way to send values.
+How much one exchange sends of the residual, for the bits it takes: every scheme and way to send values.
 
 Trains tasks on virtual ranks in this one process, with exchange of steps by stripes as they are by default,
-and keeps now and then what waits on each rank just before an exchange. Every scheme is shown the same
-vectors, and what an exchange tells is not taken away from them: these are figures of one exchange, not of a
-training in which a scheme meets what it has left itself. Stripes are measured over whole rounds, others on
+and keeps now and then each rank's residual just before an exchange. Every scheme is shown the same
+vectors, and what an exchange sends is not taken away from them: these are figures of one exchange, not of a
+training in which a scheme finds what it has left itself. Stripes are measured over whole rounds, others on
 every snapshot, those that remember after they have seen all of them once.
 
 columns:
@@ -26,12 +25,12 @@ columns:
   bits      moved by the busiest rank, for one parameter
   told      share of the energy of the mean over ranks that the update brings: 1 - |mean - update/P|^2 over
             |mean|^2; below 0 where it brings more noise than news
-  bound     most that as many bits tell of a Gaussian vector, 1 - 2^(-2R) with R bits an element, which are
+  bound     most that as many bits send of a Gaussian vector, 1 - 2^(-2R) with R bits an element, which are
             2R(P-1)/P up and down
 
 The bound assumes that one rank knows the mean already and that all elements are Gaussian, alike and
 independent. It is none for vectors with heavy tails: where little of the vector holds most of the energy, who
-finds it tells more.
+finds it sends more.
 """
 
 _EXAMPLES = """\
@@ -68,20 +67,20 @@ def fill(parser: argparse.ArgumentParser) -> None:
     )
     add("--world", type=worlds, default="4", metavar="N", help="ranks (default: 4)")
     add("--steps", type=size, default="200", metavar="N", help="before the first snapshot (default: 200)")
-    add("--snapshots", type=size, default="4", metavar="N", help="of what waits (default: 4)")
+    add("--snapshots", type=size, default="4", metavar="N", help="of the residual (default: 4)")
     add("--every", type=size, default="7", metavar="N", help="steps between two snapshots (default: 7)")
     add("--json", type=Path, metavar="FILE", help="write the rows and how they came about there")
     add("--plot", type=Path, metavar="FILE.png", help="draw told against bits there")
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.tools import results
-    from gradsieve.types import check_density
+    from gradsieve.schemes import check_density
+    from gradsieve.tools.cli import results
     from gradsieve_lab.bench.bits import measure as bits
     from gradsieve_lab.bench.bits.plot import plot
 
     if len(args.world) > 1:
-        raise ConfigError("--world is one number here: what waits depends on it")
+        raise ConfigError("--world is one number here: the residual depends on it")
     for density in args.densities:
         check_density(density)
     drawable(args.plot)
@@ -108,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lossy(text: str) -> list[str]:
-    """As `schemes`; `all` leaves out what tells nothing or everything."""
+    """As `schemes`; `all` leaves out what sends nothing or everything."""
     from gradsieve.schemes import SCHEMES
 
     if text == "all":

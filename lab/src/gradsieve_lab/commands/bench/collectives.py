@@ -6,11 +6,11 @@ import argparse
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from gradsieve.tools.cli.arguments import describe, size
+from gradsieve.tools.cli import describe, size
 from gradsieve_lab.commands.arguments import add_lab, check_hosts, sizes
 
 _DESCRIPTION = """\
-Collectives by messages of our own beside gloo's, in turn, in one run on a lab network.
+Collectives by messages of our own next to gloo's, round robin, in one run on a lab network.
 
 Needs root.
 
@@ -42,7 +42,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.tools import results
+    from gradsieve.tools.cli import results
     from gradsieve_lab.bench.collectives import measure as collectives
 
     check_hosts(args.hosts)

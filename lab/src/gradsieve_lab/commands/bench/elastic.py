@@ -7,22 +7,21 @@ import importlib.util
 from pathlib import Path
 
 from gradsieve.errors import ConfigError
-from gradsieve.tools.cli.arguments import describe, size
-from gradsieve.tools.cli.progress import progress
+from gradsieve.tools.cli import describe, progress, size
 
 _DESCRIPTION = """\
 Whether a training inside torchft that loses replicas ends as one that does not.
 
 Trains a task twice on real processes, with a real torchft_lighthouse: undisturbed, and with one replica
 killed (SIGKILL, and started again) or stopped (SIGSTOP, and continued later) every so many steps. The others
-go on; who comes back takes the model of a peer. What was killed takes along what waited on it: its norm, as
-of its last exchange, is added up. What was stopped keeps it.
+go on; who comes back takes the model of a peer. What was killed takes along its residual, whose norm, as of
+its last exchange, is added up. What was stopped keeps it.
 
 columns:
   final       the metric after the last step and a flush: loss on unseen data, or test accuracy
   back        replicas that were hit and have taken a step again
   failed      exchanges that did not count at once, of the replica with most; each was made again
-  lost_mass   sum over the dead of the norm of what waited on them
+  lost_mass   sum over the dead of the norms of their residuals
   gone_s      seconds from a fault until the others are two steps further, computing included; the median
   alike       whether all replicas ended with the same bits
 
@@ -58,7 +57,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.tools import results
+    from gradsieve.tools.cli import results
 
     if importlib.util.find_spec("torchft") is None:
         raise ConfigError("this needs torchft: pip install 'gradsieve[torchft]'")

@@ -6,13 +6,13 @@ import argparse
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from gradsieve.tools.cli.arguments import describe, size
+from gradsieve.tools.cli import describe, size
 from gradsieve_lab.commands.arguments import add_lab, check_hosts
 
 _DESCRIPTION = """\
-What our engine adds to the collectives of a step: the same ones bare, in turn, in one run on a lab network.
+What our engine adds to the collectives of a step: the same ones bare, round robin, on a lab network.
 
-A few real steps tell which collectives the scheme asks for, and of what size. Needs root.
+A few real steps show which collectives the scheme asks for, and of what size. Needs root.
 
 rows:
   bare gloo   these collectives by torch.distributed, called from the main thread
@@ -34,7 +34,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
         "--scheme",
         default="exdyna",
         metavar="NAME",
-        help="settings follow a colon, a treatment an @: exdyna:values=bf16@gradients (default: exdyna)",
+        help="settings follow a colon, those of the exchange an @: exdyna:values=bf16@gradients (default: exdyna)",
     )
     add("--params", type=size, default="25e6", metavar="N", help="size of the MLP (default: 25e6)")
     add("--density", type=float, default=0.001, metavar="D", help="share that is sent (default: 0.001)")
@@ -43,8 +43,8 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.tools import results
-    from gradsieve.types import check_density
+    from gradsieve.schemes import check_density
+    from gradsieve.tools.cli import results
     from gradsieve_lab.bench.common.syncs import treated
     from gradsieve_lab.bench.exchange import measure as exchange
 

@@ -6,14 +6,14 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from gradsieve.tools.cli.arguments import describe, size
+from gradsieve.tools.cli import describe, size
 from gradsieve_lab.commands.arguments import check_hosts
 
 _DESCRIPTION = """\
-A training step of an MLP that FSDP2 shards inside hosts: what happens between the hosts takes turns, in one
-run on a lab network. All ranks of a host share its link; among themselves they talk as fast as the machine
-goes. Parameters stay gathered from forward to backward. After the measuring, hosts' bits are compared until
---steps are full. Needs root.
+A training step of an MLP that FSDP2 shards inside hosts: ways to exchange between the hosts, round robin,
+in one run on a lab network. All ranks of a host share its link; among themselves they talk as fast as the
+machine goes. Parameters stay gathered from forward to backward. After the measuring, hosts' bits are compared
+until --steps are full. Needs root.
 
 rows:
   noop        nothing between the hosts: the limit
@@ -44,7 +44,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.tools import results
+    from gradsieve.tools.cli import results
     from gradsieve_lab.bench.hsdp import measure as hsdp
 
     check_hosts([args.hosts])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gradsieve.tools.cli.arguments import describe, schemes, size
-from gradsieve.tools.cli.progress import progress
+from gradsieve.tools.cli import describe, progress, schemes, size
 from gradsieve_lab.commands.arguments import add_models
 
 _DESCRIPTION = """\
@@ -36,8 +35,8 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.tools import results
-    from gradsieve.types import check_density
+    from gradsieve.schemes import check_density
+    from gradsieve.tools.cli import results
     from gradsieve_lab.bench import lost
     from gradsieve_lab.bench.common.recordings import WARM_STEPS
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gradsieve.tools.cli.arguments import describe, schemes, size
-from gradsieve.tools.cli.progress import progress
+from gradsieve.tools.cli import describe, progress, schemes, size
 
 _DESCRIPTION = """\
-How much memory each scheme needs beside the gradients, on real ranks of this machine.
+How much memory each scheme needs besides the gradients, on real ranks of this machine.
 
 columns:
   before_mb, peak_mb   resident memory of the largest rank before the sync is made, and its peak in steps
@@ -31,8 +30,8 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.tools import results
-    from gradsieve.types import check_density
+    from gradsieve.schemes import check_density
+    from gradsieve.tools.cli import results
     from gradsieve_lab.bench import footprint
 
     check_density(args.density)

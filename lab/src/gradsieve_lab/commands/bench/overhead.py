@@ -1,4 +1,4 @@
-"""`gradsieve bench overhead`: what a rank computes beside training, over the least it could be."""
+"""`gradsieve bench overhead`: what a rank computes besides training, over the least it could be."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 
 from gradsieve.errors import ConfigError
-from gradsieve.tools.cli.arguments import describe, schemes, size
-from gradsieve.tools.cli.progress import progress
+from gradsieve.tools.cli import describe, progress, schemes, size
 
 _DESCRIPTION = """\
 The arithmetic of a step alone, on virtual ranks, in one thread; no network and no training.
@@ -38,8 +37,8 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.tools import results
-    from gradsieve.types import check_density
+    from gradsieve.schemes import check_density
+    from gradsieve.tools.cli import results
     from gradsieve_lab.bench import overhead
 
     check_density(args.density)

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 from gradsieve.errors import ConfigError
-from gradsieve.tools.cli.arguments import describe, size
-from gradsieve.tools.cli.progress import progress
+from gradsieve.tools.cli import describe, progress, size
 
 _DESCRIPTION = """\
 How far the predictions of `gradsieve plan` are from what a lab measures.
@@ -47,7 +46,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.tools import results
+    from gradsieve.tools.cli import results
     from gradsieve_lab.bench.common.syncs import SYNCS as KNOWN
     from gradsieve_lab.plan_validation import measure as validate
 

@@ -6,14 +6,13 @@ import argparse
 from pathlib import Path
 
 from gradsieve.errors import ConfigError
-from gradsieve.tools.cli.arguments import describe, size
-from gradsieve.tools.cli.progress import progress
+from gradsieve.tools.cli import describe, progress, size
 
 _DESCRIPTION = """\
 Whether a training that changes its number of ranks ends as one that does not.
 
 Trains a task on virtual ranks, with as many examples in a step throughout. At even distances the ranks stop
-and as many as come next go on with what they had, by the rules of a checkpoint: what waited is kept, rank r
+and as many as come next go on with what they had, by the rules of a checkpoint: the residual is kept, rank r
 takes the optimizer of old rank r mod P.
 
 columns:
@@ -21,7 +20,7 @@ columns:
   final       the metric after the last step and a flush: test accuracy, or loss on unseen data; mean over
               seeds
   spread      its standard deviation over seeds
-  kept        largest relative change of what waits, over all ranks, at a change of their number
+  kept        largest relative change of the residual, over all ranks, at a change of their number
 """
 _EXAMPLE = "example:\n  gradsieve bench resize --task lstm --bits 0.75 --ranks 4,4-2-4,4-6-3 --batch 24\n"
 
@@ -53,7 +52,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.tools import results
+    from gradsieve.tools.cli import results
     from gradsieve_lab.bench import resize
 
     if (args.bits is None) == (args.density is None):

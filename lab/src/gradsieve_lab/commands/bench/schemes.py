@@ -6,8 +6,7 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from gradsieve.tools.cli.arguments import describe, drawable, schemes, size
-from gradsieve.tools.cli.progress import progress
+from gradsieve.tools.cli import describe, drawable, progress, schemes, size
 from gradsieve_lab.commands.arguments import add_models, densities, worlds
 
 _DESCRIPTION = """\
@@ -22,10 +21,11 @@ columns, means over the second half of the steps:
   rounds      messages one after the other, by the best known algorithm for each collective
   of_target   elements in the update over k
   fidelity    energy that the update captures, over that of the best update with as many elements; 1 is best
-  residual    norm of what waits in the residuals over the norm of a gradient, both as means over ranks
+  residual    norm of the residual over the norm of a gradient, both as means over ranks
   imbalance   most elements that one rank selects over the mean, before any row is cut
   select_ms   processor time that the busiest rank spends in the scheme's own code
-  lost        largest part of a gradient's element that is neither applied nor waiting; 0 but for rounding
+  lost        largest part of a gradient's element that is neither applied nor in the residual; 0 but for
+  rounding
 """
 
 _EXAMPLES = """\
@@ -62,8 +62,8 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.tools import results
-    from gradsieve.types import check_density
+    from gradsieve.schemes import check_density
+    from gradsieve.tools.cli import results
     from gradsieve_lab.bench.schemes import measure as bench
     from gradsieve_lab.bench.schemes.plot import plot
 

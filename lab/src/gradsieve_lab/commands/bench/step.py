@@ -8,14 +8,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from gradsieve.errors import ConfigError
-from gradsieve.tools.cli.arguments import describe, drawable, size
+from gradsieve.tools.cli import describe, drawable, size
 from gradsieve_lab.commands.arguments import add_lab, add_syncs, check_hosts
 
 _DESCRIPTION = """\
 How long a training step takes with each way of exchanging gradients.
 
-Trains a real model on a lab network (see `gradsieve lab run --help`), all ways in turn in one run, beside
-dense and beside no exchange at all, the limit. Needs root.
+Trains a real model on a lab network (see `gradsieve lab run --help`), all ways round robin in one run, next
+to dense and to no exchange at all, the limit. Needs root.
 
 Hosts in a lab share this machine's cores: compare syncs in one table, not tables with each other.
 
@@ -61,8 +61,8 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.tools import results
-    from gradsieve.types import check_density
+    from gradsieve.schemes import check_density
+    from gradsieve.tools.cli import results
     from gradsieve_lab.bench.common.syncs import syncs_of
     from gradsieve_lab.bench.step import measure as step
     from gradsieve_lab.bench.step.timeline import chrome_trace

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gradsieve.tools.cli.arguments import describe, drawable
+from gradsieve.tools.cli import describe, drawable
 
 _DESCRIPTION = """\
 Step time against link rate, from the files of several runs of `bench step --json`.
@@ -25,7 +25,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.tools import results
+    from gradsieve.tools.cli import results
     from gradsieve_lab.bench.step.plot import plot, read
 
     drawable(args.plot)

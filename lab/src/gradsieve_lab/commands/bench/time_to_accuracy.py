@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from gradsieve.tools.cli.arguments import describe, drawable, size
+from gradsieve.tools.cli import describe, drawable, size
 from gradsieve_lab.commands.arguments import add_lab, add_record, add_syncs, check_hosts
 
 _DESCRIPTION = """\
@@ -62,7 +62,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.tools import results
+    from gradsieve.tools.cli import results
     from gradsieve_lab.bench.common.syncs import syncs_of
     from gradsieve_lab.bench.time_to_accuracy.measure import COLUMNS, Plan, measure, summary
     from gradsieve_lab.bench.time_to_accuracy.plot import plot

@@ -5,25 +5,24 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gradsieve.tools.cli.arguments import describe, drawable, schemes, size
-from gradsieve.tools.cli.progress import progress
+from gradsieve.tools.cli import describe, drawable, progress, schemes, size
 from gradsieve_lab.commands.arguments import worlds
 
 _DESCRIPTION = """\
 How many words each scheme moves as the number of ranks grows.
 
 Runs real steps of P virtual ranks in this one process, on skewed gradients cut into the tensors of a real
-model, and counts the 4-byte words of the busiest rank in one step, beside the published formula. No network
+model, and counts the 4-byte words of the busiest rank in one step, next to the published formula. No network
 is involved: these are bytes, not seconds. `gradsieve bench step` measures seconds.
 
 columns:
   words                sent or received, whichever is more, of one collective after the other; of the busiest
-                       rank in the worst step since the scheme settled
+                       rank in the worst step since the scheme converged
   formula_words        the published cost at the count and the imbalance seen in that step
   of_formula           words over formula_words
   times_k              words over k (P-1)/P, k being the elements to send
   mean_times_k         the same of the mean of the last 32 steps, a period of Ok-Topk with its exact step
-  exact_words          the most in a step that evaluates thresholds anew, left out of words (Ok-Topk)
+  exact_words          the most in a step that evaluates thresholds again, left out of words (Ok-Topk)
   rounds               messages one after the other, by the best known algorithm for each collective
   formula_rounds       the published latency
   settled_after        steps until words stay within a tenth of the formula (Ok-Topk: between 2k and 6k);
@@ -67,8 +66,8 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.tools import results
-    from gradsieve.types import check_density
+    from gradsieve.schemes import check_density
+    from gradsieve.tools.cli import results
     from gradsieve_lab.bench import traffic
 
     check_density(args.density)

@@ -1,4 +1,4 @@
-"""`gradsieve lab chaos`: a training through faults of every kind, from a seed; all of them judged."""
+"""`gradsieve lab chaos`: a training through faults of every kind, from a seed; all of them checked."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradsieve.errors import ConfigError
-from gradsieve.tools import results
-from gradsieve.tools.cli.arguments import describe
-from gradsieve.tools.cli.progress import progress
+from gradsieve.tools.cli import describe, progress, results
 from gradsieve_lab.commands.lab.kill_matrix import Lines
 
 if TYPE_CHECKING:
@@ -23,7 +21,7 @@ Three real ranks train with stripes, ExDyna, Ok-Topk and SparDL while a schedule
 seed, happens to them: deaths, also in the middle of a file; stops, damaged payloads, broken and slow links,
 disks and processors, a store that goes and comes back, clocks that jump, notices of an end. After a fault
 that ends the ranks all restart from the last checkpoint. Every rank's exit code, error, time and digests are
-judged against an undisturbed run, every checkpoint that was acknowledged is read back, and what was lost
+checked against an undisturbed run, every checkpoint that was acknowledged is read back, and what was lost
 since is counted.
 
 One line of JSON a fault, the last line sums them up. The exit code is 1 if anything hung, was lost silently

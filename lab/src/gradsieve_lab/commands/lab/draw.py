@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gradsieve.tools.cli.arguments import describe, drawable
+from gradsieve.tools.cli import describe, drawable
 from gradsieve.tools.results import writable
 from gradsieve_lab.emulation.topology import read
 
@@ -23,7 +23,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
     describe(parser, run, _DESCRIPTION, _EXAMPLE)
     parser.add_argument("network", type=Path, metavar="FILE", help="hosts, switches and links in TOML")
     parser.add_argument(
-        "-o", "--out", type=Path, metavar="FILE.png", help="PNG or SVG (default: beside it, FILE.png)"
+        "-o", "--out", type=Path, metavar="FILE.png", help="PNG or SVG (default: next to it, FILE.png)"
     )
 
 

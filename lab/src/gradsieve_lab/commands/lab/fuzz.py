@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gradsieve.tools.cli.arguments import describe, size
-from gradsieve.tools.cli.progress import progress
+from gradsieve.tools.cli import describe, progress, size
 
 _DESCRIPTION = """\
 Hand altered messages in wherever a peer's bytes are read: each must be read as something lawful or refused.
@@ -18,7 +17,7 @@ that crashes, hangs for 20 s, wants more memory or raises anything but a refusal
 families:
   read by ...   what reads bytes, called by itself
   exchanges     a whole step of one rank, with one reply of it altered
-  pipelines     a whole exchange of a pipeline, with what rides along, and what is taken over
+  pipelines     a whole exchange of a pipeline, with what is piggybacked, and what is applied
 
 The exit code is 0 without findings, otherwise 1; each finding is printed with the command that repeats it.
 After Ctrl-C come the figures so far.
@@ -43,7 +42,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.tools import results
+    from gradsieve.tools.cli import results
     from gradsieve_lab.fuzz.run import fuzz
 
     if args.case is not None:
@@ -75,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _repeat(target: str, seed: int, number: int) -> int:
-    from gradsieve_lab.fuzz.entry_point import REFUSED
+    from gradsieve.testing.entry_points.entry_point import REFUSED
     from gradsieve_lab.fuzz.targets import Cases
 
     _, entry, frame = Cases(target, seed).case(number)

@@ -1,4 +1,4 @@
-"""`gradsieve lab kill-matrix`: real ranks die and stall at every op of a step; survivors are judged."""
+"""`gradsieve lab kill-matrix`: real ranks die and stall at every op of a step; survivors are checked."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradsieve.tools import results
-from gradsieve.tools.cli.arguments import describe, schemes
-from gradsieve.tools.cli.progress import progress
+from gradsieve.tools.cli import describe, progress, results, schemes
 
 if TYPE_CHECKING:
     from gradsieve_lab.faults.verdicts import Line

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from gradsieve.errors import ConfigError, GradsieveError
-from gradsieve.tools.cli.arguments import describe
+from gradsieve.tools.cli import describe
 from gradsieve_lab.emulation import Lab
 from gradsieve_lab.emulation.topology import Topology, read
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gradsieve.errors import ConfigError
-from gradsieve.tools import results
-from gradsieve.tools.cli.arguments import describe, size
+from gradsieve.tools.cli import describe, results, size
 
 _DESCRIPTION = """\
 Two real ranks train a small model of several units over gloo on the loopback, behind
@@ -28,7 +27,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
     describe(parser, run, _DESCRIPTION, _EXAMPLE)
     add = parser.add_argument
     add("--steps", type=size, default="20000", metavar="N", help="of each scheme (default: %(default)s)")
-    add("--schemes", default="stripes,exdyna", metavar="LIST", help="in turn (default: %(default)s)")
+    add("--schemes", default="stripes,exdyna", metavar="LIST", help="one after the other (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the figures there")
 
 

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradsieve.errors import ConfigError
-from gradsieve.tools import results
-from gradsieve.tools.cli.arguments import describe
-from gradsieve.tools.cli.progress import progress
+from gradsieve.tools.cli import describe, progress, results
 
 if TYPE_CHECKING:
     from gradsieve_lab.spot.campaign import Fault
@@ -68,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"{verdict.steps} steps in {verdict.seconds:.0f} s, {len(faults)} faults, {verdict.checkpoints} "
         f"checkpoints read back, {len(verdict.damaged)} damaged, {len(verdict.jobs)} times torchrun itself "
-        f"failed and all nodes were started anew; ended with {same} an undisturbed run"
+        f"failed and all nodes were started again; ended with {same} an undisturbed run"
     )
     if args.json is not None:
         results.write(args.json, {"seed": args.seed, **verdict.as_json()}, rows)

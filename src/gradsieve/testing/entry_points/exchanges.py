@@ -17,14 +17,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradsieve.comm import lockstep
-from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op
 from gradsieve.errors import Malformed
-from gradsieve.schemes import SCHEMES
-from gradsieve.schemes.base import Scheme
-from gradsieve.schemes.spec import parse
-from gradsieve.types import Ctx, Outcome, Program, Sparse, by_way_of
-from gradsieve_lab.fuzz.entry_point import REFUSED, EntryPoint, check_rising
+from gradsieve.schemes import (
+    SCHEMES,
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Ctx,
+    Exchange,
+    Op,
+    Outcome,
+    Program,
+    Scheme,
+    Sparse,
+    by_way_of,
+    parse,
+)
+from gradsieve.testing import lockstep
+from gradsieve.testing.entry_points.entry_point import REFUSED, EntryPoint, check_rising
 
 N, WORLD, VICTIM, LIAR, DENSITY = 240, 4, 0, 1, 0.2
 STEPS = (0, 5)

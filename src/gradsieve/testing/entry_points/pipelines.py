@@ -1,4 +1,4 @@
-"""Whole pipelines: what rides along in an exchange, tags, probes, votes, seconds; and what is taken over."""
+"""Whole pipelines: what is piggybacked on an exchange (tags, probes, votes, seconds), and what is applied."""
 
 from __future__ import annotations
 
@@ -9,18 +9,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradsieve.comm import lockstep
 from gradsieve.comm.links import Links
-from gradsieve.pipeline import GradientPipeline, StepPipeline
 from gradsieve.pipeline.budget import Adaptive, Times
-from gradsieve.schemes.spec import parse
-from gradsieve_lab.fuzz.entry_point import EntryPoint
-from gradsieve_lab.fuzz.exchanges import VICTIM, WORLD, Heard, as_bytes, liars_part, overheard, replayed
+from gradsieve.schemes import parse
+from gradsieve.testing import GradientPipeline, StepPipeline, lockstep
+from gradsieve.testing.entry_points.entry_point import EntryPoint
+from gradsieve.testing.entry_points.exchanges import (
+    VICTIM,
+    WORLD,
+    Heard,
+    as_bytes,
+    liars_part,
+    overheard,
+    replayed,
+)
 
 _STEPS = 3
-"""Honest ones before the attack: what was taken over and folded once is there."""
+"""Honest ones before the attack: what is applied and rebased once is there."""
 _SHAPES = {"weight": (24, 10), "bias": (10,)}
-"""One goes by the scheme, one rides along."""
+"""One goes by the scheme, one is piggybacked."""
 
 
 @dataclass
@@ -76,7 +83,7 @@ def with_budget(scheme: str, rank: int, world: int = WORLD) -> Rank:
 def with_fallback(scheme: str, rank: int) -> Rank:
     pipeline = _steps(scheme, rank, WORLD)
     pipeline.fall_back(Links(1e-4, 1e-8))
-    # Measured ones ride along and would make an honest message another one each time.
+    # Measured ones are piggybacked and would make an honest message another one each time.
     pipeline.seconds = lambda index=None: 1e-3  # type: ignore[method-assign]
     return Rank(pipeline, pipeline.own)
 

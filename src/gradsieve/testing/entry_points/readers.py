@@ -13,24 +13,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradsieve.comm import lockstep
 from gradsieve.errors import MismatchError
 from gradsieve.kernels import largest
 from gradsieve.pipeline.tags import Tag, agree, is_notice_given, who_is_idle, words
+from gradsieve.schemes import Ctx, Sparse
 from gradsieve.schemes.baselines.gtopk import unpacked
 from gradsieve.schemes.block_buffers import BlockBuffers
 from gradsieve.schemes.exclusive import gather_selected, read_rows
 from gradsieve.schemes.gathering import pack_entries, sum_entries
 from gradsieve.schemes.owners import Owners
 from gradsieve.schemes.quota import quota
-from gradsieve.types import Ctx, Host, Sparse
+from gradsieve.testing import lockstep
+from gradsieve.testing.entry_points.entry_point import EntryPoint, check_rising
+from gradsieve.testing.entry_points.exchanges import LIAR, WORLD, Heard, as_bytes, check_lawful, overheard
+from gradsieve.types import Host
 from gradsieve.wire import indices
 from gradsieve.wire.check import counts_within, dealt_once, lists_increasing, sums_within, tails_within
 from gradsieve.wire.coded import Coded, Shape
 from gradsieve.wire.frame import from_pairs, to_pairs
 from gradsieve.wire.values import VALUE_CODECS, ValueCodec
-from gradsieve_lab.fuzz.entry_point import EntryPoint, check_rising
-from gradsieve_lab.fuzz.exchanges import LIAR, WORLD, Heard, as_bytes, check_lawful, overheard
 
 N, K = 240, 48
 _VALUES = 300
@@ -199,7 +200,7 @@ def _enter_values(codec: ValueCodec, count: int) -> Callable[[bytearray], None]:
         row = torch.frombuffer(forged, dtype=torch.uint8)
         codec.decode_into(row, values)
         if before.tobytes() != untouched or after.tobytes() != untouched:
-            raise AssertionError("written beside the values")
+            raise AssertionError("written outside of the values")
         bounded = np.isfinite(Coded(shape, row[None]).bounds().numpy()).all()
         if bounded and not np.isfinite(seen).all():
             raise AssertionError("not finite, and the bounds are")
@@ -230,7 +231,7 @@ def _numbers() -> Iterator[EntryPoint]:
 
 
 def _tags() -> Iterator[EntryPoint]:
-    """What rides along, and what ranks say of themselves where that does not add up."""
+    """What is piggybacked, and what ranks say of themselves where that does not add up."""
     tag, cpu = Tag(0, 17, 2, 0, 3), torch.device("cpu")
     like = torch.zeros(1, dtype=torch.float32, device="cpu")
     ride = torch.stack([words(tag, rank, 0, False, like) for rank in range(WORLD)]).sum(0)
@@ -240,7 +241,7 @@ def _tags() -> Iterator[EntryPoint]:
         heard = np.frombuffer(forged, np.float32).tolist()
         for _ in agree(tag, heard, 0, WORLD, cpu):
             return
-        sums_within(heard, "what rode along")
+        sums_within(heard, "what was piggybacked")
         who_is_idle(heard)
         is_notice_given(heard)
 

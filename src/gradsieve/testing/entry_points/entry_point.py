@@ -1,4 +1,4 @@
-"""A door: a place where bytes of others come in, with messages as honest ranks send them.
+"""An entry point: a place where bytes of others come in, with messages as honest ranks send them.
 
 Whatever is handed to `enter`, it returns having checked that what it read is lawful, or raises one of
 REFUSED. Anything else is a finding: another exception, a crash, a hang, memory beyond the limit.
@@ -22,7 +22,7 @@ class EntryPoint:
     honest: tuple[bytes, ...]
     """Messages that are let in; the first one is altered, the others lend parts, as a replay would."""
     edges: tuple[int, ...]
-    """Numbers beside which a check should change its mind: a length, a count."""
+    """Numbers next to which a check should change its verdict: a length, a count."""
     enter: Callable[[bytearray], None]
 
 

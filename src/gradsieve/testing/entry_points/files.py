@@ -24,16 +24,16 @@ from gradsieve.comm.c10d import Engine
 from gradsieve.pipeline.optimizer_adapter import OptimizerAdapter
 from gradsieve.replica.parameter_views import SingleModel
 from gradsieve.replica.replica import Replica
+from gradsieve.testing.entry_points.entry_point import EntryPoint
+from gradsieve.testing.entry_points.exchanges import WORLD
+from gradsieve.testing.entry_points.pipelines import Rank, gradients, parameters, trained, with_budget
 from gradsieve.wire import tensor_file
 from gradsieve.wire.tensor_file import TensorFile
-from gradsieve_lab.fuzz.entry_point import EntryPoint
-from gradsieve_lab.fuzz.exchanges import WORLD
-from gradsieve_lab.fuzz.pipelines import Rank, gradients, parameters, trained, with_budget
 
 _FEWER = 3
 """Ranks of another number, that load what WORLD ranks saved: the first one reads two files and adds them."""
 _LARGE = 1 << 20
-"""Elements of a file in which one copy too many is more than all that may be taken beside the file."""
+"""Elements of a file in which one copy too many is more than all that may be taken besides the file."""
 _MANY = 600
 """Tensors of a file that is header for the most part."""
 _STAMP = Stamp(1, 1)
@@ -202,7 +202,7 @@ class _Folder:
 
 
 def _check_offer(replica: Replica, offer: saving.Offer) -> None:
-    """What the vote would be on can be taken over: of the right kinds, shapes and types."""
+    """What the vote would be on can be loaded: of the right kinds, shapes and types."""
     part, kept = offer.part, replica.pipeline.kept()
     if {*part.memories} != {*kept} or part.step < 0 or not all(map(math.isfinite, part.figures.values())):
         raise AssertionError("not what this replica keeps")
