@@ -17,6 +17,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, ProgressCallback, Trainer, TrainerCallback
 from transformers import TrainingArguments as Settings
 
+from gradsieve import Steps
 from gradsieve.frameworks.trainer import attach
 
 CONTEXT = 64
@@ -44,7 +45,7 @@ class Lines(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **_):
         if state.is_world_process_zero and "loss" in logs:
-            bits = gradsieve.pipeline.metrics()["bits"]
+            bits = gradsieve.sync.metrics()["bits"]
             print(f"step {state.global_step}: loss {logs['loss']:.3f}, {bits:.2f} bits", flush=True)
 
 
@@ -82,7 +83,7 @@ trainer = Trainer(
     callbacks=[Lines()],
 )
 trainer.remove_callback(ProgressCallback)  # it writes the same once more
-gradsieve = attach(trainer, bits=args.bits, every=args.every)  # the one line
+gradsieve = attach(trainer, bits=args.bits, exchange=Steps(every=args.every))  # the one line
 
 if trainer.is_world_process_zero():
     print(f"{model.num_parameters():,} parameters, {len(trainer.train_dataset):,} windows of {CONTEXT} bytes")

@@ -36,7 +36,7 @@ import gradsieve.checkpoint.sharded_directory  # once, in the fork server
 from gradsieve.feedback.digest import digest
 from gradsieve.kernels import choice
 
-SETTINGS: dict[str, Any] = {"bits": 0.75, "dense_if_faster": False}
+SETTINGS: dict[str, Any] = {"deterministic": True}
 _PATIENCE = timedelta(seconds=60)
 """Long: a death has to be noticed without it."""
 BEGIN, END = "getppid", "getpgrp"

@@ -48,7 +48,7 @@ def main(words=None):
     trainer = Trainer(model, settings, train_dataset=Rows(task.training_data(args.steps)))
     gradsieve = attach(trainer, **task.EXCHANGE)  # the one line
     trainer.train(str(args.folder / f"checkpoint-{args.save_at}") if args.resume else None)
-    task.report("trainer", model, gradsieve.pipeline)
+    task.report("trainer", model, gradsieve.sync)
 
 
 if __name__ == "__main__":

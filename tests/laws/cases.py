@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from gradsieve.schemes import SCHEMES, make
@@ -32,11 +31,6 @@ def published() -> list[str]:
 def lengths(world: int) -> list[int]:
     """Lengths at which partitions are empty, of one element, even or uneven."""
     return sorted({0, 1, 2, world - 1, world, world + 1, 2 * world, 31, 61, 127, 509, 1009})
-
-
-def has_its_turn(*places: int) -> bool:
-    """One cell in seven of a table, no row and no column without; the nightly profile takes all."""
-    return settings.default.max_examples >= 1000 or sum(places) % 7 == 0
 
 
 @dataclass(frozen=True)

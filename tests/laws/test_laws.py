@@ -23,9 +23,10 @@ from gradsieve.testing.laws import (
     check_replicated,
     check_round,
     check_same_states,
+    rounds_freely,
 )
 from gradsieve.testing.ranks import VirtualRanks
-from laws.cases import WORLDS, Case, cases, has_its_turn, lengths, registered
+from laws.cases import WORLDS, Case, cases, lengths, registered
 
 every_scheme = pytest.mark.parametrize("name", registered())
 
@@ -122,7 +123,7 @@ def test_laws_hold_and_thresholds_agree_over_several_buckets(name: str, case: Ca
     fleet = case.fleet(name)
     for _ in range(min(case.steps, 6)):
         for round_ in fleet.advance(case.source, 1):
-            check_round(round_, case.source.exact)
+            check_round(round_, case.source.exact and not rounds_freely(make(name)))
         for states in fleet.states:
             check_one_threshold(states)
     check_same_states(fleet.states)
@@ -145,13 +146,11 @@ def test_laws_hold_after_the_buckets_were_rebuilt(name: str, case: Case, cut: fl
 @pytest.mark.parametrize("world", WORLDS)
 def test_laws_hold_for_every_length_and_kind_of_gradient(name: str, world: int) -> None:
     """The table behind the drawn cases: no world size, length or kind is left to chance."""
-    for row, n in enumerate(lengths(world)):
+    for n in lengths(world):
         for column, kind in enumerate(KINDS):
-            if not has_its_turn(row, column, world):
-                continue
             case = Case(kind, world, (n,), density=[0.01, 0.3][column % 2], steps=3)
             for round_ in case.fleet(name).advance(case.source, case.steps):
-                check_round(round_, case.source.exact)
+                check_round(round_, case.source.exact and not rounds_freely(make(name)))
 
 
 @every_scheme
@@ -159,7 +158,7 @@ def test_laws_hold_for_every_length_and_kind_of_gradient(name: str, world: int) 
 def test_laws_hold_for_a_hundred_thousand_elements(name: str, kind: str) -> None:
     case = Case(kind, world=16, sizes=(99_991,), density=0.01, steps=4)
     for round_ in case.fleet(name).advance(case.source, case.steps):
-        check_round(round_, case.source.exact)
+        check_round(round_, case.source.exact and not rounds_freely(make(name)))
 
 
 @every_scheme

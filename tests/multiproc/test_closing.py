@@ -162,13 +162,11 @@ def failed_attach(rank: int, where: str) -> tuple[dict[str, int], dict[str, int]
         mock.patch.object(gradient_sync, where, side_effect=RuntimeError("here")),
         pytest.raises(RuntimeError),
     ):
-        gradsieve.attach(
-            ddp, optimizer, density=0.1, exchange=memory if where == "know_the_links" else "default"
-        )
+        gradsieve.attach(ddp, optimizer, density=0.1, exchange=memory if where == "know_the_links" else None)
     return before, left_behind(ddp), [group["momentum"] for group in optimizer.param_groups]
 
 
-@pytest.mark.parametrize("where", ["OptimizerAdapter", "ParameterViews", "know_the_links", "Advisor"])
+@pytest.mark.parametrize("where", ["adapt", "ParameterViews", "know_the_links", "Advisor"])
 def test_an_attach_that_failed_leaves_nothing_behind(two: Ranks, where: str) -> None:
     for before, after, momentum in two.run(failed_attach, where):
         assert before == after

@@ -43,7 +43,7 @@ def first_half(rank: int, path: Path) -> None:
     training.train(HALF - 2, HALF)
     training.sync.save(path / "sync")
     dcp.save({"sync": training.sync}, checkpoint_id=path / "dcp")
-    torch.save(training.sync.optimizer_state(training.optimizer), path / f"optimizer{rank}.pt")
+    torch.save(training.sync.replica.optimizer_state(training.optimizer), path / f"optimizer{rank}.pt")
     shown = training.shown()
     training.sync.flush()
     dcp.save({"model": training.model.state_dict()}, checkpoint_id=path / "flushed")
@@ -66,7 +66,7 @@ def second_half(rank: int, path: Path, way: str) -> dict[str, Tensor]:
         if way == "dcp":
             dcp.load({"sync": training.sync}, checkpoint_id=path / "dcp")
         stored = torch.load(path / f"optimizer{rank}.pt", weights_only=True)
-        training.sync.set_optimizer_state(training.optimizer, stored)
+        training.sync.replica.set_optimizer_state(training.optimizer, stored)
     training.train(HALF, 2 * HALF)
     return training.all_of_it()
 

@@ -34,7 +34,7 @@ KINDS: dict[str, tuple[dict[str, Any], int]] = {
     "stripes": ({"bits": 1.0}, 2),
     "exdyna": ({"density": 0.05}, 2),
     "gradients": ({"density": 0.05, "exchange": gradsieve.Gradients()}, 2),
-    "every": ({"bits": 1.0, "every": 3}, 5),
+    "every": ({"bits": 1.0, "exchange": gradsieve.Steps(every=3)}, 5),
     "late": ({"bits": 1.0, "exchange": gradsieve.Steps(every=4, overlap=3)}, 8),
     "plain": ({"bits": 1.0}, 2),
 }

@@ -68,7 +68,7 @@ def test_where_a_refusal_counts_as_a_failure_the_training_ends(tmp_path: Path) -
 
 
 def of_another_release(rank: int) -> str:
-    with mock.patch.object(gradsieve, "__version__", f"1.{rank}"):
+    with mock.patch.object(gradsieve.version, "VERSION", f"1.{rank}"):
         try:
             learning(rank)
         except gradsieve.MismatchError as error:

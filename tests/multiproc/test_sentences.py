@@ -49,7 +49,10 @@ def test_what_cannot_work_is_refused(two: Ranks, settings: dict[str, Any], said:
     ("settings", "said"),
     [
         ({"bits": 100}, "rank 0: bits=100 is more than the 32 bits a parameter and step with which 2 ranks"),
-        ({"bits": 20, "every": 2}, "rank 0: bits=20 is more than the 16 bits a parameter and step"),
+        (
+            {"bits": 20, "exchange": gradsieve.Steps(every=2)},
+            "rank 0: bits=20 is more than the 16 bits a parameter and step",
+        ),
         ({"density": 1e-9}, "rank 0: density=1e-09 of 1640 parameters is less than one element a step"),
     ],
 )
@@ -60,7 +63,9 @@ def test_what_is_hardly_meant_is_said_once(two: Ranks, settings: dict[str, Any],
     assert other == ("", [])
 
 
-@pytest.mark.parametrize("settings", [{"bits": 31.0}, {"bits": 16.0, "every": 2}, {"density": 0.001}, {}])
+@pytest.mark.parametrize(
+    "settings", [{"bits": 31.0}, {"bits": 16.0, "exchange": gradsieve.Steps(every=2)}, {"density": 0.001}, {}]
+)
 def test_twin_what_may_well_be_meant_is_not(two: Ranks, settings: dict[str, Any]) -> None:
     assert two.run(attached, [0.1], **settings) == [("", [])] * 2
 

@@ -133,7 +133,7 @@ def test_cases_are_every_way_to_send_values_but_none_twice() -> None:
 
 @pytest.mark.parametrize("name", ["noop", "dense"])
 def test_what_has_no_line_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} tells nothing or everything"):
+    with pytest.raises(ConfigError, match=f"{name} sends nothing or everything"):
         bits.measure_all(Plan(["cnn"], [name], ["exact"], [0.1]), lambda work, doing: None)
 
 

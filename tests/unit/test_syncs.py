@@ -34,7 +34,7 @@ def test_what_always_runs_comes_first_and_nothing_twice() -> None:
         ("exdyna@", "no exchange settings ''"),
         ("exdyna@steps:lat=false", "no setting 'lat=false'"),
         ("exdyna@gradients:overlap=0", "gradients has no setting 'overlap=0'"),
-        ("dense@paper", "dense has nothing that waits"),
+        ("dense@paper", "dense has no residual"),
         ("fp16@paper", "no sync is called fp16@paper"),
         ("auto@paper", "no sync is called auto@paper"),
     ],

@@ -71,7 +71,7 @@ def state_of(replica: Replica) -> dict[str, Tensor]:
     if _is_called_by("accelerate.checkpointing"):
         # It keeps what rank 0 returns and gives it to all ranks: they would find out when they load it.
         raise ConfigError(
-            f"{replica.where}: register_for_checkpointing(replica) saves one "
+            f"{replica.where}: register_for_checkpointing(sync) saves one "
             "rank's state for all of them. Leave it out, and attach by gradsieve.frameworks.accelerate."
             "attach(accelerator, model, optimizer): save_state() then saves every rank's"
         )

@@ -44,9 +44,11 @@ from gradsieve.types import (
     static,
     target_count,
 )
+from gradsieve.wire.values import VALUE_CODECS
 
 __all__ = [
     "SCHEMES",
+    "VALUE_CODECS",
     "Agreed",
     "AllGather",
     "AllReduce",
@@ -89,6 +91,7 @@ __all__ = [
     "parse",
     "static",
     "target_count",
+    "with_settings",
 ]
 
 SCHEMES: dict[str, type[Scheme[Any]]] = {

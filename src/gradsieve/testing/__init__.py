@@ -5,17 +5,18 @@ from gradsieve.testing import check_scheme
 def test_my_scheme_is_lawful():
     check_scheme(MyScheme(density=0.01))
 
-`VirtualRanks` and `lockstep` run a scheme by itself. A whole training on virtual ranks has a pipeline for each
-(`adapt`), whose programs `lockstep` runs; `capture` and `restore` are its checkpoints, and `Merger` one for
-another number of ranks.
+`VirtualRanks` and `lockstep` run a scheme by itself. A whole training on virtual ranks has a pipeline for
+each (`adapt`), whose programs `lockstep` runs; `capture` and `restore` are its checkpoints, and `Merger` one
+for another number of ranks.
 """
 
+from gradsieve import kernels
 from gradsieve.comm import lockstep
 from gradsieve.comm.lockstep import run
 from gradsieve.comm.meter import Meter
 from gradsieve.feedback.digest import digest
-from gradsieve.pipeline import GradientPipeline, StepPipeline
-from gradsieve.pipeline.budget import Fixed
+from gradsieve.pipeline import UNIT_CAP_MB, GradientPipeline, StepPipeline
+from gradsieve.pipeline.budget import Fixed, cost
 from gradsieve.pipeline.exchange_settings import Exchange
 from gradsieve.pipeline.exchange_settings import parse as parse_exchange
 from gradsieve.pipeline.optimizer_adapter import adapt
@@ -26,6 +27,7 @@ from gradsieve.testing.ranks import Round, VirtualRanks
 
 __all__ = [
     "KINDS",
+    "UNIT_CAP_MB",
     "Exchange",
     "Fixed",
     "GradientPipeline",
@@ -38,7 +40,9 @@ __all__ = [
     "adapt",
     "capture",
     "check_scheme",
+    "cost",
     "digest",
+    "kernels",
     "lockstep",
     "parse_exchange",
     "restore",

@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from gradsieve import GradientSync, kernels
+from gradsieve import GradientSync
 from gradsieve.errors import GradsieveError
 from gradsieve.schemes import parse
+from gradsieve.testing import kernels
 from gradsieve_lab.bench.common.machine import check_fits
 from gradsieve_lab.bench.common.ranks import leave, run_ranks
 

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from gradsieve import Gradients, Steps
-from gradsieve.kernels import active, is_finite, using
 from gradsieve.schemes import parse
-from gradsieve.testing import adapt, lockstep
+from gradsieve.testing import adapt, kernels, lockstep
 from gradsieve_lab.bench.common.clock import Clock
 from gradsieve_lab.bench.common.machine import check_fits, one_thread
 
@@ -70,14 +69,14 @@ def cases(schemes: Sequence[str], world: int, params: int, density: float) -> li
     return found
 
 
-def kernels() -> list[str]:
+def kernels_here() -> list[str]:
     """The forms that run here, the fast one first."""
-    return ["compiled", "torch"] if active() == "compiled" else ["torch"]
+    return ["compiled", "torch"] if kernels.active() == "compiled" else ["torch"]
 
 
 def work(case: Case) -> int:
     """Steps that a case takes."""
-    return WARM + ROUNDS * len(kernels())
+    return WARM + ROUNDS * len(kernels_here())
 
 
 class Rank:
@@ -142,7 +141,7 @@ def _finished(rank: Rank, tensors: Mapping[str, Tensor], clock: Clock) -> Work:
     stages = rank.pipeline.stats.seconds
     if rank.pipeline.exchanges_steps:  # as GradientSync.before_optimizer_step does
         start = time.perf_counter()
-        clock.call(lambda: is_finite(*rank.gradients))
+        clock.call(lambda: kernels.is_finite(*rank.gradients))
         stages["check"] = time.perf_counter() - start
     return Work(clock.seconds, stages)
 
@@ -175,12 +174,12 @@ def measure(case: Case, advance: Callable[[float, str], None]) -> list[dict[str,
     with one_thread():
         ranks = [Rank(case, rank) for rank in range(case.world)]
         noise = torch.randn(2 * ranks[0].gradients[0].numel(), dtype=torch.float32, device=_CPU)
-        rounds: dict[str, list[Round]] = {kernel: [] for kernel in kernels()}
+        rounds: dict[str, list[Round]] = {kernel: [] for kernel in kernels_here()}
         for number in range(WARM + ROUNDS):
-            for kernel in kernels() if number >= WARM else kernels()[:1]:
+            for kernel in kernels_here() if number >= WARM else kernels_here()[:1]:
                 for rank in ranks:
                     rank.train(noise)
-                with using(kernel):
+                with kernels.using(kernel):
                     works = step(ranks)
                 # The gradients have served: the floor is measured where they lie.
                 floor = bare(ranks[0].gradients, ranks[1].gradients)

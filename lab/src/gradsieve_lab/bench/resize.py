@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from gradsieve.errors import ConfigError
-from gradsieve.pipeline import exchange_settings
 from gradsieve.schemes import parse
-from gradsieve.testing import Merger, capture, lockstep, restore, stand_in
+from gradsieve.testing import Merger, capture, lockstep, parse_exchange, restore, stand_in
 from gradsieve_lab.bench.common.machine import one_thread
 from gradsieve_lab.bench.common.virtual import Member, Run, exchange, own_batches
 
@@ -48,7 +47,7 @@ def measure_all(
             run = Run(
                 task,
                 scheme,
-                exchange_settings.parse("default", scheme),
+                parse_exchange("default", scheme),
                 seed,
                 way[0],
                 steps,

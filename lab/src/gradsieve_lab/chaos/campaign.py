@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gradsieve.checkpoint.directory import read_manifest
+from gradsieve.checkpoint import directory
 from gradsieve.errors import GradsieveError
 from gradsieve_lab.chaos import ground as grounds
 from gradsieve_lab.chaos.ground import Ground
@@ -161,7 +161,7 @@ class Campaign:
             self.recovered.update(self._pending.pop(scheme, []))
 
     def _at(self, scheme: str) -> int:
-        return read_manifest(self._folder(scheme)).step
+        return directory.read_manifest(self._folder(scheme)).step
 
     def _too_much(self, scheme: str, has_saved: bool) -> list[str]:
         """What a save leaves in which a rank died is removed by the next one; more than that is not there. A

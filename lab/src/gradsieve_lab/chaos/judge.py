@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gradsieve.checkpoint.directory import read_manifest, read_shard
+from gradsieve.checkpoint import directory
 from gradsieve.errors import Malformed
 from gradsieve_lab.chaos.kinds import KINDS, Must, Needs
 from gradsieve_lab.chaos.schedule import Chance
@@ -85,9 +85,9 @@ class Kept:
 def read_back(folder: Path) -> Kept:
     """Every file of it, with its size and SHA-256."""
     try:
-        manifest = read_manifest(folder)
+        manifest = directory.read_manifest(folder)
         for rank in range(manifest.world):
-            read_shard(folder, manifest, rank)
+            directory.read_shard(folder, manifest, rank)
     except Malformed as error:
         return Kept(-1, str(error))
     return Kept(manifest.step)

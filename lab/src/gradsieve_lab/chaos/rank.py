@@ -48,7 +48,7 @@ class ChaosTraining(Training):
         self._waiting = chance if chance is not None and chance.rank == rank else None
         if self._waiting is not None and self._waiting.kind == MIXED:
             tell({"event": "fired", "at": time.monotonic(), "op": "", "step": -1})
-            gradsieve.__version__ += "+another"
+            gradsieve.version.VERSION += "+another"
         super().__init__(rank, episode.world, episode.task, None, tell)
         self.sync.heed_preemption([NOTICE])
         self.episode, self.folder = episode, Path(episode.folder)

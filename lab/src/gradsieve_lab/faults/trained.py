@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
-from gradsieve import GradientSync, kernels
+from gradsieve import GradientSync
 from gradsieve.comm import sockets
 from gradsieve.errors import GradsieveError, PeerError
-from gradsieve.testing import digest
+from gradsieve.testing import digest, kernels
 from gradsieve_lab.faults.injector import Injector
 from gradsieve_lab.faults.kinds import Fault
 

@@ -16,10 +16,7 @@ from statistics import median
 from typing import Any
 
 from gradsieve.errors import ConfigError, GradsieveError
-from gradsieve.tools import profiles
-from gradsieve.tools.plan.choose import MARGIN
-from gradsieve.tools.plan.options import Model, named
-from gradsieve.tools.plan.predict import costs_of, predict
+from gradsieve.tools.plan import MARGIN, Model, costs_of, named, predict, profiles
 from gradsieve_lab.bench.common.in_lab import Rows, lab_of, rows_from_hosts
 from gradsieve_lab.bench.step import measure as step
 from gradsieve_lab.emulation.topology import MOST_HOSTS, read

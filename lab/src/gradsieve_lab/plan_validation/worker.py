@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradsieve.comm import rounds
 from gradsieve.comm.c10d import Engine
 from gradsieve.comm.links import Links
-from gradsieve.comm.rounds import Rounds, measure_all
 from gradsieve.schemes import Ctx, Program
 from gradsieve.testing import adapt
 from gradsieve_lab.bench.common.in_lab import Rows, most_anywhere, run_rank, tell
@@ -32,7 +32,7 @@ Exchange = Callable[[], None]
 def measure(config: dict[str, Any]) -> Rows:
     torch.manual_seed(dist.get_rank())
     engine = Engine()
-    links = engine.run(measure_all(Ctx(engine.rank, engine.world, 0), _CPU), "the links", _CPU)
+    links = engine.run(rounds.measure_all(Ctx(engine.rank, engine.world, 0), _CPU), "the links", _CPU)
     rows: Rows = []
     for sync in config["syncs"]:
         ours = sync not in ("dense", "fp16")
@@ -85,7 +85,7 @@ class Alone:
         self._optimizer = torch.optim.SGD(parameters.values(), lr=0.01)
         scheme, treatment = treated(sync, density)
         self.adapter = adapt(parameters, [self._optimizer], scheme, treatment, engine.rank, engine.world)
-        self.adapter.pipeline.rounds = Rounds(engine.rank, engine.world, links)
+        self.adapter.pipeline.rounds = rounds.Rounds(engine.rank, engine.world, links)
 
     def renew(self) -> None:
         """What the next exchange is about."""

@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from gradsieve.comm.ops import IN_FLIGHT
+from gradsieve.comm import ops
 from gradsieve.schemes import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op
 
 Collectives = Literal["ring", "log"]
@@ -137,8 +137,8 @@ def _ring_reduce(call: Call) -> list[Round]:
 
 def _direct(call: Call) -> list[Round]:
     ranks, rounds = np.arange(call.world), []
-    for first in range(1, call.world, IN_FLIGHT):
-        shifts = np.arange(first, min(first + IN_FLIGHT, call.world))
+    for first in range(1, call.world, ops.IN_FLIGHT):
+        shifts = np.arange(first, min(first + ops.IN_FLIGHT, call.world))
         sources = np.tile(ranks, len(shifts))
         targets = (sources + shifts.repeat(call.world)) % call.world
         one = _sent(sources, targets, call.sizes[sources, targets])

@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradsieve.errors import ConfigError
-from gradsieve.pipeline.base import UNIT_CAP_MB
 from gradsieve.schemes import Scheme, parse
+from gradsieve.testing import UNIT_CAP_MB
 from gradsieve_lab.simulate.messages import Collectives
 from gradsieve_lab.simulate.network import Carried, Network, network
 from gradsieve_lab.simulate.platforms import Wires, platform, spread

@@ -3,7 +3,7 @@
 disturbed   workers and nodes are killed, or given notice; nodes that go are replaced
 stopped     all nodes are given notice, and save together
 ended       a few more steps from that checkpoint, and the digest of the model
-judged      the same steps undisturbed; every checkpoint was read back when it appeared
+checked     the same steps undisturbed; every checkpoint was read back when it appeared
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Verdict:
     """Read back whole."""
     damaged: list[str] = field(default_factory=list)
     jobs: list[str] = field(default_factory=list)
-    """Why torchrun itself ended, and all nodes had to be started anew."""
+    """Why torchrun itself ended, and all nodes had to be started again."""
     digest: str = ""
     undisturbed: str = ""
 

@@ -123,7 +123,7 @@ class Nodes:
         self._job += 1
 
     def close(self) -> None:
-        """End whatever is left; who was orphaned has the mark, too."""
+        """End whatever is left; who was orphaned has the variable, too."""
         for node in self.running:
             node.process.kill()
             node.process.wait()

@@ -5,3 +5,10 @@ predict.py   the time of a step, by the model of costs (`gradsieve.pipeline.cost
 quality.py   what each was measured to lose
 choose.py    the ranking, the recommendation, and why not the others
 """
+
+from gradsieve.tools import profiles
+from gradsieve.tools.plan.choose import MARGIN
+from gradsieve.tools.plan.options import Model, named
+from gradsieve.tools.plan.predict import costs_of, predict
+
+__all__ = ["MARGIN", "Model", "costs_of", "named", "predict", "profiles"]

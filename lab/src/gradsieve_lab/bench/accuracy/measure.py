@@ -23,8 +23,8 @@ from typing import Any, TypeAlias
 
 from gradsieve.errors import ConfigError, GradsieveError
 from gradsieve.observe.records import path_of
-from gradsieve.pipeline import exchange_settings
 from gradsieve.schemes import parse
+from gradsieve.testing import parse_exchange
 from gradsieve.tools.results import versions
 from gradsieve_lab.bench.accuracy import rivals
 from gradsieve_lab.bench.common import virtual
@@ -252,7 +252,7 @@ def train(case: Case, after_step: Callable[[], None], record: Path | None = None
             after_step,
         )
     scheme = parse(case.sync, case.density)
-    treatment = exchange_settings.parse(case.treatment, scheme)
+    treatment = parse_exchange(case.treatment, scheme)
     run = virtual.Run(
         case.task,
         scheme,

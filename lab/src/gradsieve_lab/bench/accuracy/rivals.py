@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from gradsieve import torch_names
 from gradsieve.errors import ConfigError
-from gradsieve.schemes.settings import with_settings
-from gradsieve.torch_names import buffers_stay
+from gradsieve.schemes import with_settings
 from gradsieve_lab.bench.common.machine import one_thread
 from gradsieve_lab.bench.common.ranks import leave, run_ranks
 from gradsieve_lab.bench.common.virtual import Course, looks, own_batches
@@ -115,7 +115,9 @@ def learn(run: RivalRun, after_step: Callable[[], None]) -> Course:
     assert isinstance(rival, Hook)
     training = tasks.build(run.task, run.seed, run.steps, run.batch, run.rate)
     # Batch norm's running statistics are rank 0's without any broadcast: only its model is evaluated.
-    ddp = DistributedDataParallel(training.model, bucket_cap_mb=bucket_cap_mb(rival.name), **buffers_stay())
+    ddp = DistributedDataParallel(
+        training.model, bucket_cap_mb=bucket_cap_mb(rival.name), **torch_names.buffers_stay()
+    )
     hook = torch_hook(rival.name, rival.rank)
     assert hook is not None  # torch has all of them
     ddp.register_comm_hook(*hook)

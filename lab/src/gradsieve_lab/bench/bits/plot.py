@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradsieve.wire.values import VALUE_CODECS
+from gradsieve.schemes import VALUE_CODECS
 from gradsieve_lab.bench.bits.measure import bound
 
 _SHADES = {"stripes": "Blues", "exdyna": "Oranges"}

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradsieve.comm import rounds
 from gradsieve.comm.c10d import Engine
-from gradsieve.comm.rounds import Rounds, directly, in_rounds, measure_all
 from gradsieve.schemes import AllGather, AllReduce, AllToAll, Ctx, Op, Program
 from gradsieve_lab.bench.common.in_lab import Rows, run_rank, tell
 from gradsieve_lab.bench.exchange.worker import bare, turn
@@ -24,8 +24,8 @@ Way = Callable[[], object]
 def measure(config: dict[str, Any]) -> Rows:
     engine, plain = Engine(), dist.new_group()
     rank, world = engine.rank, engine.world
-    links = engine.run(measure_all(Ctx(rank, world, 0), _CPU), "the links", _CPU)
-    rounds = Rounds(rank, world, links)
+    links = engine.run(rounds.measure_all(Ctx(rank, world, 0), _CPU), "the links", _CPU)
+    ways_of = rounds.Rounds(rank, world, links)
     tell(f"a round takes {1e6 * links.latency:.0f} us and {1e9 * links.word:.1f} ns a word; gloo's shortest "
          f"all-gather {1e3 * links.gather:.2f} ms, all-reduce {1e3 * links.sum:.2f} ms")  # fmt: skip
     rows: Rows = []
@@ -34,12 +34,12 @@ def measure(config: dict[str, Any]) -> Rows:
             ways: dict[str, Way] = {
                 "bare": bare(op, plain),
                 "engine": partial(_run, engine, _asked, op),
-                "rounds": partial(_run, engine, in_rounds, op),
+                "rounds": partial(_run, engine, rounds.in_rounds, op),
             }
             if not isinstance(op, AllToAll):
-                ways["direct"] = partial(_run, engine, directly, op)
+                ways["direct"] = partial(_run, engine, rounds.directly, op)
             seconds = _round_robin(ways, config["rounds"])
-            rows.append(_row(op, seconds, rounds.chosen(op)))
+            rows.append(_row(op, seconds, ways_of.chosen(op)))
             tell(f"{rows[-1]['op']} of {rows[-1]['bytes']:,} bytes: {rows[-1]['faster']} times as fast")
     engine.close()
     return rows

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gradsieve.feedback.units import Unit, flat_view, make_units, shaped_like
+from gradsieve.feedback import units
 from gradsieve_lab.bench.common.models import Task
 
 WARM_STEPS = 40
@@ -47,7 +47,7 @@ def record(
 ) -> Recording:
     """Train `task.model`, which is changed by it, and keep the gradients of the last `steps` steps."""
     parameters = dict(task.model.named_parameters())
-    (unit,) = make_units(parameters.items(), cap_bytes=sys.maxsize, small=0)
+    (unit,) = units.make_units(parameters.items(), cap_bytes=sys.maxsize, small=0)
     random = torch.Generator().manual_seed(seed)
     gradients = torch.empty(steps, world, unit.n, dtype=unit.dtype, device=unit.device)
     losses = []
@@ -60,7 +60,9 @@ def record(
     return Recording(unit.sizes, gradients, losses)
 
 
-def _gradient(task: Task, rank: int, world: int, random: torch.Generator, unit: Unit, out: Tensor) -> float:
+def _gradient(
+    task: Task, rank: int, world: int, random: torch.Generator, unit: units.Unit, out: Tensor
+) -> float:
     """The gradient of one rank's next batch, written to `out`; its loss. Rank r owns every P-th example."""
     owned = len(range(rank, len(task.target), world))
     drawn = torch.randint(owned, (task.batch,), dtype=torch.int64, device=random.device, generator=random)
@@ -68,12 +70,12 @@ def _gradient(task: Task, rank: int, world: int, random: torch.Generator, unit: 
     parameters = dict(task.model.named_parameters())
     loss = task.loss(task.model(*(each[picked] for each in task.inputs)), task.target[picked])
     found = torch.autograd.grad(loss, [parameters[slot.name] for slot in unit.slots])
-    torch.cat([flat_view(gradient.contiguous()) for gradient in found], out=out)
+    torch.cat([units.flat_view(gradient.contiguous()) for gradient in found], out=out)
     return loss.item()
 
 
-def _descend(parameters: dict[str, nn.Parameter], unit: Unit, mean: Tensor, rate: float) -> None:
+def _descend(parameters: dict[str, nn.Parameter], unit: units.Unit, mean: Tensor, rate: float) -> None:
     with torch.no_grad():
         for slot in unit.slots:
             parameter = parameters[slot.name]
-            parameter.sub_(shaped_like(mean[slot.start : slot.stop], parameter), alpha=rate)
+            parameter.sub_(units.shaped_like(mean[slot.start : slot.stop], parameter), alpha=rate)

@@ -20,9 +20,8 @@ from torch.optim import Optimizer
 from gradsieve import Steps
 from gradsieve.errors import ConfigError
 from gradsieve.parallel.ddp import DdpSync
-from gradsieve.pipeline import exchange_settings
 from gradsieve.schemes import SCHEMES, Scheme, parse
-from gradsieve.testing import Exchange
+from gradsieve.testing import Exchange, parse_exchange
 from gradsieve_lab.bench.rivals.names import RIVALS
 
 _NO_SCHEMES = ("auto", *RIVALS)
@@ -48,7 +47,7 @@ def treated(sync: str, density: float | None = None) -> tuple[Scheme[Any], Excha
     scheme = parse(text, fixed=()) if name == "stripes" else parse(text, density)
     if at and scheme.lossless:
         raise ConfigError(f"{name} has no residual, and so no exchange settings: {sync}")
-    return scheme, exchange_settings.parse(treatment if at else "default", scheme)
+    return scheme, parse_exchange(treatment if at else "default", scheme)
 
 
 def steps_late(sync: str) -> int | None:

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from gradsieve.observe.recorder import Recorder
-from gradsieve.pipeline.budget import cost
 from gradsieve.schemes import Scheme, Sparse
-from gradsieve.testing import Exchange, Fixed, StepPipeline, adapt, lockstep
+from gradsieve.testing import Exchange, Fixed, StepPipeline, adapt, cost, lockstep
 from gradsieve_lab.bench.common.fidelity import captured, differs_from_top_k
 from gradsieve_lab.bench.tasks import training as tasks
 

@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torchft.manager import Manager
 
-from gradsieve import kernels
 from gradsieve.frameworks.torchft import ElasticSync, Rendezvous
-from gradsieve.testing import digest
+from gradsieve.testing import digest, kernels
 from gradsieve_lab.bench.common.virtual import own_batches
 from gradsieve_lab.bench.tasks import training as tasks
 from gradsieve_lab.emulation.stores import store_at

@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradsieve import torch_names
+from gradsieve.comm import ops as collectives
 from gradsieve.comm.c10d import Engine
-from gradsieve.comm.ops import describe
 from gradsieve.errors import ConfigError
 from gradsieve.schemes import AllGather, AllReduce, AllToAll, Op, Program, Result, by_way_of
 from gradsieve.testing import adapt
-from gradsieve.torch_names import all_gather_flat
 from gradsieve_lab.bench.common.in_lab import bytes_out, most_anywhere, run_rank, tell
 from gradsieve_lab.bench.common.syncs import treated
 from gradsieve_lab.bench.common.workloads import build
@@ -47,7 +47,7 @@ class Turn(NamedTuple):
 def measure(config: dict[str, Any]) -> list[dict[str, Any]]:
     engine = Engine()
     ops, in_steps = _real_steps(engine, config)
-    tell(f"a step asks for {', '.join(map(describe, ops))}")
+    tell(f"a step asks for {', '.join(map(collectives.describe, ops))}")
     plain = dist.new_group()
     calls = [bare(op, plain) for op in ops]
     ways: dict[str, Callable[[], object]] = {
@@ -113,7 +113,7 @@ def bare(op: Op, group: dist.ProcessGroup) -> Callable[[], object]:
     match op:
         case AllGather():
             everyone = tensor.new_empty(group.size() * tensor.numel())
-            return partial(all_gather_flat, everyone, tensor, group)
+            return partial(torch_names.all_gather_flat, everyone, tensor, group)
         case AllReduce():
             return partial(dist.all_reduce, tensor, group=group)
         case AllToAll():
@@ -123,7 +123,8 @@ def bare(op: Op, group: dist.ProcessGroup) -> Callable[[], object]:
             return partial(dist.all_to_all_single, received, tensor, receive, send, group=group)
         case _:
             raise ConfigError(
-                f"{describe(op)} is a message between two ranks: choose a scheme that asks for collectives"
+                f"{collectives.describe(op)} is a message between two ranks: choose a scheme that asks for "
+                "collectives"
             )
 
 

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from gradsieve.errors import ConfigError
-from gradsieve.tools.stages import EXCHANGE_STAGES, STAGE_COLOURS
+from gradsieve.tools import stages
 from gradsieve_lab.bench.figures.data import Curve, Row, Training, labels
 
 _COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "C8", "C9")
@@ -77,11 +77,11 @@ def over_seconds(axes: Any, curves: Sequence[Curve]) -> None:
 def breakdown(axes: Any, trainings: Sequence[Training]) -> None:
     """Stacked bars, one a training; a mark for the whole step, behind which the exchange may hide."""
     found = [training.stages() for training in trainings]
-    names = [name for name in EXCHANGE_STAGES if any(name in stages for stages in found)]
+    names = [name for name in stages.EXCHANGE_STAGES if any(name in stages for stages in found)]
     places, bottom = range(len(found)), [0.0] * len(found)
     for name in names:
         heights = [1e3 * stages.get(name, 0.0) for stages in found]
-        axes.bar(places, heights, 0.6, bottom=bottom, color=STAGE_COLOURS[name], label=name)
+        axes.bar(places, heights, 0.6, bottom=bottom, color=stages.STAGE_COLOURS[name], label=name)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     whole = [1e3 * training.step_seconds() for training in trainings]
     axes.plot(places, whole, "D", color="black", label="whole training step")

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from gradsieve import host_mesh
-from gradsieve.parallel.hsdp import HsdpSync
+from gradsieve import attach, host_mesh
 from gradsieve_lab.bench.common.in_lab import (
     Rows,
     bytes_out,
@@ -53,7 +52,9 @@ class Contestant:
         fully_shard(model, mesh=over, reshard_after_forward=False)
         self.model = model
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        self.sync = HsdpSync(self.model, self.optimizer, mesh["replicate"]) if name == "auto" else None
+        self.sync = (
+            attach(self.model, self.optimizer, replicate=mesh["replicate"]) if name == "auto" else None
+        )
 
     def run(self, batch: tuple[Tensor, Tensor], steps: int, measured: bool = False) -> float:
         """Seconds a step, between two barriers."""

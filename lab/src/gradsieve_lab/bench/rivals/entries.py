@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradsieve.schemes import Values
-from gradsieve.wire.values import VALUE_CODECS
+from gradsieve.schemes import VALUE_CODECS, Values
 
 
 @dataclass(frozen=True, slots=True)

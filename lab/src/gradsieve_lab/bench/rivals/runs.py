@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from gradsieve.schemes import Ctx
-from gradsieve.schemes.settings import with_settings
+from gradsieve.schemes import Ctx, with_settings
 from gradsieve.testing import Meter, lockstep
 from gradsieve_lab.bench.common.virtual import Course, looks, own_batches
 from gradsieve_lab.bench.rivals.base import Rival, RivalRun

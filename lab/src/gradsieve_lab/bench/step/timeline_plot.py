@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gradsieve.tools.stages import OTHER, STAGE_COLOURS
+from gradsieve.tools import stages
 from gradsieve_lab.bench.step.measure import Plan
 from gradsieve_lab.bench.step.timeline import THREADS, Event, Step, hidden
 
@@ -32,9 +32,9 @@ def plot(steps: Sequence[Step], plan: Plan, path: Path) -> None:
         size=11,
     )
     names = {event.name for step in steps for events in step.ranks for event in events}
-    known = [name for name in STAGE_COLOURS if name in names]
+    known = [name for name in stages.STAGE_COLOURS if name in names]
     shown = [*known, *sorted(names - set(known))]
-    handles = [Patch(color=STAGE_COLOURS.get(name, OTHER), label=name) for name in shown]
+    handles = [Patch(color=stages.STAGE_COLOURS.get(name, stages.OTHER), label=name) for name in shown]
     figure.legend(handles=handles, loc="outside right upper", frameon=False)
     figure.savefig(path, dpi=150)
 
@@ -68,6 +68,6 @@ def _bar(axes: Any, event: Event, zero: float, middle: float) -> None:
         1e3 * (event.stop - event.start),
         left=1e3 * (event.start - zero),
         height=0.9 * _LANE,
-        color=STAGE_COLOURS.get(event.name, OTHER),
+        color=stages.STAGE_COLOURS.get(event.name, stages.OTHER),
         linewidth=0,
     )

@@ -29,7 +29,6 @@ from torch.nn.parallel import DistributedDataParallel
 from gradsieve.observe.recorder import Recorder
 from gradsieve.parallel.ddp import DdpSync
 from gradsieve.parallel.hooks import install_comm_hook
-from gradsieve.pipeline.base import Stats
 from gradsieve.telemetry import Span
 from gradsieve_lab.bench.common.in_lab import bytes_out, most_anywhere, ratio, run_rank, same_everywhere, tell
 from gradsieve_lab.bench.common.syncs import attached, steps_late
@@ -150,7 +149,7 @@ class Contestant:
             self.arena.door.sync = self
         else:
             self.sync.enter()
-        seen: list[tuple[list[Span], Stats]] = []
+        seen: list[tuple[list[Span], Any]] = []
         spans: list[Span] = []
         dist.barrier()
         before, start, worked = bytes_out(), time.perf_counter(), time.process_time()
@@ -185,7 +184,7 @@ class Contestant:
         self.optimizer.step()  # after the sync has finished: it watches the optimizer
         laps.lap("optimizer")
 
-    def _note(self, laps: Sequence[Span], stats: Stats) -> None:
+    def _note(self, laps: Sequence[Span], stats: Any) -> None:
         """An exchange, and what was done since the one before."""
         self.sent += stats.sent
         for stage, seconds in stats.seconds.items():

@@ -16,10 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsieve import GradientSync, record
+from gradsieve import GradientSync, record, torch_names
 from gradsieve.observe.recorder import Recorder
-from gradsieve.replica.parameter_views import SingleModel
-from gradsieve.torch_names import buffers_stay
 from gradsieve_lab.bench.common.in_lab import bytes_out, most_anywhere, run_rank, tell
 from gradsieve_lab.bench.common.syncs import attached
 from gradsieve_lab.bench.common.virtual import own_batches
@@ -46,7 +44,7 @@ class Learner:
             training.model,
             bucket_cap_mb=bucket_cap_mb(name),
             gradient_as_bucket_view=True,
-            **buffers_stay(),
+            **torch_names.buffers_stay(),
         )
         self.seconds, self.bytes = 0.0, 0
         self.sync: GradientSync | None = None
@@ -86,10 +84,11 @@ class Learner:
         which lacks the residual: a training that ended here would be flushed. So the model stays in training
         mode, in which no sync shows another.
         """
-        views = SingleModel() if self.sync is None else self.sync.replica.views
-        views.show_own()
+        if self.sync is not None:
+            self.sync.replica.views.show_own()
         value, count = self.training.judge(), len(self.training.test)
-        views.show_shared()
+        if self.sync is not None:
+            self.sync.replica.views.show_shared()
         total = torch.tensor([value * count, count], dtype=torch.float64, device="cpu")
         dist.all_reduce(total)
         return float(total[0] / total[1])

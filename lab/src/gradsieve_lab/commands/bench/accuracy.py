@@ -108,8 +108,8 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gradsieve.pipeline import exchange_settings
     from gradsieve.schemes import check_density, parse
+    from gradsieve.testing import parse_exchange
     from gradsieve.tools.cli import results
     from gradsieve_lab.bench.accuracy import measure as accuracy
     from gradsieve_lab.bench.accuracy.plot import plot
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--rates are multiples above 0")
     syncs = args.syncs or ["dense", "stripes" if args.bits else "exdyna"]
     for treatment in [*args.treatments, *(own for _, at, own in (s.partition("@") for s in syncs) if at)]:
-        exchange_settings.parse(treatment, parse("exdyna"))
+        parse_exchange(treatment, parse("exdyna"))
     drawable(args.plot)
     if args.json is not None and args.json.resolve().parent == args.folder.resolve():
         raise ConfigError(f"{args.folder} is for trainings: write the rows to another folder")

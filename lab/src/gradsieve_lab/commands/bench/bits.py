@@ -116,7 +116,7 @@ def _lossy(text: str) -> list[str]:
 
 
 def _values(text: str) -> list[str]:
-    from gradsieve.wire.values import VALUE_CODECS
+    from gradsieve.schemes import VALUE_CODECS
 
     names = list(VALUE_CODECS) if text == "all" else list(dict.fromkeys(text.split(",")))
     unknown = [name for name in names if name not in VALUE_CODECS]

@@ -34,7 +34,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
         "--scheme",
         default="exdyna",
         metavar="NAME",
-        help="settings follow a colon, those of the exchange an @: exdyna:values=bf16@gradients (default: exdyna)",
+        help="settings follow a colon, the exchange's an @: exdyna:values=bf16@gradients (default: exdyna)",
     )
     add("--params", type=size, default="25e6", metavar="N", help="size of the MLP (default: 25e6)")
     add("--density", type=float, default=0.001, metavar="D", help="share that is sent (default: 0.001)")

@@ -37,6 +37,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--faults", type=int, default=200, metavar="N", help="how many (default: %(default)s)")
     add("--seed", type=int, default=1, metavar="N", help="of the schedule (default: %(default)s)")
+    add("--kinds", metavar="LIST", help="only the schedule's faults of these kinds, to repeat what was found")
     add("--json", type=Path, metavar="FILE", help="write the lines there")
 
 
@@ -52,9 +53,14 @@ def run(args: argparse.Namespace) -> int:
     for kind, needs in absent.items():
         print(f"left out: {kind}, which needs {needs}", file=sys.stderr)
     chances = schedule(args.seed, args.faults, [kind for kind in KINDS if kind not in absent])
+    if args.kinds is not None:
+        wanted = args.kinds.split(",")
+        if unknown := [kind for kind in wanted if kind not in KINDS]:
+            raise ConfigError(f"there is no kind {', '.join(unknown)}; there are: {', '.join(KINDS)}")
+        chances = [chance for chance in chances if chance.kind in wanted]
     lines, start = list[Any](), time.monotonic()
     with Lines(args.json) as out:
-        with Campaign(args.seed, chances) as campaign, progress(args.faults) as advance:
+        with Campaign(args.seed, chances) as campaign, progress(len(chances)) as advance:
             for line in campaign.run():
                 lines.append(line)
                 out.write(line.as_json())

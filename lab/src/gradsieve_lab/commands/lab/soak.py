@@ -27,7 +27,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
     describe(parser, run, _DESCRIPTION, _EXAMPLE)
     add = parser.add_argument
     add("--steps", type=size, default="20000", metavar="N", help="of each scheme (default: %(default)s)")
-    add("--schemes", default="stripes,exdyna", metavar="LIST", help="one after the other (default: %(default)s)")
+    add("--schemes", default="stripes,exdyna", metavar="LIST", help="in order (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the figures there")
 
 

@@ -1,0 +1,140 @@
+"""What is public: documented, exported, and all that the lab uses but for a list with reasons."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gradsieve.schemes import SCHEMES
+
+ROOT = Path(__file__).parents[2]
+PUBLIC = (
+    "gradsieve",
+    "gradsieve.errors",
+    "gradsieve.schemes",
+    "gradsieve.testing",
+    "gradsieve.testing.entry_points",
+    "gradsieve.frameworks.accelerate",
+    "gradsieve.frameworks.lightning",
+    "gradsieve.frameworks.trainer",
+    "gradsieve.frameworks.torchft",
+    "gradsieve.parallel.hsdp",
+    "gradsieve.observe.records",
+    "gradsieve.observe.sinks",
+    "gradsieve.tools.cli",
+    "gradsieve.tools.documents",
+    "gradsieve.tools.quantities",
+    "gradsieve.tools.results",
+)
+"""Modules. docs/versions.md lists them."""
+REACHED = {
+    "gradsieve.checkpoint.directory": "chaos reads back what was acknowledged",
+    "gradsieve.comm.c10d.Engine": "benches of single collectives run them through the engine itself",
+    "gradsieve.comm.links.Links": "the plan's validation measures links as a sync does",
+    "gradsieve.comm.ops": "the simulator sends as many messages at once as the engine",
+    "gradsieve.comm.rounds": "bench collectives compares the ways in which collectives are carried",
+    "gradsieve.comm.sockets": "faults break a rank's own sockets",
+    "gradsieve.feedback.units": "recorded gradients are laid out as a unit is",
+    "gradsieve.observe.recorder.Recorder": "benches record virtual ranks, which have no sync",
+    "gradsieve.parallel.ddp.DdpSync": "bench step drives the communication hook by itself, to time it",
+    "gradsieve.parallel.hooks.install_comm_hook": "the same, for torch's own hooks",
+    "gradsieve.telemetry.Span": "bench step's timeline is made of the pipeline's spans",
+    "gradsieve.tools.plan": "bench plan holds its predictions against a lab",
+    "gradsieve.tools.report.page.STYLE": "pages of the simulator look like those of a report",
+    "gradsieve.tools.stages": "figures have the report's colours",
+    "gradsieve.torch_names": "torch's names that are not public are in one place",
+}
+"""What the lab uses that no version promises, and why."""
+MOST = 15
+
+
+def imported(path: Path) -> Iterator[tuple[str, str]]:
+    """Module and name, of everything in gradsieve that a file imports by name; of a module, that alone."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and re.match(r"gradsieve(\.|$)", node.module or ""):
+            for alias in node.names:
+                yield str(node.module), alias.name
+
+
+def is_module(name: str) -> bool:
+    path = ROOT / "src" / Path(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def public_names(module: str) -> set[str]:
+    found = importlib.import_module(module)
+    return set(getattr(found, "__all__", [name for name in vars(found) if not name.startswith("_")]))
+
+
+def reached(package: Path) -> set[str]:
+    found = set()
+    for path in package.rglob("*.py"):
+        for module, name in imported(path):
+            whole = f"{module}.{name}"
+            if whole in PUBLIC or module.startswith("gradsieve.testing."):
+                continue
+            if module in PUBLIC and name in public_names(module):
+                continue
+            found.add(module if module in REACHED else whole)
+    return found
+
+
+def test_the_lab_uses_what_is_public_and_a_short_list() -> None:
+    assert reached(ROOT / "lab" / "src" / "gradsieve_lab") == set(REACHED)
+    assert len(REACHED) <= MOST
+
+
+def test_another_reach_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "toy.py").write_text(
+        "from gradsieve import attach\nfrom gradsieve.wire.check import sums_within\n"
+        "from gradsieve.tools.plan import Model\ndef f():\n    from gradsieve.comm import waits\n"
+    )
+    assert reached(tmp_path) == {
+        "gradsieve.wire.check.sums_within",
+        "gradsieve.tools.plan",
+        "gradsieve.comm.waits",
+    }
+
+
+def shown() -> Iterator[tuple[str, str, str]]:
+    """Where the docs, README and examples import something of gradsieve."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.py")]
+    for page in pages:
+        if "adr" in page.parts:
+            continue
+        for module, names in re.findall(
+            r"^ *from (gradsieve(?:\.\w+)*) import ([\w, ]+)", page.read_text(), re.MULTILINE
+        ):
+            for name in names.split(","):
+                yield page.name, module, name.strip().partition(" as ")[0]
+
+
+def test_what_the_docs_tell_people_to_import_is_public() -> None:
+    every = list(shown())
+    assert len(every) > 5
+    inside = tuple(f"{module}." for module in PUBLIC[1:])
+    assert [each for each in every if each[1] not in PUBLIC and not each[1].startswith(inside)] == []
+    for page, module, name in every:
+        assert is_module(f"{module}.{name}") or hasattr(importlib.import_module(module), name), (page, name)
+
+
+def test_versions_lists_the_public_modules() -> None:
+    text = (ROOT / "docs" / "versions.md").read_text()
+    assert [module for module in PUBLIC if f"`{module}`" not in text] == []
+
+
+@pytest.mark.parametrize(
+    "module", ["gradsieve", "gradsieve.schemes", "gradsieve.testing", "gradsieve.tools.cli"]
+)
+def test_what_is_exported_is_there_and_in_the_docs(module: str) -> None:
+    found = importlib.import_module(module)
+    text = "\n".join(path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+    assert [name for name in found.__all__ if not hasattr(found, name)] == []
+    schemes = {kind.__name__ for kind in SCHEMES.values()}  # their page is made from the registry
+    missing = [name for name in found.__all__ if not re.search(rf"\b{name}\b", text)]
+    assert set(missing) - schemes == set()
