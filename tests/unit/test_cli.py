@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from gradsieve.tools.cli import arguments as values
-from gradsieve.tools.cli import progress, tree
+from gradsieve.tools.cli import progress_bar, tree
 from gradsieve.tools.cli.main import main, parser_for
 from gradsieve_lab.bench.exchange import measure as exchange
 from gradsieve_lab.bench.step import measure as step
@@ -348,14 +348,14 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress_bar.time, "monotonic", lambda: now[0])
     return now
 
 
 def test_plain_lines_come_now_and_then_with_the_time_left(
     clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with progress.progress(100) as advance:
+    with progress_bar.progress(100) as advance:
         advance(1, "too soon for a line")
         clock[0] = 19.0
         advance(19, "exdyna")
@@ -369,7 +369,7 @@ def test_plain_lines_come_now_and_then_with_the_time_left(
 
 def test_start_up_is_not_extrapolated(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     """A minute until the first step is done, as of processes that load torch, then ten a second."""
-    with progress.progress(10_000) as advance:
+    with progress_bar.progress(10_000) as advance:
         clock[0] = 60.0
         advance(1, "first")  # 167 hours, if it were
         for _ in range(60):
@@ -386,7 +386,7 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich")
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setenv("TERM", "xterm")
-    with progress.progress(100) as advance:
+    with progress_bar.progress(100) as advance:
         advance(50, "exdyna, 16 ranks")
     shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
     assert "exdyna, 16 ranks" in shown
@@ -398,9 +398,9 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_bar_shows_a_sound_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich")
     monkeypatch.setattr(sys, "stderr", Terminal())
-    monkeypatch.setattr(progress.Estimate, "spoken", "about 80 s left")
+    monkeypatch.setattr(progress_bar.Estimate, "spoken", "about 80 s left")
     monkeypatch.setenv("TERM", "xterm")
-    with progress.progress(100) as advance:
+    with progress_bar.progress(100) as advance:
         advance(50, "exdyna")
     assert "about 80 s left" in sys.stderr.getvalue()  # type: ignore[attr-defined]
 
@@ -408,7 +408,7 @@ def test_a_bar_shows_a_sound_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_terminal_without_rich_gets_lines(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "stderr", Terminal())
-    with progress.progress(10) as advance:
+    with progress_bar.progress(10) as advance:
         advance(1, "too soon for a line")
         clock[0] = 48.0
         advance(4, "exdyna")

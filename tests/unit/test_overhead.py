@@ -16,7 +16,7 @@ from gradsieve.tools.cli.main import main
 from gradsieve.types import Program
 from gradsieve_lab.bench import overhead
 from gradsieve_lab.bench.common.clock import Clock
-from gradsieve_lab.bench.overhead import Case, Rank, bare, cases, kernels, measure, step
+from gradsieve_lab.bench.overhead import Case, Rank, bare, cases, kernels_here, measure, step
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_rows_are_the_fast_kernel_first_and_say_where_the_time_goes(monkeypatch:
     done = []
     (case,) = cases(["dense"], 2, 5000, 0.1)
     rows = measure(case, lambda amount, doing: done.append(amount))
-    assert [row["kernel"] for row in rows] == kernels()
+    assert [row["kernel"] for row in rows] == kernels_here()
     assert sum(done) == overhead.work(case)
     for row in rows:
         assert row["params"] == 2 * 2048
@@ -104,12 +104,12 @@ def test_rows_are_the_fast_kernel_first_and_say_where_the_time_goes(monkeypatch:
         assert sorted(row["ratio_all"])[1] == row["ratio"]
         assert row["density"] == 1.0
         assert set(row["stage_ms"]) == {"accumulate", "select", "apply", "commit"}
-    assert overhead.by_stage(rows)[0]["kernel"] == kernels()[0]
+    assert overhead.by_stage(rows)[0]["kernel"] == kernels_here()[0]
 
 
 def test_the_fast_kernel_is_left_out_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overhead, "active", lambda: "torch (ImportError: no numba)")
-    assert kernels() == ["torch"]
+    monkeypatch.setattr(overhead.kernels, "active", lambda: "torch (ImportError: no numba)")
+    assert kernels_here() == ["torch"]
 
 
 def test_a_lossless_scheme_exchanges_gradients_alone() -> None:
@@ -157,5 +157,5 @@ def test_the_command_prints_two_tables_and_writes_its_rows(
     assert second.split()[:4] == ["scheme", "exchange", "kernel", "accumulate"]
     result = json.loads(path.read_text())
     kinds = [(row["exchange"], row["kernel"]) for row in result["rows"]]
-    assert kinds == [(exchange, kernel) for exchange in ("steps", "gradients") for kernel in kernels()]
+    assert kinds == [(exchange, kernel) for exchange in ("steps", "gradients") for kernel in kernels_here()]
     assert result["config"] == {"schemes": ["exdyna"], "world": 2, "params": 10_000, "density": 0.01}

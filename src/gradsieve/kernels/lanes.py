@@ -206,8 +206,8 @@ def _type_encode_sent(bits: int) -> Callable[..., Any]:
                 limit = builder.fmul(_vector(_FLOATS, 2.0), _everywhere(builder, arguments[3]))
                 marks.append((builder.fcmp_ordered(">", _magnitudes(builder, value), limit), 4))
             codes = _vector(kind, 0)
-            for anchor, bit in marks:
-                codes = builder.or_(codes, builder.select(anchor, _vector(kind, bit), _vector(kind, 0)))
+            for mark, bit in marks:
+                codes = builder.or_(codes, builder.select(mark, _vector(kind, bit), _vector(kind, 0)))
             packed = _packed(builder, 2 * bits, codes)
             target = _pointer(context, builder, packed.type, signature.args[4], *arguments[4:])
             builder.store(packed, target, align=1)

@@ -99,7 +99,7 @@ def accumulate_and_mark(
     return _marks(residual, gradient, out, scale, threshold, add=True)
 
 
-def anchor(x: Tensor, threshold: float) -> Marks:
+def mark(x: Tensor, threshold: float) -> Marks:
     """What is above the threshold in x."""
     return _marks(x, x, x, 1.0, threshold, add=False)
 
@@ -145,7 +145,7 @@ def accumulate(residual: Tensor, gradient: Tensor, scale: float, out: Tensor) ->
 
 
 def select(x: Tensor, threshold: float, capacity: int, phase: float) -> tuple[Tensor, Tensor, Tensor]:
-    marks = anchor(x, threshold)
+    marks = mark(x, threshold)
     starts = scan(marks.counts)
     demand = starts[-1]
     indices = compact(x, threshold, starts, fast.window_start(demand, capacity, phase), capacity)
