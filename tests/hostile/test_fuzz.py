@@ -109,4 +109,4 @@ def test_guided_without_atheris_says_what_to_install(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["lab", "fuzz", "--guided"]) == 2
-    assert "gradsieve[fuzz]" in capsys.readouterr().err
+    assert "gradsieve-lab[fuzz]" in capsys.readouterr().err

@@ -69,7 +69,7 @@ def test_a_small_model_is_measured_and_the_spread_is_shown(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "step.json"
-    syncs = "exdyna,exdyna@steps:overlap=false,exdyna:values=bf16@paper"
+    syncs = "exdyna,exdyna@steps:overlap=0,exdyna:values=bf16@paper"
     size = ["--hosts", "2", "--params", "1e5", "--rounds", "2", "--syncs", syncs]
     assert main(["bench", "step", *size, "--json", str(out), "--record", str(tmp_path / "record")]) == 0
     printed = capfd.readouterr()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import gradsieve.errors
+import gradsieve_lab.errors
 from gradsieve.tools.cli.main import main
 from gradsieve_lab.emulation import Lab
 
@@ -125,7 +126,7 @@ def test_nothing_stays_when_building_fails_half_way(
 
     monkeypatch.setattr("gradsieve_lab.emulation.network.host_lines", fail)
     with (
-        pytest.raises(gradsieve.errors.LabError, match=r"`ip` failed in gs.*no-such-device"),
+        pytest.raises(gradsieve_lab.errors.LabError, match=r"`ip` failed in gs.*no-such-device"),
         Lab(2, None, "1ms"),
     ):
         pass

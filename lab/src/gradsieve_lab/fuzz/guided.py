@@ -22,7 +22,7 @@ from gradsieve.testing.entry_points.entry_point import EntryPoint
 def guide(target: str, count: int, seed: int) -> int:
     """In a process of its own: libFuzzer ends the one it runs in."""
     if importlib.util.find_spec("atheris") is None:
-        raise ConfigError("guided fuzzing needs atheris: pip install 'gradsieve[fuzz]'")
+        raise ConfigError("guided fuzzing needs atheris: pip install 'gradsieve-lab[fuzz]'")
     with tempfile.TemporaryDirectory(prefix="gradsieve-corpus-") as corpus:
         command = [sys.executable, "-m", "gradsieve_lab.fuzz.guided", target, corpus, f"-runs={count}"]
         limits = [

@@ -26,7 +26,7 @@ _EXAMPLE = """\
 examples:
   gradsieve lab fuzz --target frames --count 1e6 --seed 1
   gradsieve lab fuzz --target frames --seed 1 --case 8231
-  gradsieve lab fuzz --target frames --count 1e6 --guided     (needs pip install 'gradsieve[fuzz]')
+  gradsieve lab fuzz --target frames --count 1e6 --guided     (needs pip install 'gradsieve-lab[fuzz]')
 """
 
 
