@@ -97,14 +97,14 @@ def test_a_scheme_that_is_compared_with_dense_never_goes_dense_by_itself(
 ) -> None:
     asked = []
 
-    def attached(*given: object, dense_if_faster: bool = True) -> object:
-        asked.append(dense_if_faster)
-        return syncs.attached(*given, dense_if_faster=dense_if_faster)  # type: ignore[arg-type]
+    def attached(*given: object, deterministic: bool = False) -> object:
+        asked.append(deterministic)
+        return syncs.attached(*given, deterministic=deterministic)  # type: ignore[arg-type]
 
     monkeypatch.setattr(time_to_accuracy_worker, "attached", attached)
     for sync in SYNCS:
         Learner(sync, PLAN, 0).close()
-    assert asked == [False] * 3
+    assert asked == [True] * 3
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "loss"])

@@ -269,8 +269,8 @@ def _vote(
     """All ranks' sizes and hashes, if every rank has written its file, and what is replicated in these is the
     same: one of ranks that differ could not be loaded.
 
-    A message has its step and stamp: one of an earlier save that comes again names a file which may still be
-    there.
+    A message has its step, its stamp and which vote it is: one of an earlier save or vote that comes again
+    names a file which may still be there.
     """
     words = [mine.sha256[at : at + 8] for at in range(0, _HASH, 8)]
     row = torch.tensor(

@@ -37,18 +37,7 @@ class DdpSync(ModelSync):
 
     _comm_hook: CommHook | None = None
 
-    def __init__(
-        self,
-        ddp: DistributedDataParallel,
-        optimizer: Any,
-        *,
-        scheme: str | Scheme[Any] | None = None,
-        density: float | None = None,
-        bits: float | None = None,
-        exchange: Exchange | None = None,
-        scaler: torch.amp.GradScaler | None = None,
-        deterministic: bool = False,
-    ) -> None:
+    def __init__(self, ddp: DistributedDataParallel, optimizer: Any, **settings: Unpack[Settings]) -> None:
         ddp = model_in(ddp)
         refuse_unfit(ddp)
         # Weak: DDP's reducer holds the hook's state, and the collector cannot see through its C++ part.
@@ -57,14 +46,9 @@ class DdpSync(ModelSync):
             ddp.module,
             ((name, p) for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore),
             optimizer,
-            scheme=scheme,
-            density=density,
-            bits=bits,
-            exchange=exchange,
-            scaler=scaler,
-            deterministic=deterministic,
             group=ddp.process_group,
             bucket_cap_mb=UNIT_CAP_MB if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap / 2**20,
+            **settings,
         )
         if isinstance(self.pipeline, GradientPipeline):
             self.pipeline.may_have_unused = ddp.find_unused_parameters or ddp.static_graph

@@ -67,12 +67,12 @@ def attached(
     ddp: DistributedDataParallel,
     optimizer: Optimizer,
     density: float,
-    dense_if_faster: bool = True,
+    deterministic: bool = False,
 ) -> DdpSync:
     """One of ours. `auto`: what a user gets who asks for nothing. What was published never goes dense by
     itself."""
     if sync == "auto":
         return DdpSync(ddp, optimizer)
     scheme, treatment = treated(sync, density)
-    dense_if_faster = dense_if_faster and not sync.endswith("@paper")
-    return DdpSync(ddp, optimizer, scheme=scheme, exchange=treatment, deterministic=not dense_if_faster)
+    deterministic = deterministic or sync.endswith("@paper")
+    return DdpSync(ddp, optimizer, scheme=scheme, exchange=treatment, deterministic=deterministic)

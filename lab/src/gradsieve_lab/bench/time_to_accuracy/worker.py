@@ -52,7 +52,7 @@ class Learner:
         torchs = torch_hook(name)
         if torchs is None:
             # A scheme that goes dense by itself would be compared with dense in part.
-            self.sync = attached(name, self.ddp, training.optimizer, plan.density, dense_if_faster=False)
+            self.sync = attached(name, self.ddp, training.optimizer, plan.density, deterministic=True)
             if plan.record is not None:
                 stem = f"{plan.task}_{name.replace(':', '~')}_d{plan.density:g}_P{world}_s{seed}"
                 self.recorder = record(self.sync, Path(plan.record) / stem)
