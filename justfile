@@ -7,8 +7,8 @@ setup:      # everything for development, into the active virtual environment
 check:      # lint, types, import direction
     ruff check . && ruff format --check . && mypy && lint-imports
 
-test *args: # the quick tests; `just test tests/lab` for the slow ones
-    pytest -q -n 2 tests/unit tests/laws tests/papers tests/hostile tests/policy {{args}}
+test *args: # the quick tests; `just test lab/tests/network` for the slow ones
+    pytest -q -n 2 tests/unit lab/tests/unit tests/laws tests/papers tests/hostile tests/policy {{args}}
 
 soak:       # 2,000 sequences of 30 actions in any order, on virtual ranks: about ten minutes
     ANY_ORDER_EXAMPLES=2000 pytest -q tests/laws/test_any_order.py tests/laws/test_what_is_seen.py

@@ -22,7 +22,7 @@ from gradsieve.frameworks.trainer import attach
 
 CONTEXT = 64
 UNSEEN = 5
-"""One file in so many is kept to judge by."""
+"""One file in so many is kept for evaluation."""
 
 
 class Windows(torch.utils.data.Dataset):

@@ -123,7 +123,7 @@ class Table:
         if isinstance(seen, Broken):
             out = Result(row.name, cell, "refused" if seen.refused else "WRONG", [Fault(seen.sentence)])
         else:
-            out = judged(row, cell, seen, dense)
+            out = evaluated(row, cell, seen, dense)
         if out.kind == "WRONG" and cell in ("compile", "resume"):  # in the others, `dense` did the same
             again = self._reference(row, cell)
             own = [Fault(again.sentence)] if isinstance(again, Broken) else [*faults(again, dense, cell)]
@@ -160,7 +160,7 @@ class Table:
 # -- judging -----------------------------------------------------------------------------------------------
 
 
-def judged(row: Row, cell: str, seen: Sequence[Seen], dense: Sequence[Seen]) -> Result:
+def evaluated(row: Row, cell: str, seen: Sequence[Seen], dense: Sequence[Seen]) -> Result:
     """A training that came to its end."""
     wrong, ratio = [*faults(seen, dense, cell)], ratio_of(seen, dense)
     out = Result(row.name, cell, "WRONG" if wrong else "served", wrong)

@@ -1,5 +1,5 @@
-"""kill -9 before each system call of a save: afterwards a whole checkpoint loads, the new one where a rank
-was told that it is saved.
+"""kill -9 before each system call of a save: afterwards a whole checkpoint loads, the new one where it was
+acknowledged.
 
     python tools/kill_saves.py --json benchmarks/results/kill-saves-2026-11-17.json
 
@@ -61,7 +61,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """What the ranks told, and the victim's system calls since the save began."""
+    """What the ranks reported, and the victim's system calls since the save began."""
 
     call: Call | None
     endings: list[Ending]
@@ -88,7 +88,7 @@ class Chain:
     def calls(self, victim: int) -> list[str]:
         """Of an undisturbed save."""
         life = self._live(victim, None)
-        if any(not ending.told("saved") for ending in life.endings):
+        if any(not ending.message("saved") for ending in life.endings):
             raise SystemExit(f"{self._kind}, undisturbed: {life.endings}")
         return life.calls[: life.calls.index(END)]
 
@@ -103,7 +103,7 @@ class Chain:
         for call in chain(calls, (None,)):  # the last life only loads
             life = self._live(victim, call)
             if before is not None:
-                line = judged(before, life, victim)
+                line = evaluated(before, life, victim)
                 yield line
                 if line.found not in ("first", "second"):
                     self._begin_anew()
@@ -131,12 +131,12 @@ class Chain:
         self._place.mkdir()
 
 
-def judged(before: Life, after: Life, victim: int) -> Line:
+def evaluated(before: Life, after: Life, victim: int) -> Line:
     """By what the life after has loaded."""
-    loaded = [ending.told("loaded").get("digest") for ending in after.endings]
+    loaded = [ending.message("loaded").get("digest") for ending in after.endings]
     found = "; ".join(f"rank {rank}: {_end_of(each)}" for rank, each in enumerate(after.endings))
     for which in ("second", "first"):
-        if None not in loaded and loaded == [each.told(which).get("digest") for each in before.endings]:
+        if None not in loaded and loaded == [each.message(which).get("digest") for each in before.endings]:
             found = which
     others = [_end_of(each) for rank, each in enumerate(before.endings) if rank != victim]
     assert before.call is not None
@@ -146,9 +146,9 @@ def judged(before: Life, after: Life, victim: int) -> Line:
 def _end_of(ending: Ending) -> str:
     if ending.exit_code is None:
         return "hung"
-    if ending.told("saved"):
+    if ending.message("saved"):
         return "saved"
-    raised = ending.told("raised")
+    raised = ending.message("raised")
     return f"{raised['error']}: {raised['said']}" if raised else f"exit code {ending.exit_code}"
 
 

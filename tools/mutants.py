@@ -25,7 +25,7 @@ import tomllib
 
 ROOT = Path(__file__).parent.parent
 LIST = ROOT / "tools" / "mutants.toml"
-_NEEDED = ("src", "lab", "tests", "pyproject.toml", "examples", "docs")
+_NEEDED = ("src", "lab", "tests", "conftest.py", "pyproject.toml", "examples", "docs")
 _SECONDS = 600
 _PASSED, _FAILED, _HUNG, _CRASHED = 0, 1, -99, 98
 """Exit codes of pytest, of which any other is no verdict; and ours."""

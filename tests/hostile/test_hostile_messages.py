@@ -156,7 +156,7 @@ def test_an_impossible_tail_is_refused_and_the_liar_named(name: str, steps: int,
         message[8:HEADER] = torch.tensor([tail]).view(torch.uint8)
         return message
 
-    with pytest.raises(Malformed, match=rf"rank {EVIL} sent a tail sum of"):
+    with pytest.raises(Malformed, match=rf"rank {EVIL} sent a threshold statistic of"):
         target(name, steps).attack(forge)
 
 

@@ -122,7 +122,7 @@ class AnyOrder(RuleBasedStateMachine):
         fleet.room.everyone(do)
         fleet.check(taken=[rank for rank in order if how[rank] in ("both", "in turn", "closure", "late")])
         if data.draw(st.booleans(), label="and evaluates"):
-            self.judge(seed)
+            self.check_evaluation(seed)
 
     def _forward(self, rank: int, seed: int, micro: int) -> Tensor:
         one = self.ranks[rank]
@@ -179,9 +179,9 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(seed=seeds)
     def evaluate(self, seed: int) -> None:
-        self.judge(seed)
+        self.check_evaluation(seed)
 
-    def judge(self, seed: int) -> None:
+    def check_evaluation(self, seed: int) -> None:
         values = [self.fleet.evaluate(r, bool(seed % 2), seed % 3 == 0) for r in self.fleet.ranks]
         assert all(torch.equal(value, values[0]) for value in values), "ranks evaluate different models"
 

@@ -1,6 +1,6 @@
 """P virtual ranks that train under a treatment, and the laws of treatments.
 
-Each law is a function that raises AssertionError where it is broken (see `test_treatments_can_fail.py`).
+Each law is a function that raises AssertionError where it is broken (see `test_exchanges_can_fail.py`).
 Numbers are whole, times a power of two: where the number of ranks is a power of two as well, laws hold to the
 last bit.
 """

@@ -162,9 +162,9 @@ def best_at_the_end(folder: Path) -> dict[str, Any]:
     best = Path(str(run.state.best_model_checkpoint))
     plain = Fit()
     plain.load_state_dict(load_file(best / "model.safetensors"))
-    judged = [line["eval_loss"] for line in run.state.log_history if "eval_loss" in line]
+    evaluated = [line["eval_loss"] for line in run.state.log_history if "eval_loss" in line]
     return {
-        "judged": judged,
+        "evaluated": evaluated,
         "of the file": float(plain(**whole(2))["loss"]),
         "is the best": all(map(torch.equal, plain.parameters(), run.model.parameters())),
         "kept": sorted(str(path.relative_to(folder)) for path in folder.rglob("manifest.json")),

@@ -38,7 +38,7 @@ class Learner(lightning.LightningModule):
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 8))
         self.sync: gradsieve.GradientSync | None = None
-        self.judged: list[float] = []
+        self.evaluated: list[float] = []
 
     def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         return (self.net(batch[0]) - batch[1]).square().mean()
@@ -47,7 +47,7 @@ class Learner(lightning.LightningModule):
         return self(batch)
 
     def validation_step(self, batch: tuple[Tensor, Tensor]) -> None:
-        self.judged.append(float(self(batch)))
+        self.evaluated.append(float(self(batch)))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
@@ -116,7 +116,7 @@ def ended(way: str) -> str:
         "rank": RANK,
         "bits": int(digest([p.detach() for p in learner.parameters()])),
         "loss": loss,
-        "judged": learner.judged,
+        "evaluated": learner.evaluated,
         "skipped": sync.pipeline.skipped,
         "exchanges": sync.pipeline.step,
         "finite": all(bool(p.isfinite().all()) for p in learner.parameters()),

@@ -25,7 +25,7 @@ from gradsieve.parallel.hooks import CommHook
 from gradsieve.parallel.model_sync import ModelSync
 from gradsieve.sync import optimizer_hooks
 from multiproc.harness import RankFailure, Ranks
-from unit.test_step_length import Averaged, Master
+from unit.feedback.test_step_length import Averaged, Master
 
 WIDE = 48
 

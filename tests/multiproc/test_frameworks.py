@@ -67,11 +67,11 @@ def test_a_step_that_a_scaler_skips_is_one_ranks_own() -> None:
 # -- Trainer --------------------------------------------------------------------------------------------
 
 
-def test_trainer_judges_keeps_and_loads_the_shared_model() -> None:
+def test_trainer_evaluates_keeps_and_loads_the_shared_model() -> None:
     first, second = of("best_at_the_end")
-    assert first["judged"] == second["judged"]
-    assert len(first["judged"]) == 3
-    assert min(first["judged"]) == pytest.approx(first["of the file"], rel=1e-5)
+    assert first["evaluated"] == second["evaluated"]
+    assert len(first["evaluated"]) == 3
+    assert min(first["evaluated"]) == pytest.approx(first["of the file"], rel=1e-5)
     for end in (first, second):
         assert end["is the best"]
         assert end["closed"]

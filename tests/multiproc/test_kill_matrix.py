@@ -57,20 +57,20 @@ def test_a_fault_that_does_not_happen_is_seen(matrix: Matrix, clean: Clean) -> N
 
 def test_a_stop_of_half_the_deadline_is_no_failure(matrix: Matrix, clean: Clean) -> None:
     endings = matrix.endings("exdyna", DEADLINE, Fault(STOP, 1, 1, 0), stop_seconds=DEADLINE / 2)
-    told = [ending.told("ended") for ending in endings]
-    assert [ending.exit_code for ending in endings] == [DONE] * WORLD, told
-    assert [each["digests"] for each in told] == [clean.digests] * WORLD
-    assert told[0]["at"] - endings[1].told("fired")["at"] > DEADLINE / 2, "it was stopped"
+    ended = [ending.message("ended") for ending in endings]
+    assert [ending.exit_code for ending in endings] == [DONE] * WORLD, ended
+    assert [each["digests"] for each in ended] == [clean.digests] * WORLD
+    assert ended[0]["at"] - endings[1].message("fired")["at"] > DEADLINE / 2, "it was stopped"
 
 
 def test_a_rank_with_fewer_batches_is_named_as_such(matrix: Matrix) -> None:
     endings = matrix.endings("exdyna", 60.0, None, steps=(6, 3, 6))
     assert [ending.exit_code for ending in endings] == [PEER_FAILED, DONE, PEER_FAILED]
     for rank in (0, 2):
-        told = endings[rank].told("ended")
-        assert told["ranks"] == [1]
-        assert "rank 1 left after unit 0 of 1 in step 2" in told["said"]
-        assert "drop_last=True" in told["said"]
+        ended = endings[rank].message("ended")
+        assert ended["ranks"] == [1]
+        assert "rank 1 left after unit 0 of 1 in step 2" in ended["said"]
+        assert "drop_last=True" in ended["said"]
 
 
 def wait_for_the_host(rank: int, port: int, pipe: Any) -> None:
@@ -103,5 +103,5 @@ def port() -> int:
 def test_a_dead_rank_that_had_the_store_is_named(matrix: Matrix, port: int) -> None:
     endings: list[Ending] = matrix.fleet.run(wait_for_the_host, [(0, port), (1, port)], 20.0)
     assert [ending.exit_code for ending in endings] == [-signal.SIGKILL, 0], endings
-    assert endings[1].told("ended")["ranks"] == [0]
-    assert "store" in endings[1].told("ended")["said"]
+    assert endings[1].message("ended")["ranks"] == [0]
+    assert "store" in endings[1].message("ended")["said"]

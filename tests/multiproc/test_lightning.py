@@ -24,13 +24,13 @@ def test_it_is_the_loop_by_hand() -> None:
     trainer, hand = trained("trainer"), trained("hand")
     assert trainer[0]["loss"] == pytest.approx(hand[0]["loss"], rel=0.02)
     assert [end["exchanges"] for end in trainer + hand] == [41] * 4  # with the flush at the end
-    assert trainer[0]["judged"] == pytest.approx(hand[0]["judged"], rel=0.02)
+    assert trainer[0]["evaluated"] == pytest.approx(hand[0]["evaluated"], rel=0.02)
 
 
-def test_both_ranks_judge_the_same_model() -> None:
+def test_both_ranks_evaluate_the_same_model() -> None:
     first, second = trained("trainer")
-    assert first["judged"] == second["judged"]
-    assert len(first["judged"]) == 8 * 4
+    assert first["evaluated"] == second["evaluated"]
+    assert len(first["evaluated"]) == 8 * 4
 
 
 def test_a_gradient_that_is_not_finite_costs_one_step_of_one_rank() -> None:

@@ -90,7 +90,7 @@ def script(rank: int, folder: str) -> tuple[list[float], list[float], list[Tenso
 
 def test_a_script_that_only_attaches(two: Ranks, tmp_path: Path) -> None:
     (values, sent, kept), (others, _, _) = two.run(script, str(tmp_path))
-    assert values == others, "ranks judged different models, and could stop at different epochs"
+    assert values == others, "ranks evaluated different models, and could stop at different epochs"
     assert set(sent) == {0}, "evaluating exchanged something"
     plain = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, 8))
     plain.load_state_dict(torch.load(tmp_path / "best.pt", weights_only=True))

@@ -1,4 +1,4 @@
-"""`every=H` behind DistributedDataParallel: periods are saved, flushed and judged in their middle."""
+"""`every=H` behind DistributedDataParallel: periods are saved, flushed and evaluated in their middle."""
 
 from __future__ import annotations
 

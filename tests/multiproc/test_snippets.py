@@ -22,7 +22,7 @@ from documents import PAGES, Block, blocks
 from multiproc.harness import RankFailure, Ranks
 
 SCRIPTS = ("train.py", "measure.py")
-"""Blocks that are programs of their own: tests/lab runs them."""
+"""Blocks that are programs of their own: lab/tests/network runs them."""
 PYTHON = [
     block
     for page in PAGES

@@ -190,7 +190,7 @@ def begins(rank: int) -> dict[str, bool]:
 
     ddp.eval()
     ddp(inputs)
-    look("a forward to judge the model")
+    look("a forward to evaluate the model")
     ddp.train()
     with torch.no_grad():
         ddp(inputs)
@@ -215,7 +215,7 @@ def begins(rank: int) -> dict[str, bool]:
 
 
 BEGUN = {
-    "a forward to judge the model": False,
+    "a forward to evaluate the model": False,
     "a forward without gradients": False,
     "a forward to train": True,
     "and a second one begins no other": True,

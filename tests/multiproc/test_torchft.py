@@ -22,7 +22,7 @@ from gradsieve_lab.bench.elastic.replica import Plan
 
 
 def trained(steps: int, faults: elastic.Faults) -> dict[str, Any]:
-    plan = Plan("transformer", 3, steps, {"bits": 1.0}, 0, deadline=3.0, least=1, judged=False)
+    plan = Plan("transformer", 3, steps, {"bits": 1.0}, 0, deadline=3.0, least=1, evaluated=False)
     row = elastic.measure(plan, faults)
     assert row["alike"], "replicas ended with different models"
     return row
@@ -86,7 +86,7 @@ class Lighthouse:
 def trained_through_the_dark(
     folder: Path, faults: elastic.Faults, seconds: float, **more: Any
 ) -> dict[str, Any]:
-    plan = Plan("transformer", 3, 14, {"bits": 1.0}, 0, deadline=5.0, least=2, judged=False, **more)
+    plan = Plan("transformer", 3, 14, {"bits": 1.0}, 0, deadline=5.0, least=2, evaluated=False, **more)
     lighthouse = Lighthouse(plan.least, 9, seconds)
     try:
         return elastic.Campaign(plan, faults, lighthouse.address, folder).run(lighthouse.advance)
@@ -162,7 +162,7 @@ def test_replicas_that_all_end_go_on_from_their_checkpoint(tmp_path: Path) -> No
             *("transformer", 2, steps, {"bits": 1.0}, 0),
             deadline=10.0,
             least=2,
-            judged=False,
+            evaluated=False,
             folder=str(tmp_path / "saved"),
             save_every=3,
         )

@@ -45,3 +45,20 @@ def test_a_room_that_nobody_drew_is_found(tmp_path: Path) -> None:
     errors = tmp_path / "src" / "gradsieve" / "errors.py"
     errors.write_text('"""Something else."""\n')
     assert architecture.drawn(tmp_path) != architecture.PICTURE.read_text()
+
+
+def without_package(tests: Path, package: Path) -> list[str]:
+    """Folders of unit tests that are named after no package."""
+    folders = (each for each in tests.iterdir() if each.is_dir() and each.name != "__pycache__")
+    return sorted(each.name for each in folders if not (package / each.name / "__init__.py").is_file())
+
+
+def test_unit_tests_lie_as_what_they_test() -> None:
+    assert without_package(ROOT / "tests" / "unit", ROOT / "src" / "gradsieve") == []
+    assert without_package(ROOT / "lab" / "tests" / "unit", ROOT / "lab" / "src" / "gradsieve_lab") == []
+
+
+def test_tests_of_a_package_that_is_gone_are_found(tmp_path: Path) -> None:
+    (tmp_path / "sync").mkdir()
+    (tmp_path / "integrations").mkdir()
+    assert without_package(tmp_path, ROOT / "src" / "gradsieve") == ["integrations"]

@@ -24,7 +24,7 @@ def test_every_mutant_can_be_applied() -> None:
         ({"text": "no such text"}, "occurs 0 times"),
         ({"text": "\n"}, "times in"),
         ({"file": "src/no_such_file.py"}, "there is no file"),
-        ({"test": "tests/unit/test_tags.py::test_no_such_test"}, "there is no test"),
+        ({"test": "tests/unit/pipeline/test_tags.py::test_no_such_test"}, "there is no test"),
     ],
 )
 def test_one_that_cannot_is_seen(change: dict[str, str], said: str) -> None:

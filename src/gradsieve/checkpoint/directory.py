@@ -411,16 +411,16 @@ def read_manifest(folder: Path, stamp: Stamp | None = None) -> Manifest:
         raise Malformed(f"{path} is not a manifest of a gradsieve checkpoint")
     if current == b"1":
         _, world, step, scheme, layout, optimizers, hashes = found.groups()
-        told, pair, sizes = BEFORE, b"", None
+        stamped, pair, sizes = BEFORE, b"", None
     else:
         _, term, number, world, step, scheme, layout, optimizers, pair, sizes, hashes = found.groups()
-        told = Stamp(int(term), int(number))
+        stamped = Stamp(int(term), int(number))
     ranks = state.checked_world(int(world))
     lengths = () if sizes is None else tuple(map(int, sizes.split(b", ")))
     if len(hashes) != 2 * _HASH * ranks or len(lengths) not in (0, ranks) or int(optimizers) > 1:
         raise Malformed(f"{path} does not name a file for each of {ranks} ranks")
-    if told != stamp:
-        raise Malformed(f"{path} is the manifest {told} under another name")
+    if stamped != stamp:
+        raise Malformed(f"{path} is the manifest {stamped} under another name")
     return Manifest(
         *(ranks, int(step), scheme.decode(), layout.decode(), optimizers == b"1", hashes.decode()),
         *(lengths, stamp, pair.decode()),

@@ -143,8 +143,8 @@ def read_whole(folder: Path, shards: Shards) -> Whole:
     found = (_READ_1 if stamp == BEFORE else _READ).fullmatch(content)
     if found is None:
         raise Malformed(f"{path} is not the manifest of a checkpoint of shards")
-    *told, count, step, parameters, hashes = found.groups()
-    if told and Stamp(*map(int, told)) != stamp:
+    *stamped, count, step, parameters, hashes = found.groups()
+    if stamped and Stamp(*map(int, stamped)) != stamp:
         raise Malformed(f"{path} is another manifest under its name")
     if not 1 <= int(count) <= MOST_RANKS or len(hashes) != _HEX * int(count):
         raise Malformed(f"{path} does not name a folder for each of {int(count)} shards")

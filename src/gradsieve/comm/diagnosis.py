@@ -11,7 +11,7 @@ that wait (`waits.py`). Keys, under a prefix that the ranks agree on at attach a
     left/r      rank r closed its engine, and after what
     host        the rank whose process has the store, if there is one
     leavers     how many have left; when the host has, `asked` says so: its process may end, and the store
-    coroners    the first to count here is the leader: it reads all answers, the only thing linear in P
+    leaders     the first to count here is the leader: it reads all answers, the only thing linear in P
     verdict     what the leader found, for the others
 
 What is read was written by peers: lengths, types and ranges are checked.
@@ -150,7 +150,7 @@ class Monitor:
         self._wake = threading.Event()
         self._reached = threading.Event()
         """The store answers."""
-        self._judged = threading.Event()
+        self._decided = threading.Event()
         self._judging = threading.Lock()
         """The thread of the watch and the one that asks may both come to a verdict: the first one holds."""
         self.verdict: Verdict | None = None
@@ -162,8 +162,8 @@ class Monitor:
         time for answers also where the store gives none."""
         self._seconds, self._gone = seconds, gone
         self._wake.set()
-        if self.without_store is None and not self._judged.wait(seconds + 0.2) and self._reached.is_set():
-            self._judged.wait(PATIENCE_SECONDS)
+        if self.without_store is None and not self._decided.wait(seconds + 0.2) and self._reached.is_set():
+            self._decided.wait(PATIENCE_SECONDS)
         self._evaluate_by(self.without_store or Verdict("store", self.host), tell=False)
         assert self.verdict is not None
         return self.verdict
@@ -270,7 +270,7 @@ class Monitor:
     def _desert(self, call: Call) -> None:
         """Neither can go on: that one waits for this rank's call, this one for its part in an exchange."""
         what = f"{call.words} while rank {self.rank} went on training ({self._progress().what})"
-        if self._keys.add("coroners", 1) > 1:  # somebody else has found out, or looks into another failure
+        if self._keys.add("leaders", 1) > 1:  # somebody else has found out, or looks into another failure
             self._answer()
             self._hear_verdict()
             return
@@ -302,7 +302,7 @@ class Monitor:
             self._keys.tell()
         self._reached.set()
         self._answer()
-        if self._keys.add("coroners", 1) == 1:
+        if self._keys.add("leaders", 1) == 1:
             self._evaluate_by(self._examine(seconds))
         else:
             self._hear_verdict()
@@ -343,7 +343,7 @@ class Monitor:
             if self.verdict is not None:
                 return
             self.verdict = verdict
-        self._judged.set()
+        self._decided.set()
         if tell:
             self._keys.put("verdict", verdict.text(), _LONGEST)
         self._fail()

@@ -340,7 +340,7 @@ class Waiting:
 
     local: LocalSteps
     parameters: Mapping[str, Tensor]
-    rooms: list[Tensor]
+    buffers: list[Tensor]
     """The one that `between` computes into, once there is one."""
 
     @property
@@ -362,9 +362,9 @@ class Waiting:
 
     def _room(self, count: int) -> Tensor:
         """New memory costs more than what is written to it: as long as it suffices, the same again."""
-        if not self.rooms or self.rooms[0].numel() < count:
-            self.rooms[:] = [self.local.anchor.new_empty(count)]
-        return self.rooms[0][:count]
+        if not self.buffers or self.buffers[0].numel() < count:
+            self.buffers[:] = [self.local.anchor.new_empty(count)]
+        return self.buffers[0][:count]
 
     def select(
         self, start: int, stop: int, threshold: float, capacity: int, phase: float

@@ -79,7 +79,7 @@ def _offer(replica: Replica, folder: Path, pair: str) -> state.Offer:
 def is_seen_by_all(sync: GradientSync, folder: str | Path, is_there: bool) -> bool:
     """False where no rank sees it. Ranks that differ raise: they would go different ways."""
     sync.quiesce("load()")
-    seen = sync.engine.run(_told(sync, is_there), "who sees a checkpoint", sync.replica.device)
+    seen = sync.engine.run(_who_sees(sync, is_there), "who sees a checkpoint", sync.replica.device)
     blind = [rank for rank, sees in enumerate(seen) if not sees]
     if 0 < len(blind) < len(seen):
         raise MismatchError(
@@ -89,6 +89,6 @@ def is_seen_by_all(sync: GradientSync, folder: str | Path, is_there: bool) -> bo
     return not blind
 
 
-def _told(sync: GradientSync, is_there: bool) -> Program[list[int]]:
+def _who_sees(sync: GradientSync, is_there: bool) -> Program[list[int]]:
     rows = yield AllGather(torch.tensor([int(is_there)], dtype=torch.int64, device=sync.replica.device))
     return [int(row[0]) for row in rows]

@@ -231,10 +231,10 @@ def apply(
 
 
 def select(x: Tensor, threshold: float, capacity: int, phase: float) -> tuple[Tensor, Tensor, Tensor]:
-    """`capacity` of the sorted indices with |x| >= threshold, how many there are, and their tail sum.
+    """`capacity` of the sorted indices with |x| >= threshold, how many there are, and their log excess.
 
     Where there are more than fit, the run of them that starts at the share `phase` of what is too many;
-    where there are fewer, filled up with x.numel(). The tail is the sum of ln(|x| / threshold).
+    where there are fewer, filled up with x.numel(). Log excess is the sum of ln(|x| / threshold).
     """
     if x.is_cpu:
         found = above(x, threshold)

@@ -21,12 +21,12 @@ from typing_extensions import Unpack
 
 from gradsieve import torch_names
 from gradsieve.errors import ConfigError
-from gradsieve.parallel.hooks import CommHook, hook_of, install_hook
+from gradsieve.parallel.fit import ddp_in
+from gradsieve.parallel.hooks import CommHook, install_hook
 from gradsieve.parallel.model_sync import ModelSync, Settings
 from gradsieve.pipeline import UNIT_CAP_MB, GradientPipeline
 from gradsieve.pipeline.exchange_settings import Exchange
 from gradsieve.schemes.base import Scheme
-from gradsieve.sync.unwrap import model_in
 
 if TYPE_CHECKING:
     from gradsieve.parallel.hsdp import HsdpSync
@@ -38,8 +38,7 @@ class DdpSync(ModelSync):
     _comm_hook: CommHook | None = None
 
     def __init__(self, ddp: DistributedDataParallel, optimizer: Any, **settings: Unpack[Settings]) -> None:
-        ddp = model_in(ddp)
-        refuse_unfit(ddp)
+        ddp = ddp_in(ddp)
         # Weak: DDP's reducer holds the hook's state, and the collector cannot see through its C++ part.
         self._ddp = weakref.ref(ddp)
         super().__init__(
@@ -210,37 +209,6 @@ def attach(
     from gradsieve.parallel.hsdp import HsdpSync  # FSDP takes two seconds to import
 
     return HsdpSync(model, optimizer, replicate, **settings)
-
-
-def refuse_unfit(ddp: DistributedDataParallel) -> None:
-    """What a sync cannot be attached to, with the reason."""
-    if type(ddp).__name__.startswith("FSDP"):
-        raise ConfigError(
-            "this model is sharded: give the axis that hosts are exchanged over, "
-            "attach(model, optimizer, replicate=mesh['replicate']), as docs/hsdp.md says"
-        )
-    if not isinstance(ddp, DistributedDataParallel):
-        raise ConfigError(
-            f"attach() wants a DistributedDataParallel model, not {type(ddp).__name__}: wrap it first, "
-            "ddp = DistributedDataParallel(model), and then attach(ddp, optimizer). Accelerate and Trainer "
-            "wrap none in a single process: start several, with torchrun. Nor does a Trainer whose "
-            "evaluate() came before its train(): call it after"
-        )
-    if torch_names.hands_over_no_buckets(ddp):
-        raise ConfigError(
-            'with torch._dynamo.config.optimize_ddp = "python_reducer" DDP hands over no buckets: set it to '
-            "True before the model is wrapped"
-        )
-    comm_hook = hook_of(ddp)
-    if comm_hook is not None and comm_hook.sync is not None:
-        raise ConfigError("a sync is attached to this model already: close() it first")
-    refuse_sparse_gradients(ddp.module)
-
-
-def refuse_sparse_gradients(model: torch.nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
-            raise ConfigError(f"module {name!r} makes sparse gradients: create it with sparse=False")
 
 
 def _forward_to(target: torch.futures.Future[int]) -> Any:

@@ -28,13 +28,13 @@ from gradsieve import torch_names
 from gradsieve.checkpoint import directory, reshard, sharded_directory, state
 from gradsieve.comm.c10d import Engine
 from gradsieve.errors import ConfigError, Malformed
+from gradsieve.parallel.fit import model_in
 from gradsieve.parallel.model_sync import ModelSync, Settings
 from gradsieve.pipeline import StepPipeline
 from gradsieve.pipeline.budget import Fixed
 from gradsieve.pipeline.exchange_settings import Steps, choose_exchange, choose_scheme
 from gradsieve.pipeline.optimizer_adapter import OptimizerAdapter, StepAdapter
 from gradsieve.replica.shards import ShardedReplica, ShardedViews, Shards
-from gradsieve.sync.unwrap import model_in
 
 
 class HsdpSync(ModelSync):
@@ -47,16 +47,10 @@ class HsdpSync(ModelSync):
     def __init__(
         self, model: nn.Module, optimizer: Any, replicate: DeviceMesh, **settings: Unpack[Settings]
     ) -> None:
-        model = model_in(model)
-        group = _group_of(model, replicate)
+        model, group = _fit(model, replicate)
         _refuse_gradients(settings)
         self.shards = Shards(model)
-        if self.shards.has_listener:
-            raise ConfigError(
-                "the model has an all-reduce hook already, or a sync: close() it, or leave out "
-                "set_all_reduce_hook()"
-            )
-        _refuse_crooked(self.shards, group)
+        self.shards.refuse_exchange_over(group)
         held = {name: part.held for name, part in self.shards.parts.items()}
         super().__init__(
             model, [*held.items(), *self.shards.frozen.items()], optimizer, group=group, **settings
@@ -209,8 +203,10 @@ def _local(gradient: Tensor) -> Tensor:
     return torch_names.local_of(gradient) if isinstance(gradient, DTensor) else gradient
 
 
-def _group_of(model: nn.Module, replicate: DeviceMesh) -> dist.ProcessGroup:
-    if not isinstance(model, FSDPModule):
+def _fit(wrapped: Any, replicate: DeviceMesh) -> tuple[nn.Module, dist.ProcessGroup]:
+    """The sharded model, and the group that it is exchanged over."""
+    model: Any = model_in(wrapped)
+    if not isinstance(model, nn.Module) or not isinstance(model, FSDPModule):
         raise ConfigError(
             f"replicate= is for a model that fully_shard() was applied to, not {type(model).__name__}: first "
             "fully_shard(model, mesh=mesh['shard']), on the whole model after its parts. In the place of "
@@ -230,16 +226,7 @@ def _group_of(model: nn.Module, replicate: DeviceMesh) -> dist.ProcessGroup:
             "the replicate axis has one rank, so that there is nothing to exchange: leave out attach(). The "
             "residual in a checkpoint of more hosts goes into the model by add_residual(): docs/hsdp.md"
         )
-    return replicate.get_group()
-
-
-def _refuse_crooked(shards: Shards, group: dist.ProcessGroup) -> None:
-    both = set(dist.get_process_group_ranks(group)) & set(dist.get_process_group_ranks(shards.group))
-    if both != {dist.get_rank()}:
-        raise ConfigError(
-            f"ranks {sorted(both)} hold different shards of one model and would exchange them: replicate= is "
-            "the other axis of the mesh whose shard axis fully_shard() was given"
-        )
+    return model, replicate.get_group()
 
 
 def _refuse_gradients(settings: Settings) -> None:

@@ -13,9 +13,9 @@ import logging
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -47,6 +47,10 @@ UNIT_CAP_MB = 100.0
 rounds cost more than bytes; small enough for a large model's first units to go while backward still runs."""
 
 
+Layer: TypeAlias = Callable[[Program[Any]], Program[Any]]
+"""A program around another one, whose ops and replies pass through it."""
+
+
 @dataclass(slots=True)
 class Stats:
     """The last step in figures."""
@@ -72,7 +76,7 @@ class Way:
     was_dense: bool = False
     """In this exchange, and in the last one that was applied."""
     mean_seconds: Sequence[float] = ()
-    """Seconds that were piggybacked, means over ranks: see `_seconds_to_tell`."""
+    """Seconds that were piggybacked, means over ranks: see `_seconds_to_send`."""
 
 
 class Memory(Protocol):
@@ -250,36 +254,63 @@ class Pipeline(ABC):
     def exchange(
         self, index: int, acc: Tensor | Vector, piggyback: Tensor, stats: Stats, everything: bool, call: int
     ) -> Program[tuple[Outcome[Any], Tensor]]:
-        """The scheme's own part, at the density of this step, with the piggyback."""
-        state, way, self._flushes = self.states[index], self._ways[index], everything
+        """The scheme's exchange of a unit, at the density of this step, and the sum of the piggyback."""
+        way, self._flushes = self._ways[index], everything
         way.dense = everything or (way.fallback is not None and way.fallback.goes_dense)
         scheme = self.scheme.whole() if way.dense else self.scheme_of_this_step()
-        ctx = Ctx(self.rank, self.world, self.step)
-        exchange = scheme.exchange(acc, state, ctx) if self.units[index].n else _nothing(piggyback, state)
         tag = Tag(call, self.step, index, self.loads, self.began_at, int(self.tentative))
-        seconds = piggyback.new_tensor(self._seconds_to_tell(index, way))
+        seconds = piggyback.new_tensor(self._seconds_to_send(index, way))
         said = words(tag, self.rank, self.idle, self.has_notice, piggyback)
-        whole = torch.cat([piggyback, said, seconds, piggyback.new_zeros(CHECKSUM_WORDS)])
-        carried = self._checksum.watched(carry(exchange, whole), whole.dtype)
-        try:
-            # The checksum is inside of the collective: it holds however often a message was passed on.
-            timed = self.rounds.carried(_timed(carried, stats.timeline, index))
-            outcome, ride = yield from _counted(timed, stats.meter)
-        except Malformed as error:
-            where = f"rank {self.rank}, unit {index} of {len(self.units)} in step {self.step}"
-            raise Malformed(f"{where}: {error}") from error
+        message = torch.cat([piggyback, said, seconds, piggyback.new_zeros(CHECKSUM_WORDS)])
+
+        program: Program[Any] = self._run(scheme, acc, index, piggyback)
+        for layer in self._layers(index, message, stats):
+            program = layer(program)
+        outcome: Outcome[Any]
+        ride: Tensor
+        outcome, ride = yield from program
+
         with stats.timeline.stage("exchange", index):
             # On an accelerator collectives return before they are done: here the host waits for them, so that
             # the measured cost of the exchange includes this wait.
             heard = to_host(ride[piggyback.numel() :]).tolist()
         yield from agree(tag, heard, self.rank, self.world, piggyback.device)
+        self._hear(heard, index)
+        stats.sent += outcome.update.count
+        way.scheme, way.mean_seconds = scheme, [each / self.world for each in heard[WORDS:-CHECKSUM_WORDS]]
+        return outcome, ride[: piggyback.numel()]
+
+    def _run(
+        self, scheme: Scheme[Any], acc: Tensor | Vector, index: int, like: Tensor
+    ) -> Program[Outcome[Any]]:
+        if not self.units[index].n:
+            return _nothing(like, self.states[index])
+        return scheme.exchange(acc, self.states[index], Ctx(self.rank, self.world, self.step))
+
+    def _layers(self, index: int, message: Tensor, stats: Stats) -> Sequence[Layer]:
+        """What the scheme's program is wrapped in, from the inside out: its ops go through all of these to
+        the engine, and the replies come back the other way."""
+        where = f"rank {self.rank}, unit {index} of {len(self.units)} in step {self.step}"
+        return (
+            # The message is part of an all-reduce before the checksum writes its words at the end of it.
+            lambda program: carry(program, message),
+            # It covers whole collectives: it holds however often rounds pass a part of one on.
+            lambda program: self._checksum.watched(program, message.dtype),
+            # Rounds are a part of the exchange: their time counts.
+            lambda program: _timed(program, stats.timeline, index),
+            self.rounds.carried,
+            # What the engine is really asked for, round by round.
+            lambda program: _counted(program, stats.meter),
+            # Whoever of the above found something malformed says where.
+            lambda program: _located(program, where),
+        )
+
+    def _hear(self, heard: Sequence[float], index: int) -> None:
+        """The sums of what all ranks said besides what they exchange."""
         sums_within(heard, f"rank {self.rank}: what was piggybacked on unit {index} in step {self.step}")
         self._checksum.check(heard[-CHECKSUM_WORDS:], self.step)
         self._hear_of(who_is_idle(heard))
         self.heard_notice |= is_notice_given(heard)
-        stats.sent += outcome.update.count
-        way.scheme, way.mean_seconds = scheme, [each / self.world for each in heard[WORDS:-CHECKSUM_WORDS]]
-        return outcome, ride[: piggyback.numel()]
 
     def scheme_of_this_step(self) -> Scheme[Any]:
         """With what the budget buys, where there is one, and what the settings of the exchange make of it."""
@@ -336,7 +367,7 @@ class Pipeline(ABC):
             words = unit.n * unit.dtype.itemsize // 4
             way.fallback = Fallback(dense_seconds(words, links, self.world))
 
-    def _seconds_to_tell(self, index: int, way: Way) -> Sequence[float]:
+    def _seconds_to_send(self, index: int, way: Way) -> Sequence[float]:
         if self.budget is not None:
             return self.times if index == 0 else ()
         return [self.seconds(index)] if way.fallback is not None else []
@@ -353,6 +384,13 @@ def _nothing(like: Tensor, state: Any) -> Program[Outcome[Any]]:
     yield from ()
     nothing = Sparse.full(like.new_empty(0))
     return Outcome(nothing, nothing, state)
+
+
+def _located(program: Program[Result], where: str) -> Program[Result]:
+    try:
+        return (yield from program)
+    except Malformed as error:
+        raise Malformed(f"{where}: {error}") from error
 
 
 def _timed(program: Program[Result], timeline: Timeline, unit: int) -> Program[Result]:

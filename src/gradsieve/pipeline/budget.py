@@ -144,8 +144,8 @@ class Adaptive:
         seen = (*self.seen, times)
         if len(seen) < EPOCH:
             return replace(self, seen=seen)
-        settled = seen[SETTLING:]
-        median = Times(*(statistics.median(seconds) for seconds in zip(*settled, strict=True)))
+        steady = seen[SETTLING:]
+        median = Times(*(statistics.median(seconds) for seconds in zip(*steady, strict=True)))
         now = replace(self, seen=(), epochs=self.epochs + 1)
         return now._after_look(median) if self.looking else now._after_epoch(median)
 

@@ -74,9 +74,9 @@ class StepPipeline(Pipeline):
         """Of residuals; and of gradients."""
         self.agreement = Coherence()
         self.preview = 1.0
-        beside = sum(1 + count(unit.n) + WORDS + CHECKSUM_WORDS for unit in self.units) + len(Times._fields)
+        words = sum(1 + count(unit.n) + WORDS + CHECKSUM_WORDS for unit in self.units) + len(Times._fields)
         elements = sum(slot.numel for unit in self.units for slot in unit.slots)
-        self._beside = 32.0 * beside * 2.0 * (world - 1) / world / max(1, elements)
+        self._piggyback_bits = 32.0 * words * 2.0 * (world - 1) / world / max(1, elements)
         """Bits a parameter that travel in addition to the scheme's own."""
         self._bought: tuple[float, Scheme[Any]] | None = None
         """Bits a parameter, and what they buy."""
@@ -123,7 +123,7 @@ class StepPipeline(Pipeline):
     def _within_budget(self) -> Scheme[Any]:
         if self.budget is None:
             return self.scheme
-        bits = max(self.settings.every * self.budget.bits - self._beside, LEAST / 2)
+        bits = max(self.settings.every * self.budget.bits - self._piggyback_bits, LEAST / 2)
         if self._bought is None or self._bought[0] != bits:
             self._bought = bits, self._buy(bits)
         return self._bought[1]
@@ -149,13 +149,20 @@ class StepPipeline(Pipeline):
         here = local.dense_turn(self.step, most)
         dense = Sparse.run(here.start, local.waiting_dense(own, here), local.anchor_dense.numel())
         waiting = local.waiting(own, exchanged=True)
-        probes = self._probe_gradients(index) if self.step % 2 else probe(waiting, self.step)
+        probes = self._probe_gradients(index) if self.probes_gradients else probe(waiting, self.step)
         return waiting, dense, torch.cat([dense.values, probes])
+
+    @property
+    def probes_gradients(self) -> bool:
+        """Whether the exchange of this step carries probes of gradients; otherwise they are of residuals. The
+        two take turns by the number of the exchange, which is the same on all ranks, so that both coherences
+        are measured with the words of one."""
+        return self.step % 2 == 1
 
     def note_gradients(self, gradients: Mapping[str, Tensor | None], scale: float = 1.0) -> None:
         """An optimizer is about to step by these, flat, times `scale`; some of them are piggybacked on the
-        next exchange, if it is one of every second that look at gradients."""
-        if self.step % 2 == 0:
+        next exchange, if that probes gradients."""
+        if not self.probes_gradients:
             return
         if self._noted_for != self.step:
             self._noted, self._noted_for = {}, self.step
@@ -216,7 +223,7 @@ class StepPipeline(Pipeline):
         if not good:
             self.skipped += 1
             return False
-        if self.step % 2:
+        if self.probes_gradients:
             looked_at = sum(staged.probes.numel() - 1 for staged in self._staged)
             self.agreement = self.agreement.after(seen, self.world, looked_at)
         else:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -52,27 +53,24 @@ class Shards:
     """Of a model that `fully_shard` was applied to."""
 
     def __init__(self, model: nn.Module) -> None:
+        held = {name: _checked(name, each) for name, each in model.named_parameters() if each.requires_grad}
+        mesh = _mesh_of(held)
+        self.frozen: dict[str, Tensor] = {
+            name: each for name, each in model.named_parameters() if not each.requires_grad
+        }
+        self.group: dist.ProcessGroup = mesh.get_group()
+        self.rank, self.count = mesh.get_local_rank(), mesh.size()
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.give_up_gathered()
         flats = self._flats()
-        self.parts: dict[str, LocalShard] = {}
-        self.frozen: dict[str, Tensor] = {}
-        for name, held in model.named_parameters():
-            if not held.requires_grad:
-                self.frozen[name] = held
-                continue
-            sharded = _fit(name, held)
-            self.parts[name] = LocalShard(sharded, local_of(sharded), flats[held])
-        if not self.parts:
-            raise ConfigError("there is no parameter that requires a gradient")
-        meshes = {part.held.device_mesh for part in self.parts.values()}
-        if len(meshes) > 1 or any(len(shard_groups_of(module)) > 1 for module in self._modules):
-            raise ConfigError(
-                "parameters are sharded over different meshes: give every fully_shard() mesh['shard']"
-            )
-        (mesh,) = meshes
-        self.group: dist.ProcessGroup = mesh.get_group()
-        self.rank, self.count = mesh.get_local_rank(), mesh.size()
+        self.parts: dict[str, LocalShard] = {
+            name: LocalShard(each, local_of(each), flats[each]) for name, each in held.items()
+        }
+        for name, part in self.parts.items():
+            if part.local.is_meta or type(part.local) is not Tensor:
+                raise ConfigError(
+                    f"parameter {name!r} has no memory of its own yet: initialise the model before attach()"
+                )
 
     def give_up_gathered(self) -> None:
         for module in self._modules:
@@ -85,18 +83,28 @@ class Shards:
             for group in shard_groups_of(module):
                 set_averaging_hook(group, heard)
 
-    @property
-    def has_listener(self) -> bool:
-        return any(
-            averaging_hook_of(group) is not None
-            for module in self._modules
-            for group in shard_groups_of(module)
-        )
+    def refuse_exchange_over(self, group: dist.ProcessGroup) -> None:
+        """Raise where these shards cannot be exchanged over that group."""
+        of_modules = [each for module in self._modules for each in shard_groups_of(module)]
+        if any(averaging_hook_of(each) is not None for each in of_modules):
+            raise ConfigError(
+                "the model has an all-reduce hook already, or a sync: close() it, or leave out "
+                "set_all_reduce_hook()"
+            )
+        both = set(dist.get_process_group_ranks(group)) & set(dist.get_process_group_ranks(self.group))
+        if both != {dist.get_rank()}:
+            raise ConfigError(
+                f"ranks {sorted(both)} hold different shards of one model and would exchange them: "
+                "replicate= is the other axis of the mesh whose shard axis fully_shard() was given"
+            )
 
-    def _flats(self) -> dict[nn.Parameter, Tensor]:
-        flats: dict[nn.Parameter, Tensor] = {}
+    def _flats(self) -> dict[Any, Tensor]:
+        flats: dict[Any, Tensor] = {}
         for module in self._modules:
-            for group in shard_groups_of(module):
+            groups = shard_groups_of(module)
+            if len(groups) > 1:
+                raise ConfigError(_TWO_MESHES)
+            for group in groups:
                 if isinstance(group.offload_policy, CPUOffloadPolicy):
                     raise ConfigError(
                         "parameters that are kept on the host (CPUOffloadPolicy) are not supported"
@@ -202,7 +210,20 @@ class ShardedViews(ParameterViews):
         self._shards.give_up_gathered()
 
 
-def _fit(name: str, held: Tensor) -> DTensor:
+_TWO_MESHES = "parameters are sharded over different meshes: give every fully_shard() mesh['shard']"
+
+
+def _mesh_of(held: Mapping[str, DTensor]) -> DeviceMesh:
+    """The one that all parameters are sharded over."""
+    if not held:
+        raise ConfigError("there is no parameter that requires a gradient")
+    meshes = {each.device_mesh for each in held.values()}
+    if len(meshes) > 1:
+        raise ConfigError(_TWO_MESHES)
+    return meshes.pop()
+
+
+def _checked(name: str, held: Tensor) -> DTensor:
     if not isinstance(held, DTensor):
         raise ConfigError(
             f"parameter {name!r} is not sharded (ignored_params), so that nobody would average its gradient: "
@@ -218,11 +239,6 @@ def _fit(name: str, held: Tensor) -> DTensor:
         raise ConfigError(
             f"parameter {name!r} is placed as {held.placements}: no way of sharding besides fully_shard() is "
             "supported"
-        )
-    local = local_of(held)
-    if local.is_meta or type(local) is not Tensor:
-        raise ConfigError(
-            f"parameter {name!r} has no memory of its own yet: initialise the model before attach()"
         )
     return held
 

@@ -5,15 +5,17 @@ which of its elements travel, so no two ranks pick the same index and nothing bu
 
 The message of a rank is one row of bytes, its length known to all before it is sent:
 
-    [ demand | tail | indices, packed (`wire/indices.py`) ]
+    [ demand | statistic | indices, packed (`wire/indices.py`) ]
 
 `demand` is how many elements were above the threshold, also those that did not fit (they are not spent and
-stay in the residual). `tail` is one float that says where the threshold should go:
+stay in the residual). `statistic` is one float that says where the threshold should go. Which one it is
+follows from the threshold, which all ranks share:
 
-    tracking   sum of ln(|x| / threshold) over the demand. Divided by the demand it is Hill's estimate of
-               1/a for a tail that falls as x^-a, so count -> k needs threshold *= (count / k)^(1/a).
-    locking    no usable threshold: each owner sends its exact largest elements, as many as its quota, and
-               `tail` is count * smallest of them; the threshold becomes the mean of the smallest.
+    log excess     with a threshold: the sum of ln(|x| / threshold) over the demand. Divided by the demand it
+                   is Hill's estimate of 1/a for a tail that falls as x^-a, so count -> k needs
+                   threshold *= (count / k)^(1/a).
+    smallest sum   without one: each owner sends its exact largest elements, as many as its quota, and
+                   count * smallest of them; the threshold becomes the mean of the smallest.
 
 Both sums are linear, so that they add up over ranks and over buckets to one threshold for the whole model.
 
@@ -46,10 +48,10 @@ from gradsieve.schemes.threshold import FACTORS, AnyPartitioned, move_threshold
 from gradsieve.telemetry import stage
 from gradsieve.types import Ctx, Host, Program, Sparse, Vector, to_host
 from gradsieve.wire import indices
-from gradsieve.wire.check import counts_within, inside_its_partition, tails_within
+from gradsieve.wire.check import counts_within, inside_its_partition, statistics_within
 
 HEADER = 12
-"""Bytes of demand (int64) and tail (float32)."""
+"""Bytes of demand (int64) and statistic (float32)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +117,8 @@ class Gathered:
     """Elements above the threshold in each partition."""
     capacity: int
     """Indices that a row can hold."""
-    tail: NDArray[np.float64]
+    statistic: NDArray[np.float64]
+    """Log excess or smallest sum of each partition."""
 
 
 def gather_selected(
@@ -127,10 +130,14 @@ def gather_selected(
     codec, owners = indices.choose(capacity, span), Owners(ctx.world, len(cuts) - 1, ctx.step)
     part = owners.part_of(ctx.rank)
     start, stop, most = (0, 0, 0) if part is None else (*map(int, cuts[part : part + 2]), int(quotas[part]))
-    selected, demand, tail = _select(acc, start, stop, threshold, most, capacity, ctx.step)
+    selected, demand, statistic = (
+        _select_above(acc, start, stop, threshold, capacity, ctx.step)
+        if threshold
+        else _select_largest(acc, start, stop, min(most, capacity), capacity)
+    )
     with stage("encode"):
         kept = demand.clamp(max=capacity)
-        header = [demand[None].view(torch.uint8), tail[None].view(torch.uint8)]
+        header = [demand[None].view(torch.uint8), statistic[None].view(torch.uint8)]
         row = torch.cat([*header, codec.encode(selected, kept, capacity, span)])
     rows = yield from _gather_rows(row, owners, ctx.rank)
     with stage("decode"):
@@ -156,18 +163,18 @@ def read_rows(
     parts, ranks = len(spans), owners.ranks()
     span = max(1, int(spans.max()))
     demands = rows[:, :8].copy().view(np.int64).flatten()
-    tails = rows[:, 8:HEADER].copy().view(np.float32).flatten()
+    statistics = rows[:, 8:HEADER].copy().view(np.float32).flatten()
     limits = _by_rank(_turned(spans, parts - turn), ranks, owners)
     counts_within(_by_rank(demands, ranks, owners), limits, f"elements in step {step}")
-    tails_within(_by_rank(tails, ranks, owners), f"in step {step}")
+    statistics_within(_by_rank(statistics, ranks, owners), f"in step {step}")
     sent = demands.clip(max=capacity)
     places = codec.decode(rows[:, HEADER:], sent, capacity, span)
     row = np.repeat(np.arange(parts), sent)
     owned = (row + turn) % parts  # the partition of each index
     inside_its_partition(places, spans[owned], ranks[row], f"in step {step}")
     picked = _turned(places + cuts[owned], int(sent[parts - turn :].sum()))
-    sent, demands, tails = _turned(sent, turn), _turned(demands, turn), _turned(tails, turn)
-    return Gathered(picked, sent, demands, capacity, tails.astype(np.float64))
+    sent, demands, statistics = _turned(sent, turn), _turned(demands, turn), _turned(statistics, turn)
+    return Gathered(picked, sent, demands, capacity, statistics.astype(np.float64))
 
 
 def _by_rank(of_owners: NDArray[Any], ranks: Host, owners: Owners) -> NDArray[Any]:
@@ -183,16 +190,22 @@ def _turned(row: NDArray[Any], by: int) -> NDArray[Any]:
     return np.concatenate((row[cut:], row[:cut]))
 
 
-def _select(
-    acc: Tensor | Vector, start: int, stop: int, threshold: float, quota: int, capacity: int, step: int
+def _select_above(
+    acc: Tensor | Vector, start: int, stop: int, threshold: float, capacity: int, step: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the partition: as many indices as fit, then filler; how many were wanted; the tail sum."""
-    if threshold:
-        if isinstance(acc, Tensor):
-            return select(acc[start:stop], threshold, capacity, phase(step))
-        return acc.select(start, stop, threshold, capacity, phase(step))
+    """Of the partition: as many indices as fit, then filler; how many were wanted; their log excess."""
+    if isinstance(acc, Tensor):
+        return select(acc[start:stop], threshold, capacity, phase(step))
+    return acc.select(start, stop, threshold, capacity, phase(step))
+
+
+def _select_largest(
+    acc: Tensor | Vector, start: int, stop: int, count: int, capacity: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the partition: the indices of the largest elements, then filler; how many these are; their smallest
+    sum."""
     x = acc[start:stop] if isinstance(acc, Tensor) else acc.between(start, stop)
-    chosen = largest(x, min(quota, capacity))
+    chosen = largest(x, count)
     smallest = x[chosen].abs().min() if chosen.numel() else x.new_zeros(())
     filled = torch.nn.functional.pad(chosen, (0, capacity - chosen.numel()))
     demand = torch.tensor(chosen.numel(), dtype=torch.int64, device=x.device)
@@ -216,7 +229,7 @@ def absorb(state: AnyPartitioned, gathered: Gathered) -> AnyPartitioned:
     return replace(
         state,
         demand=demand,
-        tail=float(gathered.tail.sum()),
+        tail=float(gathered.statistic.sum()),
         curve=torch.from_numpy(np.minimum(np.outer(FACTORS, gathered.demand), gathered.capacity).sum(1)),
         sent=int(gathered.sent.sum()),
         longest=int(gathered.sent.max()),

@@ -130,7 +130,7 @@ def split_and_reduce(acc: Tensor, selected: Tensor, cuts: Tensor, most: int, ctx
     n, start, stop = acc.numel(), int(cuts[ctx.rank]), int(cuts[ctx.rank + 1])
     what = f"in step {ctx.step}"
     counts = torch.searchsorted(selected, cuts.to(acc.device)).diff()
-    sizes = yield from _told(counts, index_dtype(n), ctx, f"elements {what}")
+    sizes = yield from _announced(counts, index_dtype(n), ctx, f"elements {what}")
     counts_within(sizes, min(most, stop - start), f"elements {what}")
     rows = to_pairs(selected, acc[selected], n)
     rows = yield AllToAll(rows, tuple(counts.tolist()), tuple(sizes.tolist()))
@@ -140,7 +140,7 @@ def split_and_reduce(acc: Tensor, selected: Tensor, cuts: Tensor, most: int, ctx
     return Sums(indices + start, sums, len(rows))
 
 
-def _told(counts: Tensor, dtype: torch.dtype, ctx: Ctx, what: str) -> Program[Tensor]:
+def _announced(counts: Tensor, dtype: torch.dtype, ctx: Ctx, what: str) -> Program[Tensor]:
     """How many elements every rank has for this one, from how many this one has for each.
 
     With a stamp of step, sender and owner: a message that came again would announce another length than is

@@ -32,8 +32,8 @@ class Owners:
 
     def part_of(self, rank: int) -> int | None:
         """The partition of a rank, if it has one."""
-        part, beside = divmod((rank + self.step) % self.world, self._apart)
-        return part if not beside and part < self.partitions else None
+        part, offset = divmod((rank + self.step) % self.world, self._apart)
+        return part if not offset and part < self.partitions else None
 
     @property
     def first(self) -> int:

@@ -20,7 +20,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from gradsieve.errors import ConfigError
-from gradsieve.sync.unwrap import optimizer_in
 from gradsieve.torch_names import calls_hooks, never_compiled
 
 
@@ -157,10 +156,21 @@ _NOT_TORCHS = (
     "derive it from torch.optim.Optimizer and call super().__init__(params, defaults)"
 )
 
+# A framework's wrapper is known by its module and not by having an `.optimizer`: one that adds a rule of its
+# own to another's (Lookahead) has that too, and taken off, its state would not be saved.
+_FRAMEWORKS = frozenset({"accelerate", "lightning", "pytorch_lightning", "lightning_fabric"})
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """The optimizer that steps, without what frameworks put around it."""
+    while type(optimizer).__module__.partition(".")[0] in _FRAMEWORKS and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
 
 def as_list(optimizers: Any) -> list[Any]:
     """One optimizer or several, checked for what cannot work."""
-    every = [optimizer_in(one) for one in (optimizers if isinstance(optimizers, Iterable) else [optimizers])]
+    every = [_unwrapped(one) for one in (optimizers if isinstance(optimizers, Iterable) else [optimizers])]
     if not every:
         raise ConfigError("there is no optimizer: give the one, or the ones, that step the model")
     for one in every:

@@ -126,13 +126,13 @@ def text_of(profile: Profile) -> str:
     table(
         "links",
         "the median pair; message: processor time for a word sent and one received",
-        _link_entries(profile.latency, profile.bandwidth) | {"message": _told(profile.message, SECONDS)},
+        _link_entries(profile.latency, profile.bandwidth) | {"message": _quantity(profile.message, SECONDS)},
     )
     slowest = _link_entries(profile.slowest_latency, profile.slowest_bandwidth)
     table("slowest", "of all pairs, each figure by itself", slowest)
     host = {
-        "memory": _told(profile.memory, BYTES_A_SECOND),
-        "selection": _told(profile.selection, ELEMENTS_A_SECOND),
+        "memory": _quantity(profile.memory, BYTES_A_SECOND),
+        "selection": _quantity(profile.selection, ELEMENTS_A_SECOND),
     }
     table("host", "the slowest rank, while all others worked too; selection: elements looked at", host)
     if profile.ring is not None:
@@ -169,7 +169,7 @@ def _ring(table: Table) -> Links:
 
 
 def _link_entries(latency: float, bandwidth: float) -> dict[str, str]:
-    return {"latency": _told(latency, SECONDS), "bandwidth": _told(bandwidth, BITS)}
+    return {"latency": _quantity(latency, SECONDS), "bandwidth": _quantity(bandwidth, BITS)}
 
 
 def _model(table: Table) -> ModelProfile:
@@ -187,7 +187,10 @@ def _model(table: Table) -> ModelProfile:
 def _model_entries(model: ModelProfile) -> dict[str, str]:
     entries = {"parameters": str(model.parameters), "units": str(model.units)}
     if model.forward is not None and model.backward is not None:
-        entries |= {"forward": _told(model.forward, SECONDS), "backward": _told(model.backward, SECONDS)}
+        entries |= {
+            "forward": _quantity(model.forward, SECONDS),
+            "backward": _quantity(model.backward, SECONDS),
+        }
     return entries
 
 
@@ -239,7 +242,7 @@ def _reader(units: Units, wanted: str) -> Callable[[str], float]:
     return read_one
 
 
-def _told(value: float, units: Units) -> str:
+def _quantity(value: float, units: Units) -> str:
     return f'"{write(value, units)}"'
 
 

@@ -35,12 +35,12 @@ def stamped(found: Tensor, meant: Tensor, what: str) -> None:
         )
 
 
-def tails_within(tails: NDArray[np.float32], what: str) -> None:
-    """Every rank's tail sum is a finite number from 0 up."""
-    bad = ~np.isfinite(tails) | (tails < 0)
+def statistics_within(statistics: NDArray[np.float32], what: str) -> None:
+    """What every rank says of its threshold is a finite number from 0 up."""
+    bad = ~np.isfinite(statistics) | (statistics < 0)
     if bad.any():
         rank = int(bad.argmax())
-        raise Malformed(f"rank {rank} sent a tail sum of {tails[rank]} {what}")
+        raise Malformed(f"rank {rank} sent a threshold statistic of {statistics[rank]} {what}")
 
 
 def none_negative(sums: Tensor, what: str) -> None:

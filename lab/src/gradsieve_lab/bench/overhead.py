@@ -88,11 +88,11 @@ class Rank:
         for parameter in self.parameters.values():
             parameter.grad = torch.zeros_like(parameter)
         optimizer = torch.optim.SGD(self.parameters.values(), lr=_RATE)
-        scheme, treatment = (
+        scheme, exchange = (
             parse(case.scheme, case.density),
             Steps() if case.exchange == "steps" else Gradients(),
         )
-        self.adapter = adapt(self.parameters, [optimizer], scheme, treatment, rank, case.world)
+        self.adapter = adapt(self.parameters, [optimizer], scheme, exchange, rank, case.world)
         self.pipeline = self.adapter.pipeline
 
     @property
@@ -102,8 +102,8 @@ class Rank:
     def train(self, noise: Tensor) -> None:
         """A new gradient, some of its rows hotter than others; where steps are exchanged, a step as well."""
         for parameter, gradient in zip(self.parameters.values(), self.gradients, strict=True):
-            room = noise.numel() - gradient.numel()
-            place = int(torch.randint(room + 1, (), dtype=torch.int64, device=_CPU, generator=self._random))
+            spare = noise.numel() - gradient.numel()
+            place = int(torch.randint(spare + 1, (), dtype=torch.int64, device=_CPU, generator=self._random))
             powers = torch.linspace(-_STEEP, 0.0, len(gradient), dtype=noise.dtype, device=noise.device)
             heat = powers.exp_()[:, None]
             torch.mul(noise[place : place + gradient.numel()].view_as(gradient), heat, out=gradient)

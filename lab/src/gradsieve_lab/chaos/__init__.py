@@ -5,7 +5,7 @@
     writes.py    operations on files, in each of which something can happen
     ground.py    where ranks run: the loopback, or a lab's hosts; its links, disks and processors
     rank.py      a rank's program: from the last checkpoint a few steps on, and saved again
-    judge.py     what every rank must have done, said and kept; figures over many faults
+    verdicts.py  what every rank must have done, said and kept; figures over many faults
     campaign.py  fault after fault on one training a scheme, each from the checkpoint the last one left
 
 `gradsieve_lab/commands/lab/chaos.py` has the command.

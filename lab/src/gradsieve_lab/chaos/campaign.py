@@ -15,10 +15,19 @@ from gradsieve.checkpoint import directory
 from gradsieve.errors import GradsieveError
 from gradsieve_lab.chaos import ground as grounds
 from gradsieve_lab.chaos.ground import Ground
-from gradsieve_lab.chaos.judge import NAMED, Clean, Line, acknowledged, is_resumed, judge, noted, read_back
 from gradsieve_lab.chaos.kinds import KINDS, SHORT_STOP, ZOMBIE, Needs
 from gradsieve_lab.chaos.rank import Episode, be_rank
 from gradsieve_lab.chaos.schedule import DEADLINE_OF_DEATHS, STEPS, WORLD, Chance
+from gradsieve_lab.chaos.verdicts import (
+    NAMED,
+    Clean,
+    Line,
+    acknowledged,
+    is_resumed,
+    noted,
+    read_back,
+    verdict_of,
+)
 from gradsieve_lab.emulation import tools
 from gradsieve_lab.faults.fleet import FOLDER, Ending, Fleet
 from gradsieve_lab.faults.kinds import STOP
@@ -118,8 +127,8 @@ class Campaign:
         """The undisturbed run, and the checkpoint of step 0."""
         endings = self._episode(scheme, None, steps=steps, fresh=True, saves=False, limit=_CLEAN_LIMIT)
         self._must_be_done(scheme, endings)
-        told = [noted(ending) for ending in endings]
-        self._clean[scheme] = {step: [each[step] for each in told] for step in told[0]}
+        message = [noted(ending) for ending in endings]
+        self._clean[scheme] = {step: [each[step] for each in message] for step in message[0]}
         if any(each[0] != ranks[0][0] for ranks in self._clean[scheme].values() for each in ranks):
             raise GradsieveError(f"{scheme}, undisturbed: ranks do not share one model")
         self._must_be_done(scheme, self._episode(scheme, None, steps=0, fresh=True))
@@ -133,7 +142,7 @@ class Campaign:
         )
         self._resumed(scheme, endings, before)
         kept = read_back(self._folder(scheme))
-        line = judge(chance, self.seed, endings, self._clean[scheme], before, kept, successors)
+        line = verdict_of(chance, self.seed, endings, self._clean[scheme], before, kept, successors)
         if line.outcome == NAMED:
             self._pending.setdefault(scheme, []).append(line.kind)
         if extra := self._too_much(scheme, has_saved=acknowledged(endings, before) > before):
@@ -180,7 +189,9 @@ class Campaign:
 
     def _must_be_done(self, scheme: str, endings: Sequence[Ending]) -> None:
         if any(ending.exit_code != DONE for ending in endings):
-            each = [(ending.exit_code, ending.told("ended").get("said"), ending.stacks) for ending in endings]
+            each = [
+                (ending.exit_code, ending.message("ended").get("said"), ending.stacks) for ending in endings
+            ]
             raise GradsieveError(f"{scheme}, undisturbed: {each}")
 
     def _episode(

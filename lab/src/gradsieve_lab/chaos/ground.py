@@ -59,8 +59,9 @@ class Mortal(Ground):
 
     def _start(self) -> None:
         self._pipe, theirs = self._context.Pipe()
-        self._process = self._context.Process(target=_serve, args=(self.host, self.store_port, theirs))
-        self._process.start()
+        process = self._context.Process(target=_serve, args=(self.host, self.store_port, theirs))
+        process.start()
+        self._process = process  # not before: another thread may be waiting for it
         theirs.close()
         self.store_port, self.store_pid = self._pipe.recv(), self._process.pid or 0
         self._is_there.set()

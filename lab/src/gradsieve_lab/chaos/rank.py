@@ -189,18 +189,18 @@ class NotBegun:
     """A training whose ranks would not begin."""
 
     def __init__(self, error: GradsieveError, tell: Tell) -> None:
-        self._told: dict[str, Any] = {
+        self._message: dict[str, Any] = {
             "event": "ended",
             "error": type(error).__name__,
             "said": str(error),
             "ranks": [],
         }
-        self._told |= {"at": time.monotonic(), "kept": True, "threads": [], "connections": 0}
+        self._message |= {"at": time.monotonic(), "kept": True, "threads": [], "connections": 0}
         self._tell = tell
 
     def run(self) -> int:
         dist.destroy_process_group()
-        self._tell(self._told)
+        self._tell(self._message)
         return FAILED
 
 

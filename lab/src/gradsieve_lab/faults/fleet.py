@@ -38,7 +38,7 @@ class Ending:
     stacks: str = ""
     """Where a rank hung."""
 
-    def told(self, event: str) -> dict[str, Any]:
+    def message(self, event: str) -> dict[str, Any]:
         return self.messages.get(event, {})
 
 
@@ -110,7 +110,7 @@ class _Case:
         running = set(range(len(self.processes)))
         while running and (now := time.monotonic()) < deadline:
             if stopped is not None and self._is_over(stopped, running, stop_seconds, now):
-                if meanwhile is not None and self.endings[stopped].told("fired"):
+                if meanwhile is not None and self.endings[stopped].message("fired"):
                     meanwhile()
                     deadline += time.monotonic() - now
                 os.kill(self.processes[stopped].pid, signal.SIGCONT)
@@ -130,7 +130,7 @@ class _Case:
 
     def _is_over(self, stopped: int, running: set[int], stop_seconds: float | None, now: float) -> bool:
         """Whether the stopped rank's time has come."""
-        fired = self.endings[stopped].told("fired").get("at")
+        fired = self.endings[stopped].message("fired").get("at")
         return running == {stopped} or (
             fired is not None and stop_seconds is not None and now >= fired + stop_seconds
         )
@@ -151,8 +151,8 @@ class _Case:
         """What it said; the pipe holds it all, also that of a rank which died since."""
         try:
             while rank not in self.silent and self.pipes[rank].poll():
-                told = json.loads(self.pipes[rank].recv_bytes(_LONGEST_MESSAGE))
-                self.endings[rank].messages[told["event"]] = told
+                message = json.loads(self.pipes[rank].recv_bytes(_LONGEST_MESSAGE))
+                self.endings[rank].messages[message["event"]] = message
         except (EOFError, OSError):
             self.silent.add(rank)
 

@@ -11,7 +11,7 @@ from gradsieve_lab.emulation.stores import store_at
 from gradsieve_lab.faults.fleet import Ending, Fleet
 from gradsieve_lab.faults.kinds import KINDS, STOP, Fault
 from gradsieve_lab.faults.trained import DONE, Task, be_rank
-from gradsieve_lab.faults.verdicts import Line, judge
+from gradsieve_lab.faults.verdicts import Line, verdict_of
 
 WORLD = 3
 STEPS = 6
@@ -51,15 +51,15 @@ class Matrix:
 
     def clean(self, scheme: str) -> Clean:
         endings = self.endings(scheme, DEADLINE_OF_DEATHS, None)
-        told = [ending.told("ended") for ending in endings]
+        message = [ending.message("ended") for ending in endings]
         if any(ending.exit_code != DONE for ending in endings):
             raise GradsieveError(
                 f"{scheme}, undisturbed: {[(e.exit_code, e.messages, e.stacks) for e in endings]}"
             )
-        if any(each["digests"] != told[0]["digests"] for each in told):
+        if any(each["digests"] != message[0]["digests"] for each in message):
             raise GradsieveError(f"{scheme}, undisturbed: ranks do not share one model")
-        ops = {int(step): ops for step, ops in told[0]["ops"].items() if int(step) < STEPS}
-        return Clean(scheme, ops, told[0]["digests"])
+        ops = {int(step): ops for step, ops in message[0]["ops"].items() if int(step) < STEPS}
+        return Clean(scheme, ops, message[0]["digests"])
 
     def cases(self, clean: Clean, kinds: Sequence[str] = tuple(KINDS)) -> list[Fault]:
         return [
@@ -72,7 +72,7 @@ class Matrix:
             deadline = DEADLINE_OF_DEATHS if fault.is_death else DEADLINE_OF_STALLS
             endings = self.endings(clean.scheme, deadline, fault)
             task = self._task(clean.scheme, deadline, STEPS)
-            yield judge(fault, task, endings, clean.digests, clean.ops[fault.step][fault.op])
+            yield verdict_of(fault, task, endings, clean.digests, clean.ops[fault.step][fault.op])
 
     def endings(
         self,

@@ -112,15 +112,24 @@ class Training:
         self.tell({"event": "fired", "at": time.monotonic()})
 
     def _end(self, error: str, said: str, at: float, ranks: tuple[int, ...], kept: bool) -> None:
-        told = {"event": "ended", "error": error, "said": said, "at": at, "ranks": list(ranks), "kept": kept}
-        told |= {"step": self.sync.pipeline.step, "digests": self.digests, "ops": self.injector.ops}
+        message = {
+            "event": "ended",
+            "error": error,
+            "said": said,
+            "at": at,
+            "ranks": list(ranks),
+            "kept": kept,
+        }
+        message |= {"step": self.sync.pipeline.step, "digests": self.digests, "ops": self.injector.ops}
         self.sync.abandon()
         del self.sync, self.injector
         dist.destroy_process_group()
         gc.collect()
-        told["threads"] = [each.name for each in threading.enumerate() if each.name.startswith("gradsieve")]
-        told["connections"] = len(sockets.connected(self.task.store_port))
-        self.tell(told)
+        message["threads"] = [
+            each.name for each in threading.enumerate() if each.name.startswith("gradsieve")
+        ]
+        message["connections"] = len(sockets.connected(self.task.store_port))
+        self.tell(message)
 
 
 def be_rank(rank: int, world: int, task: Task, fault: Fault | None, pipe: Any) -> None:
@@ -137,4 +146,4 @@ def live(interface: str, training: Callable[[Tell], Life], pipe: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with kernels.using("torch"):  # loading compiled ones would take longer than the case
-        sys.exit(training(lambda told: pipe.send_bytes(json.dumps(told).encode())).run())
+        sys.exit(training(lambda message: pipe.send_bytes(json.dumps(message).encode())).run())

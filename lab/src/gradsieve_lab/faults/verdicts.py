@@ -41,21 +41,25 @@ class Line:
         return asdict(self)
 
 
-def judge(fault: Fault, task: Task, endings: Sequence[Ending], clean: Sequence[int], op_name: str) -> Line:
+def verdict_of(
+    fault: Fault, task: Task, endings: Sequence[Ending], clean: Sequence[int], op_name: str
+) -> Line:
     """`clean`: digests after every step of an undisturbed run."""
-    fired = endings[fault.rank].told("fired").get("at")
+    fired = endings[fault.rank].message("fired").get("at")
     wrong = [] if fired is not None else ["the fault did not happen"]
     survivors = {rank: ending for rank, ending in enumerate(endings) if rank != fault.rank}
     allowed = DEATH_SECONDS if fault.is_death else task.deadline + STALL_SECONDS
     seconds = []
     for rank, ending in survivors.items():
         wrong += [f"rank {rank}: {each}" for each in _faults_of(ending, fault, clean)]
-        if fired is not None and "at" in ending.told("ended"):
-            seconds.append(ending.told("ended")["at"] - fired)
+        if fired is not None and "at" in ending.message("ended"):
+            seconds.append(ending.message("ended")["at"] - fired)
     if seconds and max(seconds) > allowed:
         wrong.append(f"took {max(seconds):.1f} s, and {allowed:g} are allowed")
     wrong += [f"rank {fault.rank}: {each}" for each in _faults_of_victim(endings[fault.rank], fault)]
-    digests = {ending.told("ended")["digests"][-1] for ending in survivors.values() if ending.told("ended")}
+    digests = {
+        ending.message("ended")["digests"][-1] for ending in survivors.values() if ending.message("ended")
+    }
     return Line(
         scheme=task.scheme,
         seed=task.seed,
@@ -76,21 +80,24 @@ def _faults_of(ending: Ending, fault: Fault, clean: Sequence[int]) -> list[str]:
     """Of a survivor, in words."""
     if ending.exit_code is None:
         return [f"hung at {ending.stacks[-800:]}"]
-    told = ending.told("ended")
+    message = ending.message("ended")
     wrong = [] if ending.exit_code == PEER_FAILED else [f"exit code {ending.exit_code}"]
-    if told.get("error") != "PeerError":
-        return [*wrong, f"raised {told.get('error') or 'nothing'}: {told.get('said')}"]
-    if told["ranks"] != [fault.rank]:
-        wrong.append(f"blames {told['ranks']}: {told['said']}")
-    if not re.search(rf"\w+ of .* for unit \d+ of \d+ in step {told['step']} failed", told["said"]):
-        wrong.append(f"names no op or step: {told['said']}")
-    if not told["kept"]:
+    if message.get("error") != "PeerError":
+        return [*wrong, f"raised {message.get('error') or 'nothing'}: {message.get('said')}"]
+    if message["ranks"] != [fault.rank]:
+        wrong.append(f"blames {message['ranks']}: {message['said']}")
+    if not re.search(rf"\w+ of .* for unit \d+ of \d+ in step {message['step']} failed", message["said"]):
+        wrong.append(f"names no op or step: {message['said']}")
+    if not message["kept"]:
         wrong.append("the failed step changed something")
     # A rank that needed nothing more of the victim may have finished the step that the others lost.
-    if told["step"] not in (fault.step, fault.step + 1) or told["digests"][-1] != clean[told["step"]]:
-        wrong.append(f"is at step {told['step']} with another model than an undisturbed run")
-    if told["threads"] or told["connections"]:
-        wrong.append(f"left {told['threads']} threads and {told['connections']} connections")
+    if (
+        message["step"] not in (fault.step, fault.step + 1)
+        or message["digests"][-1] != clean[message["step"]]
+    ):
+        wrong.append(f"is at step {message['step']} with another model than an undisturbed run")
+    if message["threads"] or message["connections"]:
+        wrong.append(f"left {message['threads']} threads and {message['connections']} connections")
     return wrong
 
 
@@ -99,9 +106,9 @@ def _faults_of_victim(ending: Ending, fault: Fault) -> list[str]:
         return wrong_code(ending, KINDS[fault.kind])
     if ending.exit_code is None:
         return [f"hung after it was continued, at {ending.stacks[-800:]}"]
-    told = ending.told("ended")
-    if ending.exit_code != PEER_FAILED or fault.rank not in told.get("ranks", ()):
-        return [f"continued, it ended with code {ending.exit_code}: {told.get('said')}"]
+    message = ending.message("ended")
+    if ending.exit_code != PEER_FAILED or fault.rank not in message.get("ranks", ()):
+        return [f"continued, it ended with code {ending.exit_code}: {message.get('said')}"]
     return []
 
 

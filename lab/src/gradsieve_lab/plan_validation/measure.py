@@ -125,12 +125,14 @@ def compare(
     model = Model(case.params, compute / 3, 2 * compute / 3, on_host=True)
     rows: Rows = []
     for sync in [sync for sync in steps if sync != "noop"]:
-        told = predict(named(sync, model, costs, case.density), model, costs)
-        exchange, whole = exchanges.get(sync), 1e3 * (told.cost.link + told.cost.computed)
+        predicted = predict(named(sync, model, costs, case.density), model, costs)
+        exchange, whole = exchanges.get(sync), 1e3 * (predicted.cost.link + predicted.cost.computed)
         row: dict[str, Any] = {**asdict(case.place), "sync": sync}
         row |= {"exchange_ms": exchange, "predicted_exchange_ms": whole}
         row |= {"exchange_off": whole / exchange - 1 if exchange else None, "step_ms": steps[sync]}
-        rows.append(row | {"predicted_ms": 1e3 * told.step, "off": 1e3 * told.step / steps[sync] - 1})
+        rows.append(
+            row | {"predicted_ms": 1e3 * predicted.step, "off": 1e3 * predicted.step / steps[sync] - 1}
+        )
     return rows
 
 

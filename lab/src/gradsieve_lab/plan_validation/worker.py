@@ -83,8 +83,8 @@ class Alone:
         self._sync, self._engine = sync, engine
         parameters = dict(build("mlp", params).named_parameters())
         self._optimizer = torch.optim.SGD(parameters.values(), lr=0.01)
-        scheme, treatment = treated(sync, density)
-        self.adapter = adapt(parameters, [self._optimizer], scheme, treatment, engine.rank, engine.world)
+        scheme, exchange = treated(sync, density)
+        self.adapter = adapt(parameters, [self._optimizer], scheme, exchange, engine.rank, engine.world)
         self.adapter.pipeline.rounds = rounds.Rounds(engine.rank, engine.world, links)
 
     def renew(self) -> None:

@@ -244,8 +244,8 @@ def _beside_others(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """With each row's efficiency and its step over dense's, in order of worlds."""
     found = []
     for row in rows:
-        beside = {other["scheme"]: other for other in rows if other["world"] == row["world"]}
-        alone, dense = beside["noop"]["step_seconds"], beside["dense"]["step_seconds"]
+        same_world = {other["scheme"]: other for other in rows if other["world"] == row["world"]}
+        alone, dense = same_world["noop"]["step_seconds"], same_world["dense"]["step_seconds"]
         found.append(
             row
             | {

@@ -25,7 +25,7 @@ from gradsieve import Gradients, attach, record
 from gradsieve.errors import GradsieveError
 from gradsieve.parallel.ddp import DdpSync
 from gradsieve_lab.faults.trained import DONE, Tell
-from gradsieve_lab.soak.judge import Look
+from gradsieve_lab.soak.verdicts import Look
 
 EVALUATES, FLUSHES, SAVES, ASKS = 50, 400, 500, 10
 """Steps from one to the next."""
@@ -137,4 +137,4 @@ def be_rank(rank: int, soak: Soak, pipe: Any) -> None:
     """With the kernels that users have."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    sys.exit(SoakTraining(rank, soak, lambda told: pipe.send_bytes(json.dumps(told).encode())).run())
+    sys.exit(SoakTraining(rank, soak, lambda message: pipe.send_bytes(json.dumps(message).encode())).run())

@@ -9,8 +9,8 @@ from gradsieve.errors import GradsieveError
 from gradsieve_lab.emulation.stores import store_at
 from gradsieve_lab.faults.fleet import Fleet
 from gradsieve_lab.faults.trained import DONE
-from gradsieve_lab.soak.judge import Line, Look, judge
 from gradsieve_lab.soak.rank import Soak, be_rank
+from gradsieve_lab.soak.verdicts import Line, Look, verdict_of
 
 WORLD = 2
 _START_SECONDS, _STEP_SECONDS = 120.0, 0.2
@@ -33,7 +33,7 @@ def soaked(
                 f"{scheme}: rank {rank} ended with code {ending.exit_code} instead of {steps} steps; "
                 f"{ending.stacks[-1500:] or 'its error stands above'}"
             )
-        looks = [Look(int(each[0]), *each[1:]) for each in ending.told("looks").get("looks", [])]
-        lines += judge(scheme, rank, looks, steps)
+        looks = [Look(int(each[0]), *each[1:]) for each in ending.message("looks").get("looks", [])]
+        lines += verdict_of(scheme, rank, looks, steps)
         seen.append(looks)
     return lines, seen

@@ -91,9 +91,9 @@ class Verdict:
 class Campaign:
     """`script` is called as examples/restarts.py is, and says what that says."""
 
-    def __init__(self, script: Path, room: Path, faults: Sequence[Fault], seed: int) -> None:
-        self._script, self._room = script.resolve(), room
-        self._run = room / "run"
+    def __init__(self, script: Path, folder: Path, faults: Sequence[Fault], seed: int) -> None:
+        self._script, self._folder = script.resolve(), folder
+        self._run = folder / "run"
         self._chance = random.Random(seed)
         self.verdict = Verdict(list(faults))
         self._read: set[str] = set()
@@ -114,11 +114,11 @@ class Campaign:
             self._until(lambda: not nodes.running, nodes)
         self.verdict.steps = _saved(self._run) + LAST_STEPS
         self.verdict.digest = self._ended(self._run, "ended")
-        self.verdict.undisturbed = self._ended(self._room / "undisturbed", "undisturbed")
+        self.verdict.undisturbed = self._ended(self._folder / "undisturbed", "undisturbed")
 
     def _nodes(self, run: Path, steps: int, step_seconds: float, name: str) -> Nodes:
         words = [str(self._script), str(run), "--steps", str(steps), "--save-every", "50"]
-        return Nodes(self._room / name, [*words, "--step-seconds", str(step_seconds)], str(COUNT))
+        return Nodes(self._folder / name, [*words, "--step-seconds", str(step_seconds)], str(COUNT))
 
     def _ended(self, run: Path, name: str) -> str:
         with self._nodes(run, self.verdict.steps, 0.0, name) as nodes:

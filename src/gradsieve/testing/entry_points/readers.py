@@ -28,7 +28,7 @@ from gradsieve.testing.entry_points.entry_point import EntryPoint, check_rising
 from gradsieve.testing.entry_points.exchanges import LIAR, WORLD, Heard, as_bytes, check_lawful, overheard
 from gradsieve.types import Host
 from gradsieve.wire import indices
-from gradsieve.wire.check import counts_within, dealt_once, lists_increasing, sums_within, tails_within
+from gradsieve.wire.check import counts_within, dealt_once, lists_increasing, statistics_within, sums_within
 from gradsieve.wire.coded import Coded, Shape
 from gradsieve.wire.frame import from_pairs, to_pairs
 from gradsieve.wire.values import VALUE_CODECS, ValueCodec
@@ -191,8 +191,8 @@ def _value_codecs() -> Iterator[EntryPoint]:
 
 
 def _enter_values(codec: ValueCodec, count: int) -> Callable[[bytearray], None]:
-    room = torch.full((count + 32,), _CANARY, dtype=torch.float32, device="cpu")
-    values, seen = room[16 : 16 + count], room.numpy()
+    buffer = torch.full((count + 32,), _CANARY, dtype=torch.float32, device="cpu")
+    values, seen = buffer[16 : 16 + count], buffer.numpy()
     before, after, untouched = seen[:16], seen[16 + count :], seen[:16].tobytes()
     shape = Shape(codec, 1, count, torch.float32, torch.device("cpu"))
 
@@ -225,7 +225,7 @@ def _numbers() -> Iterator[EntryPoint]:
     yield EntryPoint(
         "counts", (counts,), (3, 60, 240), lambda it: counts_within(np.frombuffer(it, np.int64), limits, "x")
     )
-    yield EntryPoint("tails", (tails,), (), lambda it: tails_within(np.frombuffer(it, np.float32), "x"))
+    yield EntryPoint("tails", (tails,), (), lambda it: statistics_within(np.frombuffer(it, np.float32), "x"))
     yield EntryPoint("sums", (sums,), (), lambda it: sums_within(np.frombuffer(it, np.float32).tolist(), "x"))
     yield EntryPoint("layers of a leader", (layers,), (6,), dealt)
 

@@ -5,7 +5,7 @@ meeting.py   ranks send each other facts over torchrun's store, which works wher
 pairs.py     who measures with whom in which round, and what a pair measures
 speed.py     what a rank's own processors and memory do
 model.py     the user's own model: its size, a step, and whether a sync could be attached to it
-judge.py     figures in, findings out; no clock, no socket
+evaluate.py  figures in, findings out; no clock, no socket
 run.py       all of it in order, on every rank
 view.py      tables and the heat map
 """

@@ -33,78 +33,78 @@ class Answer:
 
     @classmethod
     def read(cls, rank: int, world: int, said: Any) -> Answer:
-        told = _Sent(rank, said)
-        if error := told.text("error"):
+        sent = _Sent(rank, said)
+        if error := sent.text("error"):
             return cls(error=error)
 
         def of_ranks(name: str) -> dict[int, Any]:
-            found = told.mapping(name)
+            found = sent.mapping(name)
             if not all(key.isascii() and key.isdigit() and int(key) < world for key in found):
-                raise told.error(name)
+                raise sent.error(name)
             return {int(key): value for key, value in found.items()}
 
         return cls(
-            latency={other: told.figure("latency", value) for other, value in of_ranks("latency").items()},
-            incoming={other: told.figure("incoming", value) for other, value in of_ranks("incoming").items()},
-            failed={other: told.short("failed", value) for other, value in of_ranks("failed").items()},
-            message=told.figure("message"),
-            memory=told.figure("memory"),
-            selection=told.figure("selection"),
-            pace=told.figure("pace"),
+            latency={other: sent.figure("latency", value) for other, value in of_ranks("latency").items()},
+            incoming={other: sent.figure("incoming", value) for other, value in of_ranks("incoming").items()},
+            failed={other: sent.short("failed", value) for other, value in of_ranks("failed").items()},
+            message=sent.figure("message"),
+            memory=sent.figure("memory"),
+            selection=sent.figure("selection"),
+            pace=sent.figure("pace"),
             connections={
-                told.short("connections", name): told.count("connections", value)
-                for name, value in told.mapping("connections").items()
+                sent.short("connections", name): sent.count("connections", value)
+                for name, value in sent.mapping("connections").items()
             },
-            ring=_ring(rank, told.get("ring")),
-            model=_model(rank, told.get("model")),
+            ring=_ring(rank, sent.get("ring")),
+            model=_model(rank, sent.get("model")),
         )
 
 
 def facts_from(rank: int, said: Any) -> Facts:
-    told = _Sent(rank, said)
+    sent = _Sent(rank, said)
     names = ("hostname", "alias", "machine", "host", "toward_master", "kernels")
     return Facts(
         rank=rank,
-        **{name: told.text(name) for name in names},
-        interfaces=tuple(_interface(rank, each) for each in told.items("interfaces")),
-        resolved=tuple(told.short("resolved", each) for each in told.items("resolved")),
-        environment=_texts(told, "environment"),
-        threads=told.count("threads"),
-        cores=told.count("cores"),
-        quota=told.figure("quota"),
-        versions=_texts(told, "versions"),
-        lacks=tuple(told.short("lacks", each) for each in told.items("lacks")),
+        **{name: sent.text(name) for name in names},
+        interfaces=tuple(_interface(rank, each) for each in sent.items("interfaces")),
+        resolved=tuple(sent.short("resolved", each) for each in sent.items("resolved")),
+        environment=_texts(sent, "environment"),
+        threads=sent.count("threads"),
+        cores=sent.count("cores"),
+        quota=sent.figure("quota"),
+        versions=_texts(sent, "versions"),
+        lacks=tuple(sent.short("lacks", each) for each in sent.items("lacks")),
     )
 
 
 def _interface(rank: int, said: Any) -> Interface:
-    told = _Sent(rank, said)
-    name, address, network = (told.text(each) for each in ("name", "address", "network"))
-    up, loopback = (told.get(each) is True for each in ("up", "loopback"))
-    return Interface(name, address, network, up, loopback, told.count("speed"))
+    sent = _Sent(rank, said)
+    name, address, network = (sent.text(each) for each in ("name", "address", "network"))
+    up, loopback = (sent.get(each) is True for each in ("up", "loopback"))
+    return Interface(name, address, network, up, loopback, sent.count("speed"))
 
 
 def _ring(rank: int, said: Any) -> Links | None:
     if said is None:
         return None
-    told = _Sent(rank, said)
-    latency, word = told.figure("latency"), told.figure("word")
+    sent = _Sent(rank, said)
+    latency, word = sent.figure("latency"), sent.figure("word")
     if not word:
-        raise told.error("ring")
+        raise sent.error("ring")
     return Links(latency, word)
 
 
 def _model(rank: int, said: Any) -> ModelFigures | None:
     if said is None:
         return None
-    told = _Sent(rank, said)
-    times = {name: None if told.get(name) is None else told.figure(name) for name in ("forward", "backward")}
-    conflicts = [told.short("conflicts", each) for each in told.items("conflicts")]
-    return ModelFigures(told.count("parameters"), told.count("units"), **times, conflicts=conflicts)
+    sent = _Sent(rank, said)
+    times = {name: None if sent.get(name) is None else sent.figure(name) for name in ("forward", "backward")}
+    conflicts = [sent.short("conflicts", each) for each in sent.items("conflicts")]
+    return ModelFigures(sent.count("parameters"), sent.count("units"), **times, conflicts=conflicts)
 
 
-def _texts(told: _Sent, name: str) -> dict[str, str]:
-    return {told.short(name, key): told.short(name, value) for key, value in told.mapping(name).items()}
+def _texts(sent: _Sent, name: str) -> dict[str, str]:
+    return {sent.short(name, key): sent.short(name, value) for key, value in sent.mapping(name).items()}
 
 
 class _Sent:

@@ -20,7 +20,7 @@ from gradsieve.torch_names import lacking
 
 _SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B
 _IFF_UP, _IFF_LOOPBACK = 0x1, 0x8
-TOLD = ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "TORCH_DISTRIBUTED_DEBUG")
+VARIABLES = ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "TORCH_DISTRIBUTED_DEBUG")
 """Environment variables that change what is measured."""
 
 
@@ -103,7 +103,7 @@ def collect(rank: int, master: str) -> Facts:
         interfaces=interfaces,
         resolved=_resolved(hostname),
         toward_master=toward,
-        environment={name: os.environ[name] for name in TOLD if os.environ.get(name)},
+        environment={name: os.environ[name] for name in VARIABLES if os.environ.get(name)},
         threads=torch.get_num_threads(),
         cores=len(os.sched_getaffinity(0)),
         quota=_quota(),

@@ -25,10 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsieve.errors import ConfigError
 from gradsieve.feedback.units import make_units
-from gradsieve.parallel.ddp import refuse_sparse_gradients, refuse_unfit
+from gradsieve.parallel.fit import ddp_in, model_in, refuse_sparse_gradients
 from gradsieve.pipeline import UNIT_CAP_MB
 from gradsieve.pipeline.exchange_settings import Steps
-from gradsieve.sync.unwrap import model_in
 from gradsieve.torch_names import acts_on_gradient
 
 Loss = Callable[[nn.Module], Tensor]
@@ -87,7 +86,7 @@ def conflicts_of(model: nn.Module) -> list[str]:
     inner = model_in(model)
     try:
         if isinstance(inner, DistributedDataParallel):
-            refuse_unfit(inner)
+            ddp_in(inner)
         else:
             refuse_sparse_gradients(inner)
     except ConfigError as error:

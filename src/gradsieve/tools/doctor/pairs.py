@@ -148,10 +148,10 @@ class _Pair:
         moves = [dist.irecv(reply, self.other), dist.isend(mine, self.other)]
         for move in moves:
             _wait(move)
-        told = float(reply)
-        if not 0.0 <= told < math.inf:
-            raise RuntimeError(f"rank {self.other} sent {told} seconds, which no clock shows")
-        return told
+        seconds = float(reply)
+        if not 0.0 <= seconds < math.inf:
+            raise RuntimeError(f"rank {self.other} sent {seconds} seconds, which no clock shows")
+        return seconds
 
 
 def _sizes() -> Iterator[int]:

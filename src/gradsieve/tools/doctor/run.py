@@ -15,12 +15,12 @@ from torch.distributed.distributed_c10d import PrefixStore
 from gradsieve.comm import sockets
 from gradsieve.comm.links import Links
 from gradsieve.errors import GradsieveError
+from gradsieve.tools.doctor import evaluate, model, pairs, ring, speed
 from gradsieve.tools.doctor import facts as facts_of
-from gradsieve.tools.doctor import judge, model, pairs, ring, speed
 from gradsieve.tools.doctor.answers import Answer, facts_from
+from gradsieve.tools.doctor.evaluate_interfaces import missing
 from gradsieve.tools.doctor.facts import Facts
 from gradsieve.tools.doctor.findings import Finding, Measured, sorted_by_severity
-from gradsieve.tools.doctor.judge_interfaces import missing
 from gradsieve.tools.doctor.meeting import Board
 from gradsieve.tools.doctor.model import ModelFigures
 
@@ -49,7 +49,7 @@ def examine(meeting: Board, model_spec: str | None, timeout: float | None, tell:
     if meeting.rank == 0:
         tell("waiting for all ranks")
         facts = [facts_from(rank, said) for rank, said in sorted(meeting.hear("facts").items())]
-        findings = judge.before(facts, meeting.world)
+        findings = evaluate.before(facts, meeting.world)
     if not meeting.decide("measure", not findings):
         return Report(meeting.world, facts, findings) if meeting.rank == 0 else None
     meeting.tell("answer", _answer(meeting, own, model_spec, tell))
@@ -58,7 +58,7 @@ def examine(meeting: Board, model_spec: str | None, timeout: float | None, tell:
     answers = {rank: Answer.read(rank, meeting.world, said) for rank, said in meeting.hear("answer").items()}
     measured = put_together(answers, meeting.world)
     lost = missing([each for each in facts if each.rank in answers], meeting.world)
-    found = sorted_by_severity([*lost, *judge.after(facts, measured, timeout)])
+    found = sorted_by_severity([*lost, *evaluate.after(facts, measured, timeout)])
     return Report(meeting.world, facts, found, measured, answers)
 
 

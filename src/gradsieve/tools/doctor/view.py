@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from gradsieve.errors import ConfigError
+from gradsieve.tools.doctor.evaluate_links import SLOW
 from gradsieve.tools.doctor.findings import Matrix, exit_code
-from gradsieve.tools.doctor.judge_links import SLOW
 from gradsieve.tools.doctor.run import Report
 from gradsieve.tools.profiles import MOST_PAIRS, ModelProfile, Pairs, Profile, Rows
 from gradsieve.tools.quantities import BITS, SECONDS, spoken

@@ -179,8 +179,8 @@ def automatic(model: Model, costs: Costs, every: int) -> Option:
     on the processor, as `pipeline/budget.py` looks for while training runs."""
     most = cost("exact", costs.world)
     silent = costs.of_scheme(Stripes(density=1e-6), model.parameters, model.units(UNIT_CAP_MB), 0.0).link
-    room = max(0.0, model.compute - silent)
-    bits = bits_in(room, seconds_a_bit(costs.links, model.parameters) * every, LEAST, most / every)
+    hidden = max(0.0, model.compute - silent)
+    bits = bits_in(hidden, seconds_a_bit(costs.links, model.parameters) * every, LEAST, most / every)
     computed = LEAST + _coded_in(COMPUTED * model.compute * every, model, costs) / every
     bits = min(bits, computed)
     values, share = spend(every * bits, costs.world)

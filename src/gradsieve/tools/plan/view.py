@@ -25,8 +25,8 @@ COLUMNS = ["option", "step_ms", "vs_dense", "of_link", "bits", "memory_mb", "gap
 def rows(plan: Plan, price: float | None) -> list[dict[str, Any]]:
     """One an option, the quickest first; before them the limit."""
     limit = predict(no_communication(plan.model), plan.model, plan.costs)
-    told = ["the limit", *(reason or "RECOMMENDED" for reason in plan.reasons)]
-    return [_row(each, plan, why, price) for each, why in zip([limit, *plan.ranked], told, strict=True)]
+    labels = ["the limit", *(reason or "RECOMMENDED" for reason in plan.reasons)]
+    return [_row(each, plan, why, price) for each, why in zip([limit, *plan.ranked], labels, strict=True)]
 
 
 def _row(each: Prediction, plan: Plan, why: str, price: float | None) -> dict[str, Any]:

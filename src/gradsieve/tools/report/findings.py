@@ -116,7 +116,7 @@ def _imbalance(training: Training) -> Finding:
 
 def _cut(training: Training) -> Finding:
     rule, limit = "rows cut", f"{CUT:.0%} of the ranks"
-    known = training.settled(training.columns["cut"])
+    known = training.steady(training.columns["cut"])
     value = float(known.mean()) if len(known) else None
     change = None
     if value is not None and value > CUT:
@@ -156,7 +156,7 @@ def _age(training: Training) -> Finding:
 def _dense(training: Training) -> Finding:
     rule, limit = "steps that went dense", f"{DENSE_STEPS:.0%} of the steps"
     known = np.isfinite(training.columns["density"])
-    dense = training.settled(np.where(known, training.is_dense, np.nan))
+    dense = training.steady(np.where(known, training.is_dense, np.nan))
     if (training.header.density >= 1.0 and not training.header.budget) or not len(dense):
         return Finding(rule, None, limit)
     share = float(dense.mean())

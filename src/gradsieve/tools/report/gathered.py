@@ -41,7 +41,7 @@ _MOST_FILES = 4096
 _MOST_STAGES = 40
 _PAUSE = 10.0
 """Times a usual step."""
-SETTLED = 0.2
+STEADY_FROM = 0.2
 """Part of the steps that is not evaluated: kernels are compiled then, thresholds are found."""
 
 
@@ -115,13 +115,13 @@ class Training:
         known = np.isfinite(self.waits).all(axis=0)
         return np.asarray(np.argmin(self.waits[:, known], axis=0))
 
-    def settled(self, values: Array) -> Array:
+    def steady(self, values: Array) -> Array:
         """Figures of the steps that are evaluated, in one row."""
-        later = values[:, int(SETTLED * len(self.steps)) :].ravel()
+        later = values[:, int(STEADY_FROM * len(self.steps)) :].ravel()
         return later[np.isfinite(later)]
 
     def median(self, values: Array) -> float | None:
-        later = self.settled(values)
+        later = self.steady(values)
         return float(np.median(later)) if len(later) else None
 
 

@@ -92,8 +92,8 @@ def _range(series: Sequence[Series], from_zero: bool, show: Sequence[float]) -> 
     if low > 0 and high / low > _LOG_FROM:
         return low / 1.2, high * 1.2, True
     low = min(low, 0.0) if from_zero else low
-    room = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
-    return low - (0.0 if from_zero and low == 0 else room), high + room, False
+    margin = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
+    return low - (0.0 if from_zero and low == 0 else margin), high + margin, False
 
 
 def lines(

@@ -183,7 +183,7 @@ def measure(
     # Spawned: a process that already ran threads of torch cannot safely be forked.
     context = get_context("spawn")
     done = context.Value("q", 0)
-    left, told = iter(todo), 0
+    left, shown = iter(todo), 0
     with (
         tempfile.TemporaryDirectory(prefix="gradsieve-") as scratch,
         ProcessPoolExecutor(jobs, context, _Worker.start, (done, scratch)) as pool,
@@ -193,9 +193,9 @@ def measure(
         running = _submit(pool, islice(left, jobs), run)
         while running:
             ended, _ = wait(running, _LOOK_SECONDS, FIRST_COMPLETED)
-            if (now := done.value) > told:
-                advance(now - told, next(iter(running.values())).file)
-                told = now
+            if (now := done.value) > shown:
+                advance(now - shown, next(iter(running.values())).file)
+                shown = now
             for future in [each for each in running if each in ended]:
                 _expect_good(future, running.pop(future))
                 running |= _submit(pool, islice(left, 1), run)

@@ -141,5 +141,5 @@ def limits(lines: Sequence[Line]) -> tuple[float, float]:
         if step >= (1 - _SHOWN) * line.kind.steps
         for value in (least, most)
     ] or [0.0, 1.0]
-    room = 0.05 * (max(ends) - min(ends)) or 0.01
-    return min(ends) - room, max(ends) + room
+    margin = 0.05 * (max(ends) - min(ends)) or 0.01
+    return min(ends) - margin, max(ends) + margin

@@ -122,7 +122,7 @@ def learn(run: RivalRun, after_step: Callable[[], None]) -> Course:
     assert hook is not None  # torch has all of them
     ddp.register_comm_hook(*hook)
     batches = own_batches(training, rank, run.world, run.mixed, run.seed)
-    judged = looks(run.steps)
+    evaluated = looks(run.steps)
     for step in range(1, run.steps + 1):
         batch = training.train.take(next(batches))
         training.optimizer.zero_grad()
@@ -130,7 +130,7 @@ def learn(run: RivalRun, after_step: Callable[[], None]) -> Course:
         training.optimizer.step()
         training.schedule.step()
         if rank == 0:
-            if step in judged:
+            if step in evaluated:
                 course.steps.append(step)
                 course.values.append(training.evaluate())
             after_step()

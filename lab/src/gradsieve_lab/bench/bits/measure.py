@@ -3,7 +3,7 @@
     for every task:   train it on P virtual ranks by stripes as they are; now and then keep the residual, e_r
     for every scheme, values and density:
         exchange what was kept, counted; nothing is taken away from it
-        told = 1 - |mean e - update / P|^2 over |mean e|^2
+        known = 1 - |mean e - update / P|^2 over |mean e|^2
         bits = 8 * bytes that the busiest rank moves over n
 
 A scheme that remembers goes through all that was kept once, to converge, before it is measured on it. One
@@ -32,7 +32,7 @@ from gradsieve_lab.bench.common.machine import check_fits, one_thread
 from gradsieve_lab.bench.common.virtual import Member, Run, exchange
 from gradsieve_lab.bench.tasks import training as tasks
 
-COLUMNS = ["task", "scheme", "values", "density", "bits", "told", "bound"]
+COLUMNS = ["task", "scheme", "values", "density", "bits", "known", "bound"]
 Advance = Callable[[float, str], None]
 _STEP = 5
 """A rank's step of training against an exchange of a snapshot, in time."""
@@ -141,7 +141,7 @@ def record(task: str, plan: Plan, after_step: Callable[[int], None] = lambda ste
     return Waiting([size for unit in units for size in unit.sizes], torch.stack(kept))
 
 
-def told(mean: Tensor, update: Sparse, world: int) -> float:
+def share_known(mean: Tensor, update: Sparse, world: int) -> float:
     """Share of the energy of `mean` that the update, a sum over ranks, takes away.
 
     It is below 0 where the update adds more than it takes away. Of a vector of zeros everything is sent.
@@ -190,7 +190,7 @@ class Bench:
         met = 0
         for vectors, mean in cycle(shown):
             update, bits = self.exchange(vectors)
-            yield bits, told(mean, update, self.world)
+            yield bits, share_known(mean, update, self.world)
             met += update.count
             if not self.scheme.round_robin or met >= self.waiting.n:
                 return
@@ -207,7 +207,7 @@ def measure(scheme: Scheme[Any], waiting: Waiting) -> dict[str, float]:
                 bench.exchange(vectors)
         seen = [pair for vectors in waiting.vectors for pair in bench.look(vectors)]
     bits, share = (sum(figures) / len(seen) for figures in zip(*seen, strict=True))
-    return {"bits": bits, "told": share, "bound": bound(bits, bench.world)}
+    return {"bits": bits, "known": share, "bound": bound(bits, bench.world)}
 
 
 def measure_all(plan: Plan, advance: Advance) -> list[dict[str, Any]]:

@@ -93,7 +93,7 @@ def looks(families: Sequence[Family]) -> Iterator[tuple[Family, dict[str, Any]]]
 def line_of(rows: Sequence[dict[str, Any]], family: Family) -> list[tuple[float, float]]:
     """Bits and what they send, not below nothing, by density."""
     own = [row for row in rows if (row["scheme"], row["values"]) == family and row["bits"] >= _LEAST_BITS]
-    return [(row["bits"], max(0.0, row["told"])) for row in sorted(own, key=lambda row: row["density"])]
+    return [(row["bits"], max(0.0, row["known"])) for row in sorted(own, key=lambda row: row["density"])]
 
 
 def _name(family: Family, families: Sequence[Family]) -> str:

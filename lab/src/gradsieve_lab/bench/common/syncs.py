@@ -39,7 +39,7 @@ def syncs_of(names: str, always: Sequence[str]) -> list[str]:
 
 def treated(sync: str, density: float | None = None) -> tuple[Scheme[Any], Exchange]:
     """A scheme, at that density if it chooses elements, and what happens around its exchange."""
-    text, at, treatment = sync.partition("@")
+    text, at, exchange = sync.partition("@")
     name = text.partition(":")[0]
     if name not in SCHEMES:
         raise ConfigError(f"no sync is called {sync}; there are: {', '.join(SYNCS)}")
@@ -47,7 +47,7 @@ def treated(sync: str, density: float | None = None) -> tuple[Scheme[Any], Excha
     scheme = parse(text, fixed=()) if name == "stripes" else parse(text, density)
     if at and scheme.lossless:
         raise ConfigError(f"{name} has no residual, and so no exchange settings: {sync}")
-    return scheme, parse_exchange(treatment if at else "default", scheme)
+    return scheme, parse_exchange(exchange if at else "default", scheme)
 
 
 def steps_late(sync: str) -> int | None:
@@ -58,8 +58,8 @@ def steps_late(sync: str) -> int | None:
         return 1
     if sync in _NO_SCHEMES:
         return 0
-    _, treatment = treated(sync)
-    return int(isinstance(treatment, Steps) and treatment.overlap) + treatment.every - 1
+    _, exchange = treated(sync)
+    return int(isinstance(exchange, Steps) and exchange.overlap) + exchange.every - 1
 
 
 def attached(
@@ -73,6 +73,6 @@ def attached(
     itself."""
     if sync == "auto":
         return DdpSync(ddp, optimizer)
-    scheme, treatment = treated(sync, density)
+    scheme, exchange = treated(sync, density)
     deterministic = deterministic or sync.endswith("@paper")
-    return DdpSync(ddp, optimizer, scheme=scheme, exchange=treatment, deterministic=deterministic)
+    return DdpSync(ddp, optimizer, scheme=scheme, exchange=exchange, deterministic=deterministic)

@@ -37,7 +37,7 @@ class Run:
 
     task: str
     scheme: Scheme[Any]
-    treatment: Exchange
+    exchange: Exchange
     seed: int
     world: int = 4
     steps: int | None = None
@@ -83,7 +83,7 @@ class Member:
         self.training = tasks.build(run.task, run.seed, run.steps, run.batch, run.rate)
         parameters = dict(self.training.model.named_parameters())
         optimizer = self.training.optimizer
-        self.adapter = adapt(parameters, [optimizer], run.scheme, run.treatment, rank, run.world)
+        self.adapter = adapt(parameters, [optimizer], run.scheme, run.exchange, rank, run.world)
         self.pipeline = self.adapter.pipeline
         if run.bits is not None:
             flush = cost("exact", run.world) / self.training.steps
@@ -127,7 +127,7 @@ def train(run: Run, after_step: Callable[[], None] = lambda: None) -> Course:
     members = [Member(run, rank) for rank in range(run.world)]
     watch = Watch(members)
     steps = members[0].training.steps
-    judged = looks(steps) - {steps}
+    evaluated = looks(steps) - {steps}
     under_way: list[dict[str, Tensor]] = []
     for step in range(1, steps + 1):
         for member in members:
@@ -135,7 +135,7 @@ def train(run: Run, after_step: Callable[[], None] = lambda: None) -> Course:
         last = step == steps
         begun = [member.pipeline.begins_exchange() for member in members]
         due = all(begun)
-        if due and run.treatment.overlap:
+        if due and run.exchange.overlap:
             under_way = begin(members, everything=last and not members[0].pipeline.exchanges_steps)
         if under_way and members[0].pipeline.is_exchange_due:
             end(members, under_way)
@@ -143,11 +143,11 @@ def train(run: Run, after_step: Callable[[], None] = lambda: None) -> Course:
             watch.note(step)
         for member in members:
             member.step()
-        if due and not run.treatment.overlap:
+        if due and not run.exchange.overlap:
             exchange(members)
             watch.note(step)
-        if step in judged:
-            watch.judge(step)
+        if step in evaluated:
+            watch.evaluate(step)
         after_step()
     if under_way:
         end(members, under_way)
@@ -156,7 +156,7 @@ def train(run: Run, after_step: Callable[[], None] = lambda: None) -> Course:
         watch.evaluate_shared(steps)
         exchange(members, everything=True)
         watch.note(steps)
-    watch.judge(steps)
+    watch.evaluate(steps)
     for member in members:
         if member.recorder is not None:
             member.recorder.close()
@@ -201,7 +201,7 @@ class Watch:
         self._before = torch.zeros(0, dtype=units[0].dtype, device=units[0].device)
         """All ranks' residuals after the step before one that is looked at."""
 
-    def judge(self, step: int) -> None:
+    def evaluate(self, step: int) -> None:
         self.course.steps.append(step)
         self.course.values.append(self.members[0].training.evaluate())
 

@@ -123,15 +123,15 @@ class Campaign:
                 self._start(number)
             start, done, heard = time.monotonic(), 0, time.monotonic()
             while not self._is_over():
-                for number, told in self._messages():
+                for number, message in self._messages():
                     heard = time.monotonic()
-                    if told["event"] == "ready" and not self._is_going and self._all_ready():
+                    if message["event"] == "ready" and not self._is_going and self._all_ready():
                         self._is_going, start = True, heard
                         self._let_go(list(self._running))
-                    if told["event"] == "step":
-                        self._stepped(number, told["step"])
-                        advance(max(0, told["step"] - done))
-                        done = max(done, told["step"])
+                    if message["event"] == "step":
+                        self._stepped(number, message["step"])
+                        advance(max(0, message["step"] - done))
+                        done = max(done, message["step"])
                         self._step_seconds = (heard - start) / max(1, done)
                 self._strike_if_due()
                 self._continue_stopped()
@@ -171,26 +171,26 @@ class Campaign:
             number = pipes[pipe]  # type: ignore[index]  # these are all that it is given
             one = self._running[number]
             try:
-                told = json.loads(one.pipe.recv_bytes(1 << 20))
+                message = json.loads(one.pipe.recv_bytes(1 << 20))
             except (EOFError, OSError):
                 one.process.join()
                 raise GradsieveError(
                     f"replica {number} ended by itself, with code {one.process.exitcode}:\n{self._logs()}"
                 ) from None
-            if told["event"] == "ready":
+            if message["event"] == "ready":
                 one.step = 0
                 if self._is_going:
                     self._let_go([number])
-            elif told["event"] == "step":
-                one.step = told["step"]
+            elif message["event"] == "step":
+                one.step = message["step"]
             else:
-                one.ended = told
-            yield number, told
+                one.ended = message
+            yield number, message
 
     def _is_over(self) -> bool:
         """All that made the last exchange have ended; who came back too late for it waits in vain."""
         ended = {one.name: one.ended for one in self._running.values() if one.ended is not None}
-        return bool(ended) and all(set(told["present"]) <= ended.keys() for told in ended.values())
+        return bool(ended) and all(set(message["present"]) <= ended.keys() for message in ended.values())
 
     def _logs(self) -> str:
         for one in self._running.values():

@@ -41,7 +41,7 @@ class Plan:
     """Seconds for which an exchange waits for a replica that lives and does not come."""
     least: int
     """Replicas without which nobody goes on."""
-    judged: bool = True
+    evaluated: bool = True
     """Whether the model is evaluated at the end."""
     patience: float = 60.0
     """Seconds that it waits for a quorum."""
@@ -105,18 +105,18 @@ class Learner:
             )
         self.sync.flush()
         metrics = self.sync.metrics()
-        told = {name: value for name, value in metrics.items() if name.startswith(("replicas", "lost"))}
-        told |= {
+        message = {name: value for name, value in metrics.items() if name.startswith(("replicas", "lost"))}
+        message |= {
             "event": "ended",
             "losses": self.sync.losses,
             "exchanges_failed": metrics["exchanges_failed"],
         }
-        told["present"] = self.sync.present
-        told["digest"] = int(digest(p.detach() for p in self.training.model.parameters()))
+        message["present"] = self.sync.present
+        message["digest"] = int(digest(p.detach() for p in self.training.model.parameters()))
         place = self._rendezvous.place
-        if self.plan.judged and place is not None and place.rank == 0:
-            told["final"] = self.training.evaluate()
-        tell(told)
+        if self.plan.evaluated and place is not None and place.rank == 0:
+            message["final"] = self.training.evaluate()
+        tell(message)
 
     def _learn(self) -> None:
         training, optimizer = self.training, self.training.optimizer
@@ -142,6 +142,6 @@ def live(number: int, life: int, plan: Plan, lighthouse: str, log: str, pipe: An
         learner = Learner(number, life, plan, lighthouse)
         pipe.send_bytes(b'{"event": "ready"}')
         pipe.recv_bytes()
-        learner.run(lambda told: pipe.send_bytes(json.dumps(told).encode()))
+        learner.run(lambda message: pipe.send_bytes(json.dumps(message).encode()))
         pipe.recv_bytes()  # nobody's connections go while another replica still needs them
     os._exit(0)  # torchft's threads do not end by themselves

@@ -71,23 +71,23 @@ def _real_steps(engine: Engine, config: dict[str, Any]) -> tuple[list[Op], list[
     torch.manual_seed(dist.get_rank())
     parameters = dict(build("mlp", config["params"]).named_parameters())
     optimizer = torch.optim.SGD(parameters.values(), lr=0.01)
-    scheme, treatment = treated(config["scheme"], config["density"])
-    fitted = adapt(parameters, [optimizer], scheme, treatment, engine.rank, engine.world)
+    scheme, exchange = treated(config["scheme"], config["density"])
+    adapter = adapt(parameters, [optimizer], scheme, exchange, engine.rank, engine.world)
     ops: list[Op] = []
     turns = []
     for number in range(_WARM + _STEPS):
         for parameter in parameters.values():
             parameter.grad = torch.randn_like(parameter)
-        if fitted.pipeline.exchanges_steps:
+        if adapter.pipeline.exchanges_steps:
             optimizer.step()
         dist.barrier()
         before, ops = bytes_out(), []
-        tensors = fitted.tensors()
-        for index in range(len(fitted.pipeline.units)):
-            engine.run(_noted(fitted.pipeline.program(index, tensors), ops), f"step {number}", _CPU)
+        tensors = adapter.tensors()
+        for index in range(len(adapter.pipeline.units)):
+            engine.run(_noted(adapter.pipeline.program(index, tensors), ops), f"step {number}", _CPU)
         sent = bytes_out() - before
-        fitted.finish(tensors)
-        turns.append(Turn(fitted.pipeline.stats.seconds.get("exchange", 0.0), sent))
+        adapter.finish(tensors)
+        turns.append(Turn(adapter.pipeline.stats.seconds.get("exchange", 0.0), sent))
     return [replace(op, tensor=torch.zeros_like(op.tensor)) for op in ops], turns[_WARM:]
 
 

@@ -13,10 +13,10 @@ from gradsieve_lab.bench.tasks.training import Training
 
 
 class EnginePart(Part):
-    def __init__(self, training: Training, ctx: Ctx, scheme: Scheme[Any], treatment: Exchange) -> None:
+    def __init__(self, training: Training, ctx: Ctx, scheme: Scheme[Any], exchange: Exchange) -> None:
         super().__init__(training, ctx)
         parameters = dict(training.model.named_parameters())
-        self.adapter = adapt(parameters, [training.optimizer], scheme, treatment, ctx.rank, ctx.world)
+        self.adapter = adapt(parameters, [training.optimizer], scheme, exchange, ctx.rank, ctx.world)
         self.pipeline = self.adapter.pipeline
 
     def step(self, number: int) -> Program[None]:
@@ -46,11 +46,11 @@ class OuterPart(EnginePart):
         training: Training,
         ctx: Ctx,
         scheme: Scheme[Any],
-        treatment: Exchange,
+        exchange: Exchange,
         rate: float,
         momentum: float,
     ) -> None:
-        super().__init__(training, ctx, scheme, treatment)
+        super().__init__(training, ctx, scheme, exchange)
         self.rate, self.momentum = rate, momentum
         self.before = {name: part.clone() for name, part in self._shared().items()}
         self.velocity = {name: part.new_zeros(part.shape) for name, part in self.before.items()}

@@ -86,8 +86,8 @@ class OneBit(Rival):
     """Papers have gradients; of steps, any optimizer's travel."""
 
     def begin(self, training: Training, ctx: Ctx) -> Part:
-        treatment = _steps(1) if self.exchange == "steps" else Gradients(small=0)
-        return EnginePart(training, ctx, Stripes(density=1.0, values="sign"), treatment)
+        exchange = _steps(1) if self.exchange == "steps" else Gradients(small=0)
+        return EnginePart(training, ctx, Stripes(density=1.0, values="sign"), exchange)
 
 
 def _steps(every: int) -> Exchange:

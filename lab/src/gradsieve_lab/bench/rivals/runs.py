@@ -55,14 +55,14 @@ def train(run: RivalRun, rival: Rival, after_step: Callable[[], None] = lambda: 
     members = [Member(run, rival, rank) for rank in range(run.world)]
     meters = [Meter(rank, run.world) for rank in range(run.world)]
     course = Course(density=1.0, parameters=members[0].training.n)
-    judged = looks(run.steps)
+    evaluated = looks(run.steps)
     for step in range(1, run.steps + 1):
         for member in members:
             member.backward()
         lockstep.run([member.part.step(step) for member in members], meters)
         if step == run.steps:
             lockstep.run([member.part.finish() for member in members], meters)
-        if step in judged:
+        if step in evaluated:
             course.steps.append(step)
             course.values.append(members[0].training.evaluate())
         after_step()

@@ -64,7 +64,7 @@ class Arena:
         self.parameters = list(self.ddp.parameters())
         self.optimizer = self.new_optimizer()
         """For those whose syncs do not look at it."""
-        self.door = install_comm_hook(self.ddp)
+        self.comm_hook = install_comm_hook(self.ddp)
         """It leads to the sync whose turn it is."""
 
     def new_optimizer(self) -> torch.optim.Optimizer:
@@ -146,7 +146,7 @@ class Contestant:
         """`steps` training steps between two barriers; seconds a step."""
         _copy(self.own, self.arena.parameters)
         if self.sync is None:
-            self.arena.door.sync = self
+            self.arena.comm_hook.sync = self
         else:
             self.sync.enter()
         seen: list[tuple[list[Span], Any]] = []

@@ -60,12 +60,12 @@ def _images(folder: Path, part: str) -> Data:
 
 
 @cache
-def source_text(most_bytes: int = 16_000_000, judged: int = 1024) -> DataSet:
-    """Windows of CONTEXT bytes, each to be predicted from those before it. Test windows are `judged` ones,
+def source_text(most_bytes: int = 16_000_000, windows: int = 1024) -> DataSet:
+    """Windows of CONTEXT bytes, each to be predicted from those before it. Test windows are `windows` ones,
     from all over the files held out."""
     learned, held_out = apart(sources(most_bytes))
     train, test = _windows(learned), _windows(held_out)
-    spread = torch.linspace(0, len(test) - 1, min(judged, len(test)), dtype=torch.float32, device=_CPU)
+    spread = torch.linspace(0, len(test) - 1, min(windows, len(test)), dtype=torch.float32, device=_CPU)
     place = torch.arange(len(train), dtype=torch.int64, device=_CPU)
     return DataSet(train, test.take(spread.long()), kind=place)
 

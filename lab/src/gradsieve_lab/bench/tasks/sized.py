@@ -31,7 +31,7 @@ class SizedTask:
     """How a model of any width is trained, and evaluated."""
 
     title: str
-    judged_by: str
+    measured_by: str
     recipe: tasks.Recipe
     """All but the model and its rate."""
     model: Callable[[int], nn.Module]
@@ -63,7 +63,7 @@ class SizedTask:
 TASKS = {
     "mlp": SizedTask(
         title="MLP on Fashion-MNIST",
-        judged_by="test accuracy",
+        measured_by="test accuracy",
         recipe=replace(tasks.TASKS["mlp"], decay=0.0),
         model=tasks.mlp,
         narrowest=1,
@@ -72,8 +72,8 @@ TASKS = {
     ),
     "transformer": SizedTask(
         title="transformer on source text",
-        judged_by="loss on unseen text",
-        recipe=replace(tasks.TASKS["transformer"], data=partial(source_text, judged=256)),
+        measured_by="loss on unseen text",
+        recipe=replace(tasks.TASKS["transformer"], data=partial(source_text, windows=256)),
         model=tasks.transformer,
         narrowest=4,  # heads
         batch=8,

@@ -40,7 +40,7 @@ BETTER: dict[Metric, int] = {"accuracy": 1, "loss": -1}
 """Upwards or downwards."""
 WARM_UP = 0.05
 """Part of the steps in which the learning rate rises."""
-_JUDGED_AT_ONCE = 512
+_EVALUATED_AT_ONCE = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +70,16 @@ class Training:
         """The metric on the test examples."""
         was_training = self.model.training
         self.model.eval()
-        value = self.judge()
+        value = self.evaluate_as_is()
         self.model.train(was_training)
         return value
 
-    def judge(self) -> float:
+    def evaluate_as_is(self) -> float:
         """The same in whichever mode the model is."""
         total = 0.0
         with torch.no_grad():
-            for begin in range(0, len(self.test), _JUDGED_AT_ONCE):
-                part = self.test.take(slice(begin, begin + _JUDGED_AT_ONCE))
+            for begin in range(0, len(self.test), _EVALUATED_AT_ONCE):
+                part = self.test.take(slice(begin, begin + _EVALUATED_AT_ONCE))
                 total += self._evaluate(part) * len(part)
         return total / len(self.test)
 

@@ -40,7 +40,7 @@ def plot(plan: Plan, runs: Sequence[Run], path: Path) -> None:
     axes.xaxis.set_major_formatter(lambda seconds, _: f"{seconds:g}")
     axes.minorticks_off()
     axes.set_xlabel("seconds of training")
-    axes.set_ylabel(f"{plan.sized.judged_by}, mean of {SMOOTHED_OVER} evaluations")
+    axes.set_ylabel(f"{plan.sized.measured_by}, mean of {SMOOTHED_OVER} evaluations")
     links = " and ".join(filter(None, [plan.rate or "unshaped", plan.delay]))
     axes.set_title(
         f"{plan.sized.title}, {plan.params:,} parameters: {plan.hosts} hosts, {links}, "

@@ -86,7 +86,7 @@ class Learner:
         """
         if self.sync is not None:
             self.sync.replica.views.show_own()
-        value, count = self.training.judge(), len(self.training.test)
+        value, count = self.training.evaluate_as_is(), len(self.training.test)
         if self.sync is not None:
             self.sync.replica.views.show_shared()
         total = torch.tensor([value * count, count], dtype=torch.float64, device="cpu")
@@ -106,13 +106,13 @@ class Progress:
 
     def __init__(self, most_steps: int) -> None:
         self.most_steps = most_steps
-        self.start = self.told = time.monotonic()
+        self.start = self.last_line = time.monotonic()
 
     def note(self, step: int, reached: bool, text: str) -> None:
         now = time.monotonic()
         left = 0.0 if reached else (self.most_steps - step) * (now - self.start) / step
-        if now - self.told >= _LINE_SECONDS or not left:
-            self.told = now
+        if now - self.last_line >= _LINE_SECONDS or not left:
+            self.last_line = now
             tell(f"{text}; at most about {left:.0f} s left with this sync")
 
 

@@ -121,8 +121,8 @@ def run(args: argparse.Namespace) -> int:
     if any(not rate > 0 for rate in args.rates):
         raise ConfigError("--rates are multiples above 0")
     syncs = args.syncs or ["dense", "stripes" if args.bits else "exdyna"]
-    for treatment in [*args.treatments, *(own for _, at, own in (s.partition("@") for s in syncs) if at)]:
-        parse_exchange(treatment, parse("exdyna"))
+    for exchange in [*args.treatments, *(own for _, at, own in (s.partition("@") for s in syncs) if at)]:
+        parse_exchange(exchange, parse("exdyna"))
     drawable(args.plot)
     if args.json is not None and args.json.resolve().parent == args.folder.resolve():
         raise ConfigError(f"{args.folder} is for trainings: write the rows to another folder")
@@ -173,8 +173,8 @@ def _syncs(text: str) -> list[str]:
     found: list[str] = []
     for each in text.split(","):
         if not rivals.is_rival(each):
-            name, at, treatment = each.partition("@")
-            found += [name + at + treatment for name in schemes(name)]
+            name, at, exchange = each.partition("@")
+            found += [name + at + exchange for name in schemes(name)]
             continue
         try:
             rivals.parse(each)

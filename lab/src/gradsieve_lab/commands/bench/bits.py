@@ -23,7 +23,7 @@ columns:
   values    how values travel
   density   share of the elements that is asked for
   bits      moved by the busiest rank, for one parameter
-  told      share of the energy of the mean over ranks that the update brings: 1 - |mean - update/P|^2 over
+  known      share of the energy of the mean over ranks that the update brings: 1 - |mean - update/P|^2 over
             |mean|^2; below 0 where it brings more noise than news
   bound     most that as many bits send of a Gaussian vector, 1 - 2^(-2R) with R bits an element, which are
             2R(P-1)/P up and down
@@ -70,7 +70,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
     add("--snapshots", type=size, default="4", metavar="N", help="of the residual (default: 4)")
     add("--every", type=size, default="7", metavar="N", help="steps between two snapshots (default: 7)")
     add("--json", type=Path, metavar="FILE", help="write the rows and how they came about there")
-    add("--plot", type=Path, metavar="FILE.png", help="draw told against bits there")
+    add("--plot", type=Path, metavar="FILE.png", help="draw knownagainst bits there")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from gradsieve_lab.commands.lab.kill_matrix import Lines
 
 if TYPE_CHECKING:
     from gradsieve_lab.chaos.campaign import Campaign
-    from gradsieve_lab.chaos.judge import Line
+    from gradsieve_lab.chaos.verdicts import Line
 
 _DESCRIPTION = """\
 Three real ranks train with stripes, ExDyna, Ok-Topk and SparDL while a schedule of faults, made from the
@@ -77,7 +77,7 @@ def _say_wrong(line: Line) -> None:
 
 
 def _end(out: Lines, lines: list[Line], campaign: Campaign, absent: list[str], seconds: float) -> int:
-    from gradsieve_lab.chaos.judge import summary
+    from gradsieve_lab.chaos.verdicts import summary
 
     total = summary(lines, campaign.recovered, seconds) | {"left_out": absent}
     total["left_behind"] = campaign.remains()

@@ -54,8 +54,8 @@ def run(args: argparse.Namespace) -> int:
         faults = by_chance(args.seed, args.hours, args.speed)
     else:
         faults = one_by_one(args.seed, args.workers, args.nodes)
-    with tempfile.TemporaryDirectory(prefix="gradsieve-spot-") as room, progress(len(faults)) as advance:
-        campaign = Campaign(args.script, Path(room), faults, args.seed)
+    with tempfile.TemporaryDirectory(prefix="gradsieve-spot-") as folder, progress(len(faults)) as advance:
+        campaign = Campaign(args.script, Path(folder), faults, args.seed)
         for fault in campaign.run():
             back = "overtaken by the next" if fault.seconds is None else f"back after {fault.seconds:.1f} s"
             advance(1, f"{fault.kind}, {back}")

@@ -1,0 +1,198 @@
+"""Values in few bits, compiled: the bytes of torch's form, what it decodes and adds up, bit for bit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numba
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gradsieve import kernels
+from gradsieve.kernels import choice, compiled_low_bit, low_bit
+from gradsieve.testing.laws import same_bits
+from unit.kernels.test_kernels_compiled import ODD, alike, seen_while_running
+
+COUNTS = st.integers(0, 70) | st.sampled_from([255, 256, 257, 511, 512, 1031])
+
+every_width = pytest.mark.parametrize("bits", [1, 2, 4])
+
+
+@st.composite
+def rows_of_values(draw: st.DrawFn) -> Tensor:
+    """Rows that begin anywhere in a cache line, from nothing to overflow, with odd values or without."""
+    rows, count, start = draw(st.integers(1, 4)), draw(COUNTS), draw(st.integers(0, 17))
+    source = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    flat = torch.randn(start + rows * count, generator=source)
+    flat *= torch.tensor(draw(st.sampled_from([1.0, 0.3, 1e-41, 1e-44, 1e37, 3e38, 0.0])))
+    odd = torch.tensor(ODD)[torch.randint(0, len(ODD), flat.shape, generator=source)]
+    replaced = torch.rand(flat.shape, generator=source) < draw(st.sampled_from([0.0, 0.005, 1.0]))
+    return torch.where(replaced, odd, flat)[start:].view(rows, count)
+
+
+@every_width
+@given(values=rows_of_values())
+def test_compiled_bytes_are_torchs(bits: int, values: Tensor) -> None:
+    with kernels.using("compiled"):
+        ours = kernels.encode_low(bits, values)
+    data = low_bit.encode_low(bits, values)
+    assert same_bits(ours, data)
+    check_decoding(bits, data, values.shape[1])
+
+
+@every_width
+@given(world=st.integers(1, 4), count=COUNTS, before=st.integers(0, 5), seed=st.integers(0, 1000))
+def test_any_bytes_decode_to_what_they_are_for_torch(
+    bits: int, world: int, count: int, before: int, seed: int
+) -> None:
+    """Scales of either sign and of any magnitude, and codes that nobody sends; also amid a longer message."""
+    shape = (world, before + low_bit.size_of(bits, count) + 1)
+    source = torch.Generator().manual_seed(seed)
+    message = torch.randint(0, 256, shape, dtype=torch.uint8, generator=source)
+    check_decoding(bits, message[:, before:-1], count)
+
+
+def check_decoding(bits: int, data: Tensor, count: int) -> None:
+    back = low_bit.decode_low(bits, data, count, torch.float32)
+    total = back[0].clone()
+    for row in back[1:]:
+        total += row
+    for form in ("torch", "compiled"):
+        with kernels.using(form):
+            assert alike(kernels.decode_low(bits, data, count, torch.float32), back)
+            assert alike(kernels.decode_low(bits, data[0], count, torch.float32), back[0])
+            assert alike(kernels.decode_low_sum(bits, data, count, torch.float32), total)
+
+
+@every_width
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_longer_than_what_torch_takes_at_once(
+    bits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = torch.randn(3, 1001, dtype=dtype)
+    whole = low_bit.encode_low(bits, values)
+    monkeypatch.setattr(low_bit, "_TOGETHER", 3)
+    assert same_bits(low_bit.encode_low(bits, values), whole)
+
+
+@every_width
+def test_rows_of_several_dimensions_are_rows(bits: int) -> None:
+    values = torch.randn(2, 3, 300)
+    data = kernels.encode_low(bits, values)
+    assert same_bits(data.view(6, -1), kernels.encode_low(bits, values.view(6, 300)))
+    back = kernels.decode_low(bits, data, 300, torch.float32)
+    assert same_bits(back.view(6, 300), kernels.decode_low(bits, data.view(6, -1), 300, torch.float32))
+    nothing = kernels.encode_low(bits, values[:0])
+    assert nothing.shape == (0, 3, low_bit.size_of(bits, 300))
+    assert kernels.decode_low(bits, nothing, 300, torch.float32).shape == (0, 3, 300)
+
+
+def test_the_compiled_form_writes_nothing_beside_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it makes is put amid other memory, which has to stay as it was."""
+    made, real = [], torch.empty
+
+    def surrounded(shape: int | tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        shape = (shape,) if isinstance(shape, int) else shape
+        n = torch.Size(shape).numel()
+        made.append(torch.full((n + 64,), 77, dtype=dtype, device=device))
+        return made[-1][32 : 32 + n].view(shape)
+
+    for bits in (1, 2, 4):
+        for count in (0, 1, 9, 255, 256, 257, 300):
+            values = torch.randn(3, count)
+            monkeypatch.setattr(torch, "empty", surrounded)
+            data = kernels.encode_low(bits, values)
+            kernels.decode_low(bits, data, count, torch.float32)
+            kernels.decode_low_sum(bits, data, count, torch.float32)
+            monkeypatch.setattr(torch, "empty", real)
+    assert len(made) == 3 * 3 * 7
+    assert all(bool((each[:32] == 77).all() & (each[-32:] == 77).all()) for each in made)
+
+
+def test_float32_end_to_end_on_the_cpu_is_compiled_and_all_else_is_torchs() -> None:
+    x = torch.zeros(4, 8)
+    assert choice.low_bit_form_for(x, x.dtype) is not choice.TORCH_LOW_BIT
+    others = [x.double(), x[:, ::2], x.t(), x.to("meta")]
+    assert [choice.low_bit_form_for(each, each.dtype) for each in others] == [choice.TORCH_LOW_BIT] * 4
+    with kernels.using("torch"):
+        assert choice.low_bit_form_for(x, x.dtype) is choice.TORCH_LOW_BIT
+
+
+@pytest.mark.parametrize("form", ["torch", "compiled"])
+def test_bytes_of_another_size_are_refused_and_not_read_past_their_end(form: str) -> None:
+    data = torch.zeros(2, 5, dtype=torch.uint8)
+    with kernels.using(form):
+        for count in (16, 33):
+            with pytest.raises(ValueError, match="bytes are"):
+                kernels.decode_low(1, data, count, torch.float32)
+            with pytest.raises(ValueError, match="bytes are"):
+                kernels.decode_low_sum(1, data, count, torch.float32)
+        assert kernels.decode_low(1, data, 24, torch.float32).shape == (2, 24)
+        with pytest.raises(ValueError, match="bytes are"):
+            kernels.decode_low(1, data.to(torch.int16), 24, torch.float32)
+        for no_rows in (data[0], data[:0]):
+            with pytest.raises(ValueError, match="rows to add up"):
+                kernels.decode_low_sum(1, no_rows, 24, torch.float32)
+
+
+def test_every_compiled_kernel_lets_other_threads_run() -> None:
+    x = torch.zeros(1 << 22)
+    data = kernels.encode_low(1, x)
+    assert seen_while_running(lambda: kernels.encode_low(4, x))
+    assert seen_while_running(lambda: kernels.decode_low(1, data, x.numel(), x.dtype))
+    assert seen_while_running(lambda: kernels.decode_low_sum(1, data.expand(3, -1), x.numel(), x.dtype))
+
+
+def test_whoever_owns_a_vector_may_resize_it_afterwards() -> None:
+    x = torch.zeros(300)
+    with kernels.using("compiled"):
+        data = kernels.encode_low(1, x)
+        back = kernels.decode_low(1, data, 300, x.dtype)
+    for each in (x, data, back):
+        each.untyped_storage().resize_(0)
+
+
+def test_without_numba_it_is_torchs_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = choice._numba_low_bit
+    monkeypatch.setattr(choice, "_numba_low_bit", lambda: load())  # not what was loaded before
+    monkeypatch.setitem(sys.modules, "gradsieve.kernels.compiled_low_bit", None)
+    assert choice.low_bit_form_for(torch.zeros(3), torch.float32) is choice.TORCH_LOW_BIT
+    assert kernels.encode_low(1, torch.ones(3)).tolist() == [0x80, 0x3F, 0b111]
+
+
+def test_other_kernels_do_not_wait_for_these_to_be_compiled() -> None:
+    script = (
+        "import sys, torch, gradsieve.kernels as kernels\n"
+        "low_bit = 'gradsieve.kernels.compiled_low_bit'\n"
+        "kernels.above(torch.ones(3), 0.5)\n"
+        "before = low_bit in sys.modules\n"
+        "kernels.encode_low(1, torch.ones(3))\n"
+        "print(before, low_bit in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["False", "True"]
+
+
+def encodes(load: Callable[[], choice.LowBitKernels]) -> bool:
+    return load().encode_low(1, torch.ones(3)).tolist() == [0x80, 0x3F, 0b111]
+
+
+def test_machine_code_is_kept_on_disk_and_a_broken_file_breaks_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(
+        compiled_low_bit, "_KERNELS", {"encode": compiled_low_bit._KERNELS["encode"]}
+    )  # one is enough to compile
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    assert encodes(choice._numba_low_bit)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert files
+    for path in files:
+        path.write_bytes(path.read_bytes()[:20])
+    assert encodes(choice._numba_low_bit)
