@@ -88,7 +88,7 @@ def test_what_rides_along_is_finite_and_from_zero_up(word: int, value: float) ->
     that is NaN, and everything was sent for ever."""
 
     def change(ride: Tensor) -> None:
-        ride[len(ride) - 4 - WORDS + word] = value  # tags, then four kinds of seconds
+        ride[len(ride) - 3 - WORDS + word] = value  # tags, then three kinds of seconds
 
     with pytest.raises(Malformed, match="what was piggybacked on unit 0 in step 3 add up to"):
         attacked(victim("stripes", budget=True), change)

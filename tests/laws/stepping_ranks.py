@@ -170,7 +170,7 @@ class Fleet:
             rank.model.last.grad[1, 2] = torch.inf
         for optimizer in optimizers:
             untouched = self._others(rank, optimizer)
-            if how == "interrupted" and rank.pipeline.needs_rebase(rank.sync.parameters.keys()):
+            if how == "interrupted" and self._waits(rank):
                 self._interrupt(optimizer)
             optimizer.step()
             assert same_bits([*self._others(rank, optimizer).values()], [*untouched.values()]), (
@@ -178,6 +178,22 @@ class Fleet:
             )
             if how != "not finite":
                 self.note_step(optimizer, rank, factors)
+
+    def _waits(self, rank: OneRank) -> bool:
+        """Whether its optimizer's step will wait for what an exchange gave."""
+        if rank.sync._pending is not None:
+            return rank.pipeline.is_exchange_due
+        return rank.pipeline.needs_rebase(rank.sync.parameters.keys())
+
+    @contextlib.contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Ctrl-C at the first wait within it, if there is one; the user goes on."""
+        _here.is_pressed = True
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                yield
+        finally:
+            _here.is_pressed = False
 
     def _interrupt(self, optimizer: torch.optim.Optimizer) -> None:
         """Ctrl-C while the rank waits for what the exchange gave; the user calls step() again."""

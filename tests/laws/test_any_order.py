@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -142,7 +143,8 @@ class AnyOrder(RuleBasedStateMachine):
             at_its_end.append(one.own())
             end_backward(completed, frees_graph)
 
-        with mock.patch.object(one.sync, "end_backward", ended):
+        pressed = self.fleet.interrupted() if how == "interrupted" else contextlib.nullcontext()
+        with mock.patch.object(one.sync, "end_backward", ended), pressed:
             loss.backward()
         assert same_bits([*at_its_end[0].values()], [*before.values()]), (
             "parameters were written inside a backward"
@@ -258,3 +260,26 @@ def run_machine(machine: type[RuleBasedStateMachine], examples: int, **others: A
 @pytest.mark.timeout(3600)
 def test_nothing_is_lost_in_any_order() -> None:
     run_machine(AnyOrder, ENOUGH)
+
+
+class Drawn:
+    """A training step without anything unusual."""
+
+    def draw(self, strategy: Any, label: str) -> Any:
+        if label == "order of ranks":
+            return [0, 1]
+        return {"step": "both", "in i": "nothing"}.get(label[:4], False)
+
+
+def test_loading_what_the_model_just_gave_changes_nothing_while_an_exchange_is_pending() -> None:
+    machine = AnyOrder()
+    machine.fleet = Fleet(2, "exdyna", 0.1, 1.0, 2, 2)
+    try:
+        for seed in (0, 1):
+            machine.train(data=Drawn(), seed=seed, micro=0)
+        assert all(rank.sync._pending is not None for rank in machine.fleet.ranks)
+        machine.load_the_same_model()
+        assert all(rank.sync._pending is None for rank in machine.fleet.ranks), "the exchange was completed"
+        machine.train(data=Drawn(), seed=3, micro=0)
+    finally:
+        machine.teardown()

@@ -55,15 +55,6 @@ def every_step_writes_all_parameters(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepPipeline, "rebase", lambda self, names=None: rebase(self))
 
 
-def taking_over_writes_parameters(patch: pytest.MonkeyPatch) -> None:
-    complete = GradientSync.complete
-
-    def and_write(self: GradientSync, names: Set[str] = frozenset()) -> bool:
-        return complete(self, self.parameters.keys())
-
-    patch.setattr(GradientSync, "complete", and_write)
-
-
 def a_step_leaves_the_own_model_in_place(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DdpSync, "after_update", GradientSync.after_update)
 
@@ -120,7 +111,6 @@ MUTANTS = [
     closures_are_not_waited_for,
     no_gradient_is_looked_at,
     every_step_writes_all_parameters,
-    taking_over_writes_parameters,
     a_step_leaves_the_own_model_in_place,
     evaluating_leaves_the_shared_model_in_place,
     a_loaded_model_is_taken_for_a_step,

@@ -49,7 +49,7 @@ def users_of(package: Path, library: str, excepted: tuple[str, ...] = ()) -> lis
 
 
 _OWN_OR_OTHERS = {
-    *("_content", "_after_look", "_after_epoch", "_moves", "_end_connections", "_gradsieve_sum"),  # ours
+    *("_content", "_gradsieve_sum", "_moves", "_end_connections"),  # ours
     *("_exit", "_getframe", "_current_frames", "_fields", "_forkserver", "_forkserver_pid"),  # Python's
     *("_optimizers", "_custom_objects"),  # Accelerate's
     *("_use_async_quorum", "_quorum_retries", "_quorum_timeout"),  # torchft's
@@ -88,6 +88,7 @@ def _private_paths(tree: ast.Module) -> Iterator[tuple[str, int]]:
 def _private_attributes(tree: ast.Module) -> Iterator[tuple[str, int]]:
     """Of anything but oneself, also by `getattr` and its like."""
     classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    methods = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             name, owner = node.attr, node.value
@@ -98,7 +99,7 @@ def _private_attributes(tree: ast.Module) -> Iterator[tuple[str, int]]:
             continue
         if isinstance(owner, ast.Call):
             owner = owner.func  # super()._name
-        its_own = _dotted(owner) in {"self", "cls", "super", *classes}
+        its_own = name in methods or _dotted(owner) in {"self", "cls", "super", *classes}
         if _is_private(name) and not its_own and name not in _OWN_OR_OTHERS:
             yield name, node.lineno
 

@@ -10,7 +10,8 @@ skip alike.
 A failure is named and ends all waits (`diagnosis.py`, `sockets.py`); after one the engine refuses whatever
 it is given, since gloo's connections do not survive a time-out.
 
-On an accelerator the thread works on a stream of its own. Written for it, never run on one here.
+On an accelerator the thread works on one stream of its own, and the group is gloo all the same: what is
+carried goes through pinned memory of the host (`staging.py`, ADR 47). Run on an emulated device only.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
@@ -34,7 +36,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from gradsieve import torch_names
-from gradsieve.comm import sockets
+from gradsieve.comm import sockets, staging
 from gradsieve.comm.diagnosis import HURRY_SECONDS, PATIENCE_SECONDS, Monitor, Progress, Verdict
 from gradsieve.comm.ops import IN_FLIGHT, AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op, describe
 from gradsieve.errors import ConfigError, GradsieveError, Malformed, MismatchError, PeerError, RefusedError
@@ -60,6 +62,7 @@ class Engine:
         self._ops, self._waits, self._what, self._begun = 0, False, "nothing", 0
         self._sockets: sockets.Sockets = {}
         self._group: dist.ProcessGroup | None = None
+        self._streams: dict[torch.device, torch.Stream] = {}
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._monitor = self._begin_monitor(users)
         # Our own group: DDP's buffer broadcasts on the user's group must not come between our collectives.
@@ -124,7 +127,7 @@ class Engine:
 
         def job() -> None:
             try:
-                with _own_stream(device, ready):
+                with self._own_stream(device, ready):
                     result = call()
             except BaseException as error:  # whatever it is belongs to the caller
                 future.set_exception(error)
@@ -133,6 +136,21 @@ class Engine:
 
         self._jobs.put(job)
         return future
+
+    @contextlib.contextmanager
+    def _own_stream(self, device: torch.device, ready: torch.Event | None) -> Iterator[None]:
+        """The engine's, behind what the caller's stream had queued; whoever gets the result, or the error,
+        finds it done."""
+        if ready is None:
+            yield
+            return
+        stream = self._streams.setdefault(device, torch.Stream(device))
+        stream.wait_event(ready)
+        try:
+            with stream:
+                yield
+        finally:
+            stream.synchronize()
 
     def run(self, program: Program[Result], what: str, device: torch.device) -> Result:
         """Queue a program behind those already there and wait for it."""
@@ -254,10 +272,17 @@ class Engine:
             self._jobs.put(self._drop_group)
 
     def perform(self, op: Op) -> Tensor:
+        """By the group, which carries what is in the host's memory."""
+        if op.tensor.device.type == "cpu":
+            return self._carry(op)
+        reply = self._carry(replace(op, tensor=staging.to_host(op.tensor)))
+        return staging.to_device(reply, op.tensor.device)
+
+    def _carry(self, op: Op) -> Tensor:
         tensor, group = op.tensor.contiguous(), self._group
         match op:
             case AllGather():
-                out = tensor.new_empty((self.world, *tensor.shape))
+                out = staging.empty((self.world, *tensor.shape), tensor)
                 if self.world == 1:
                     out[0] = tensor
                 elif tensor.numel():
@@ -280,7 +305,7 @@ class Engine:
         """In round s to rank r + s and from rank r - s, so that no rank is everybody's target at once; a few
         rounds are pending together. Even ones are the backend's: gloo has all messages pending at once,
         in the same order, without Python between them."""
-        out = tensor.new_empty((sum(op.receive_counts), *tensor.shape[1:]))
+        out = staging.empty((sum(op.receive_counts), *tensor.shape[1:]), tensor)
         if op.even and self.world > 1 and tensor.numel():
             dist.all_to_all_single(out, tensor, group=self._group)
             return out
@@ -298,7 +323,7 @@ class Engine:
     def _exchange(self, tensor: Tensor, op: Exchange) -> Tensor:
         if op.to == self.rank:
             return tensor.clone()
-        out = tensor.new_empty(op.receive)
+        out = staging.empty((op.receive,), tensor)
         _wait(self._moves(tensor, op.to, out, op.source))
         return out
 
@@ -324,11 +349,9 @@ def _wait(moves: list[dist.P2POp]) -> None:
 
 
 def _backend(group: dist.ProcessGroup) -> str:
-    """Of the user's group, by its plain name where all devices have the same: torch warns at the end of a
-    group made with a list of them."""
-    listed = str(dist.get_backend_config(group))
-    names = {entry.rpartition(":")[2] for entry in listed.split(",")}
-    return names.pop() if len(names) == 1 else listed
+    """What the user's group carries the host's tensors by; gloo where it carries none."""
+    listed = dict(entry.split(":") for entry in str(dist.get_backend_config(group)).split(","))
+    return listed.get("cpu", "gloo")
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta:
@@ -345,15 +368,3 @@ def _port(store: Store) -> int:
     """On which the store is served, 0 if it is not."""
     server = torch_names.server_of(store)
     return 0 if server is None else server.port
-
-
-@contextlib.contextmanager
-def _own_stream(device: torch.device, ready: torch.Event | None):  # type: ignore[no-untyped-def]
-    if ready is None:
-        yield
-        return
-    stream = torch.Stream(device)
-    stream.wait_event(ready)
-    with stream:
-        yield
-    stream.synchronize()

@@ -14,7 +14,11 @@ from gradsieve.comm.ops import AllGather, AllReduce, Exchange, Op
 from gradsieve.errors import Malformed
 from gradsieve.types import Ctx, Program, to_host
 
-_LONG = 1 << 16
+_LONG, _LONGEST = 1 << 16, 1 << 24
+"""Words of the first long message, and of the longest."""
+_SLOW_START = 16
+"""Rounds after which a connection on a far link sends as fast as it ever does: it begins with some 14 kB and
+doubles that in every round."""
 _TRIES = 3
 _WORD_BITS = 32
 
@@ -53,17 +57,24 @@ def nominal(world: int) -> Links:
 
 
 def measure_links(ctx: Ctx, device: torch.device) -> Program[Links]:
-    """Short and long messages around the ring, the quickest of a few; the mean over ranks.
+    """Short and long messages around the ring, the quickest of a few; the mean over ranks. Messages become
+    longer until they take far longer than a round: what one word more takes is then the link's doing.
 
     From `device`: a process group for accelerators carries nothing else.
     """
     to, source = (ctx.rank + 1) % ctx.world, (ctx.rank - 1) % ctx.world
-    asked: list[Callable[[], Op]] = [
-        lambda: Exchange(_zeros(1, device), to, source, 1),
-        lambda: Exchange(_zeros(_LONG, device), to, source, _LONG),
-    ]
-    short, long = yield from _agreed_seconds(asked, ctx, device, "messages around the ring")
-    return Links(short, max(long - short, 0.0) / (_LONG - 1))
+
+    def message(words: int) -> Callable[[], Op]:
+        return lambda: Exchange(_zeros(words, device), to, source, words)
+
+    what = "messages around the ring"
+    before, words = 1, _LONG
+    latency, now = yield from _agreed_seconds([message(1), message(words)], ctx, device, what)
+    last = latency
+    while now < _SLOW_START * latency and words < _LONGEST:
+        before, words, last = words, 4 * words, now
+        (now,) = yield from _agreed_seconds([message(words)], ctx, device, what)
+    return Links(latency, max(now - last, 0.0) / (words - before))
 
 
 def measure_collectives(links: Links, ctx: Ctx, device: torch.device) -> Program[Links]:

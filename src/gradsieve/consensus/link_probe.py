@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gradsieve.comm.links import Links, nominal
 from gradsieve.comm.rounds import Rounds, measure_all
-from gradsieve.pipeline.budget import Adaptive
+from gradsieve.pipeline.budget import LEAST, Adaptive, spend
+from gradsieve.pipeline.costs import link_seconds, with_piggyback
 from gradsieve.replica.replica import Replica
 from gradsieve.types import Ctx
 
 
-def know_the_links(replica: Replica, spends: bool, may_go_dense: bool) -> None:
-    """`spends`: as many bits as hide, and not as many as a density gives.
+def know_the_links(replica: Replica, spends: bool, chooses_period: bool, may_go_dense: bool) -> None:
+    """`spends`: as many bits as hide, and not as many as a density gives; `chooses_period`: in as many steps
+    as the rounds of an exchange take.
 
     Where only the way of carrying is to be known nothing is measured: a repeated run is the same bits.
     """
@@ -23,6 +27,17 @@ def know_the_links(replica: Replica, spends: bool, may_go_dense: bool) -> None:
     pipeline.rounds = Rounds(ctx.rank, ctx.world, links)
     if spends:
         n = sum(parameter.numel() for parameter in replica.parameters.values())
-        pipeline.budget = Adaptive.over(links, n, ctx.world, replica.settings.every)
+        rounds = _seconds_of_rounds(replica, links) if chooses_period else 0.0
+        pipeline.budget = Adaptive.over(links, n, ctx.world, replica.settings.every, rounds)
     else:
         pipeline.fall_back(links)
+
+
+def _seconds_of_rounds(replica: Replica, links: Links) -> float:
+    """That an exchange takes in which next to nothing is sent: units follow each other."""
+    values, density = spend(LEAST, replica.world)
+    least = replace(replica.scheme, values=values, density=density)  # type: ignore[call-arg]  # stripes
+    return sum(
+        link_seconds(with_piggyback(least, unit.n, replica.world), links, replica.world)
+        for unit in replica.pipeline.units
+    )

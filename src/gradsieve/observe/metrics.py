@@ -43,5 +43,5 @@ def metrics(replica: Replica, slack: float) -> dict[str, Any]:
 
 
 def _of_steps(pipeline: StepPipeline) -> dict[str, float]:
-    budget = 0.0 if pipeline.budget is None else pipeline.budget.bits
+    budget = 0.0 if pipeline.budget is None else pipeline.budget.target
     return {"preview": pipeline.preview, "rho": pipeline.rho, "budget": budget}

@@ -42,6 +42,7 @@ class HsdpSync(ModelSync):
 
     replica: ShardedReplica
     hears_first: ClassVar[bool] = True  # FSDP's own hook gathers the parameters
+    may_choose_period: ClassVar[bool] = False  # shards of a host would choose different ones
     _host_has_notice = False
 
     def __init__(

@@ -69,7 +69,11 @@ class ModelSync(GradientSync):
         """Parameters that an optimizer is writing, or was when it raised."""
         self._trained_in_evaluation_mode = self._trains_in_evaluation_mode = False
         """Whether the last backward was of such a forward; and whether an optimizer then stepped by it."""
-        self._before_load = 0
+        self._before_load = self._before_exchange = 0
+        """Fingerprints of the model that a load found: as it was, and as the user had seen it before an
+        exchange was completed for the load."""
+        self._completed: dict[str, Tensor] = {}
+        """The model with that exchange, while somebody loads."""
         super().__init__(parameters, optimizer, **settings)
 
     def enter(self) -> None:
@@ -137,13 +141,26 @@ class ModelSync(GradientSync):
             return
         if self.has_begun_tentatively:
             self.forget_exchange()
-        self.complete()
         self.replica.views.show_shared()
-        self._before_load = self._fingerprint()
+        self._before_load = self._before_exchange = self._fingerprint()
+        if self._pending is not None:
+            self.complete()
+            self.replica.views.show_shared()
+            self._before_load = self._fingerprint()
+            self._completed = {name: each.detach().clone() for name, each in self.parameters.items()}
 
     def after_loading(self, module: torch.nn.Module) -> None:
-        """Another model was loaded: the residual belonged to the one before."""
-        if self.exchanges_steps and self._fingerprint() != self._before_load:
+        """Another model was loaded: the residual belonged to the one before. Who loads what the model just
+        gave, while an exchange was pending, loads the same one."""
+        if not self.exchanges_steps:
+            return
+        completed, self._completed = self._completed, {}
+        loaded = self._fingerprint()
+        if completed and loaded == self._before_exchange:
+            with torch.no_grad():
+                for name, parameter in self.parameters.items():
+                    parameter.copy_(completed[name])
+        elif loaded != self._before_load:
             self.drop_residual()
 
     def drop_residual(self) -> None:

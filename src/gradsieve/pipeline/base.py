@@ -351,7 +351,7 @@ class Pipeline(ABC):
                     _log.info("step %d, unit %d of %d: %s", self.step, index, len(self.units), way.fallback)
             way.was_dense = way.dense
         mean_seconds = self._ways[0].mean_seconds
-        if self.budget is not None and mean_seconds and mean_seconds[0] > 0.0 and not self._ways[0].dense:
+        if self.budget is not None and mean_seconds and not self._ways[0].dense:
             self.budget = self.budget.after(Times(*mean_seconds))
             if self.rank == 0 and (said := self.budget.says(self.world)):
                 _log.info("step %d: %s", self.step, said)

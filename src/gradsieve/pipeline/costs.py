@@ -36,6 +36,14 @@ HANDLED, GIVEN, TAKEN = 55e6, 6300.0, 700.0
 which is sorted and packed; and for one that it gets and adds up: 5 ms, 0.5 us and 0.06 us at 12 GB/s, by
 processor time of six schemes on 2 to 16 hosts (`benchmarks/plan_computed.py`, `plan-lab-2026-11-16.json`). As
 bytes, since hosts that move them faster run Python faster too."""
+LAUNCHES = 250
+"""Kernels that a unit of ours launches on an accelerator: what the 5 ms of a CPU are at 20 us a launch. Of a
+transformer of 36 tensors torch's profiler counts 52 ops with stripes, 140 with ExDyna and 211 with top-k,
+besides our own kernels."""
+STALLED = 14.5e6
+"""bit/s. Over links of rate R sums by NCCL took 1 + STALLED / R times as long as their bytes do; why is not
+known. Fitted to DiLoCo's exchanges on four hosts at 50 Mbit/s to 5 Gbit/s (`gpu-cluster-2026-08-16.json`),
+and a test fits it again."""
 CODED = 36.0
 """For an element that is rounded, summed and read again (the same)."""
 APART = 1.3
@@ -59,6 +67,13 @@ class Host:
     """Processor seconds of a message."""
     carried: float = CARRIED
     """0 where the rate of the links is what hosts carry, whatever it costs them."""
+    launch: float = 0.0
+    """Seconds of a kernel launch on an accelerator, whose collectives are NCCL's; 0: a CPU, and gloo's."""
+
+    @property
+    def unit(self) -> Cost:
+        """What a unit of ours takes besides all passes over it."""
+        return Cost(link=LAUNCHES * self.launch) if self.launch else Cost(computed=HANDLED / self.memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +81,10 @@ class Cost:
     """Of one exchange, on the busiest rank; costs add up."""
 
     link: float = 0.0
+    """Seconds that leave to forward and backward what they compute on: on the link, and of an accelerator's
+    host that launches kernels."""
     computed: float = 0.0
+    """Seconds of what forward and backward compute on."""
     words: float = 0.0
     rounds: int = 0
 
@@ -93,9 +111,18 @@ class Costs:
     """Where a ring is not as slow as the slowest pair."""
 
     @property
+    def carrying(self) -> Links:
+        """What the links are to messages of ours."""
+        return self._carried(self.links)
+
+    @property
     def around(self) -> Links:
         """That torch's own sums go over."""
-        return self.rings or self.links
+        return self._carried(self.rings or self.links)
+
+    def _carried(self, links: Links) -> Links:
+        slower = 1 + STALLED / links.bandwidth if self.host.launch else 1.0
+        return replace(links, word=slower * links.word)
 
     def of_ops(self, ops: Iterable[Op], ours: bool = True) -> Cost:
         """What they cost one after the other, besides the scheme's own computing; `ours`: through our engine,
@@ -106,7 +133,9 @@ class Costs:
             meter.count(op)
             words = meter.moved / WORD
             carrying = self.host.carried * words / self.host.memory
-            seconds = max(link_seconds([op], self.links if ours else self.around, self.world, ours), carrying)
+            seconds = max(
+                link_seconds([op], self.carrying if ours else self.around, self.world, ours), carrying
+            )
             cost += Cost(seconds, self.host.message * meter.rounds, words, meter.rounds)
         return cost
 
@@ -118,8 +147,8 @@ class Costs:
         ops = [] if scheme.no_comm else with_piggyback(scheme, n, self.world)
         compared = scheme.looked_at(n, self.world) / self.host.selection
         merged = scheme.merges * sum(_merged(op, self.world) for op in ops)
-        moved = HANDLED + merged + passes * PASS * n + CODED * scheme.coded(n, self.world)
-        return Cost(computed=compared + moved / self.host.memory) + self.of_ops(ops)
+        moved = merged + passes * PASS * n + CODED * scheme.coded(n, self.world)
+        return self.host.unit + Cost(computed=compared + moved / self.host.memory) + self.of_ops(ops)
 
 
 def _merged(op: Op, world: int) -> float:

@@ -28,7 +28,7 @@ from gradsieve.feedback.units import Slot, flat_view
 from gradsieve.kernels import is_finite
 from gradsieve.kernels.blocks import block_layout
 from gradsieve.pipeline.base import UNIT_CAP_MB, Memory, Pipeline, Stats
-from gradsieve.pipeline.budget import LEAST, SENT, Times, cost, spend
+from gradsieve.pipeline.budget import LEAST, SENT, Adaptive, Times, cost, spend
 from gradsieve.pipeline.checksum import WORDS as CHECKSUM_WORDS
 from gradsieve.pipeline.exchange_settings import Steps
 from gradsieve.pipeline.tags import WORDS
@@ -78,8 +78,9 @@ class StepPipeline(Pipeline):
         elements = sum(slot.numel for unit in self.units for slot in unit.slots)
         self._piggyback_bits = 32.0 * words * 2.0 * (world - 1) / world / max(1, elements)
         """Bits a parameter that travel in addition to the scheme's own."""
-        self._bought: tuple[float, Scheme[Any]] | None = None
-        """Bits a parameter, and what they buy."""
+        layouts = [block_layout(tuple(unit.sizes)) for unit in self.units if unit.n]
+        self._costs = {values: cost(values, world, layouts) for values in SENT}
+        """Bits an element, by how values travel: scales and short blocks of this model are a part of them."""
         self._noted: dict[str, Tensor] = {}
         self._noted_for = -1
         """Gradients of the last step at the elements looked at, by parameter; and for which exchange."""
@@ -124,15 +125,7 @@ class StepPipeline(Pipeline):
         if self.budget is None:
             return self.scheme
         bits = max(self.settings.every * self.budget.bits - self._piggyback_bits, LEAST / 2)
-        if self._bought is None or self._bought[0] != bits:
-            self._bought = bits, self._buy(bits)
-        return self._bought[1]
-
-    def _buy(self, bits: float) -> Scheme[Any]:
-        """What so many bits a parameter are spent on: scales and short blocks of this model are a part."""
-        layouts = [block_layout(tuple(unit.sizes)) for unit in self.units if unit.n]
-        costs = {values: cost(values, self.world, layouts) for values in SENT}
-        values, density = spend(bits, self.world, costs)
+        values, density = spend(bits, self.world, self._costs)
         return replace(self.scheme, values=values, density=density)  # type: ignore[call-arg]  # stripes
 
     def offer(self, index: int) -> tuple[Vector, Tensor]:
@@ -240,7 +233,14 @@ class StepPipeline(Pipeline):
                     local.allow_rebase_all()
         with stats.timeline.stage("commit"):
             self.apply([staged.outcome.state for staged in self._staged])
+            self._follow_budget()
         return True
+
+    def _follow_budget(self) -> None:
+        """Exchange as seldom as the budget found out that it takes. All ranks complete an exchange before the
+        next one begins, and periods only become longer: none begins one that the others do not."""
+        if isinstance(self.budget, Adaptive) and self.budget.every > self.settings.every:
+            self.settings = replace(self.settings, every=self.budget.every, overlap=self.budget.every)
 
     def needs_rebase(self, names: Set[str]) -> bool:
         return any(local.is_due(names) for local in self.local)
@@ -288,7 +288,7 @@ class StepPipeline(Pipeline):
             "gradients_all": self.agreement.all,
             "gradients_seen": self.agreement.seen,
             "since": float(self.since),
-            "budget": 0.0 if self.budget is None else self.budget.bits,
+            "budget": 0.0 if self.budget is None else self.budget.target,
         }
 
     def set_figures(self, figures: Mapping[str, float]) -> None:

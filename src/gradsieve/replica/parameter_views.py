@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Set
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from gradsieve.errors import ConfigError
 from gradsieve.feedback.units import flat_view, shaped_like, strides_that_count
@@ -159,7 +159,8 @@ class ParameterViews(SingleModel):
 def _apart(part: Tensor) -> Tensor:
     """The same memory as a storage of its own. All parameters are parts of one long vector; savers take
     tensors in one storage for tied ones and keep one of them (Accelerate), or write all of it for each."""
-    return part if part.numel() == 0 else from_dlpack(part.detach())
+    # Not from the tensor itself: its `__dlpack_device__` refuses every device from outside of torch.
+    return part if part.numel() == 0 else from_dlpack(to_dlpack(part.detach()))
 
 
 def _check_place(name: str, parameter: Tensor, expected: Tensor) -> None:

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -80,6 +80,8 @@ class GradientSync:
     """Sparse exchange between the ranks of a group: residuals, the shared model, the scheme's state."""
 
     replica: Replica
+    may_choose_period: ClassVar[bool] = True
+    """Whether a budget may exchange every so many steps where rounds take longer than a step computes."""
     _optimizers: OptimizerHooks | None = None
     _notice: Notice | None = None
 
@@ -118,7 +120,6 @@ class GradientSync:
         self.is_closed = self.is_listening = False
         self._writer = Writer()
         self._is_preempted = False
-        self.timer = Stopwatch()
         kernels.active()  # numba is loaded here and not in the first step
         engine = Engine(group)
         try:
@@ -127,7 +128,9 @@ class GradientSync:
                 parts, optimizers, chosen, settings, engine.rank, engine.world, bucket_cap_mb, held
             )
             self.replica = self.make_replica(engine, held, adapter, None if bits is None else Fixed(bits))
-            self._agree(scheme is None and density is None, deterministic)
+            self.timer = Stopwatch(self.replica.device)
+            chooses_period = self.may_choose_period and exchange is None
+            self._agree(scheme is None and density is None, chooses_period, deterministic)
             self.enter()
             startup_log.report_settings(self.replica)
             if self.exchanges_steps:
@@ -150,14 +153,15 @@ class GradientSync:
             views = ParameterViews(adapter.parameters, adapter.pipeline)
         return Replica(engine, held, adapter, views, fixed)
 
-    def _agree(self, spends: bool, deterministic: bool) -> None:
-        """With the other ranks. `spends`: as many bits are sent as forward and backward hide."""
+    def _agree(self, spends: bool, chooses_period: bool, deterministic: bool) -> None:
+        """With the other ranks. `spends`: as many bits are sent as forward and backward hide;
+        `chooses_period`: in as many steps as that takes."""
         replica = self.replica
         if replica.world > 1 and not replica.scheme.no_comm:
             replica.engine.agree_on_secret(replica.device)
             replica_check.start_alike(replica, deterministic)
             may_go_dense = not deterministic and not replica.scheme.whole_model
-            know_the_links(replica, spends and self.exchanges_steps, may_go_dense)
+            know_the_links(replica, spends and self.exchanges_steps, chooses_period, may_go_dense)
         adaptive = not all(isinstance(one, torch.optim.SGD) for one in replica.optimizers)
         self._advisor = Advisor(replica.scheme, adaptive, replica.rank)
 
@@ -304,7 +308,6 @@ class GradientSync:
                 future.result()
             pending.was_good = self.pipeline.complete(pending.tensors, names)
             pending.is_complete = True
-            self.timer.done()
         if names:
             self.pipeline.rebase(names)
 

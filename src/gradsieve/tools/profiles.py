@@ -8,12 +8,13 @@ there is none.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
 
 from gradsieve.comm.links import Links
 from gradsieve.errors import ConfigError
+from gradsieve.tools.devices import DEVICES, MESSAGE
 from gradsieve.tools.documents import Table, open_document
 from gradsieve.tools.quantities import BITS, BYTES_A_SECOND, ELEMENTS_A_SECOND, SECONDS, Units, parse, write
 
@@ -59,6 +60,8 @@ class Profile:
     """Bytes a second that a copy reads and writes; the slowest rank, as all that follows."""
     selection: float
     """Elements a second that are looked at to select one in a thousand."""
+    launch: float = 0.0
+    """Seconds of a kernel launch; 0 where ranks compute on a CPU."""
     ring: Links | None = None
     """A sum over all ranks by gloo: seconds however short, and for one more word that each rank sends to the
     next; None where it was not measured."""
@@ -79,6 +82,18 @@ class Profile:
         return Links.at(self.slowest_latency, self.slowest_bandwidth)
 
 
+def by_hand(device: str, world: int, rate: float, latency: float) -> Profile:
+    """Of hosts that nobody measured: by the table of devices, on links that are all alike."""
+    links = Profile(world, world, latency, rate, MESSAGE, latency, rate, memory=1.0, selection=1.0)
+    return computing_on(device, links)
+
+
+def computing_on(device: str, profile: Profile) -> Profile:
+    """Its links, and a device of the table. Its ring was gloo's, which devices do not use."""
+    each = DEVICES[device]
+    return replace(profile, memory=each.memory, selection=each.selection, launch=each.launch, ring=None)
+
+
 def read(path: Path) -> Profile:
     """What is not a profile is refused, with its line."""
     table = open_document(path)
@@ -89,7 +104,10 @@ def read(path: Path) -> Profile:
             f"version {version} is of a later gradsieve; this one reads up to {VERSION}", "version"
         )
     table.allow("version", "made", "group", "links", "slowest", "host", "ring", "model", "pairs")
-    group, links, slowest, host = (_only(table.table(name), *_KEYS[name]) for name in _KEYS)
+    group, links, slowest = (_only(table.table(name), *_KEYS[name]) for name in _KEYS)
+    host = table.table("host")
+    host.allow("memory", "selection", "launch")
+    host.need("memory", "selection")
     world = group.whole("world", 2, MOST_WORLD)
     made = table.table("made") if "made" in table.values else None
     return Profile(
@@ -102,6 +120,7 @@ def read(path: Path) -> Profile:
         slowest_bandwidth=_amount(slowest, "bandwidth", BITS),
         memory=_amount(host, "memory", BYTES_A_SECOND),
         selection=_amount(host, "selection", ELEMENTS_A_SECOND),
+        launch=_seconds(host, "launch") if "launch" in host.values else 0.0,
         ring=_ring(table.table("ring")) if "ring" in table.values else None,
         pairs=_pairs(table.table("pairs"), world) if "pairs" in table.values else None,
         model=_model(table.table("model")) if "model" in table.values else None,
@@ -134,6 +153,8 @@ def text_of(profile: Profile) -> str:
         "memory": _quantity(profile.memory, BYTES_A_SECOND),
         "selection": _quantity(profile.selection, ELEMENTS_A_SECOND),
     }
+    if profile.launch:
+        host["launch"] = _quantity(profile.launch, SECONDS)
     table("host", "the slowest rank, while all others worked too; selection: elements looked at", host)
     if profile.ring is not None:
         ring = _link_entries(profile.ring.latency, profile.ring.bandwidth)
@@ -153,7 +174,6 @@ _KEYS = {
     "group": ("world", "hosts"),
     "links": ("latency", "bandwidth", "message"),
     "slowest": ("latency", "bandwidth"),
-    "host": ("memory", "selection"),
 }
 
 

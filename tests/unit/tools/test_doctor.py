@@ -375,6 +375,7 @@ ANSWER = {
     "memory": 8e9,
     "selection": 1e9,
     "pace": 1e9,
+    "launch": 0.0,
     "connections": {"eth0": 1},
     "ring": {"latency": 0.02, "word": 1e-7},
     "model": {"parameters": 10, "units": 1, "forward": 0.1, "backward": 0.2, "conflicts": []},
@@ -434,3 +435,5 @@ def test_speeds_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         here = speed.measure()
     assert min(here.memory, here.selection, here.pace) > 0
     assert here.pace < here.selection
+    assert (here.launch > 0) == torch.accelerator.is_available()
+    assert 0 < speed.seconds_of_launch(torch.device("cpu")) < 1e-3

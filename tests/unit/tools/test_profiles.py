@@ -41,10 +41,13 @@ def written(folder: Path, text: str) -> Path:
 
 def close(one: Profile, other: Profile) -> bool:
     names = ["latency", "bandwidth", "message", "slowest_latency", "slowest_bandwidth", "memory", "selection"]
+    names += ["launch"]
     return all(getattr(one, name) == pytest.approx(getattr(other, name), rel=1e-3) for name in names)
 
 
-@pytest.mark.parametrize("profile", [WHOLE, PLAIN, replace(PLAIN, model=ModelProfile(7, 1))])
+@pytest.mark.parametrize(
+    "profile", [WHOLE, PLAIN, replace(PLAIN, model=ModelProfile(7, 1)), replace(PLAIN, launch=2e-5)]
+)
 def test_what_is_written_is_read_again(profile: Profile, tmp_path: Path) -> None:
     path = tmp_path / "profile.toml"
     profiles.write_profile(path, profile)

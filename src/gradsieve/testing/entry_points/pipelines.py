@@ -76,7 +76,7 @@ def entries() -> Iterator[EntryPoint]:
 def with_budget(scheme: str, rank: int, world: int = WORLD) -> Rank:
     pipeline = _steps(scheme, rank, world)
     pipeline.budget = Adaptive.over(Links(1e-4, 1e-8), 240, world)
-    pipeline.times = Times(0.1, 0.05, 0.01, 0.02)
+    pipeline.times = Times(0.1, 0.05, 0.01)
     return Rank(pipeline, pipeline.own)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradsieve.errors import ConfigError
 from gradsieve.tools.cli.arguments import MOST_RANKS, describe, drawable, quantity, size
+from gradsieve.tools.devices import DEVICES
 from gradsieve.tools.quantities import BITS, BYTES_A_SECOND, ELEMENTS_A_SECOND, SECONDS
 
 if TYPE_CHECKING:
@@ -21,25 +23,36 @@ recommend one, or plain DDP. From a profile that `gradsieve doctor --profile` me
 hand, which also replace those of a profile. Nothing is run.
 
 columns:
+  to_loss      times as soon as plain DDP to the loss that it ends with: the predicted step times the steps
+               that were measured on a small transformer; - where nobody measured them
   step_ms      predicted; gradsieve's exchange hides behind forward and backward, DDP's behind backward
+  of_link      what a step sends over what the link carries during a step without communication
+  above        loss above dense's after as many steps, measured on such transformers; never predicted
+  money_a_day  for what all ranks send in a day of training, with --price, in the place of the two before
+  why_not      the reason against it
+with --all also:
   vs_dense     times as fast as plain DDP
-  of_link      share of what a rank's link could carry one way
   bits         that the busiest rank moves, a parameter and step
   memory_mb    on a rank, besides model, gradients and optimizer
-  money_a_day  for what all ranks send in a day of training, with --price
-  gap          loss above dense's, measured on a small transformer; never predicted
-  why_not      the reason against it
+  gap          as `above`, and how well it is known
 
-Differences below 10 % do not count; of such options the one with the smallest gap is recommended.
+Differences below 10 % do not count; of such options the one with the smallest loss is recommended.
 """
 _EXAMPLES = """\
 examples:
   gradsieve plan --profile lab.toml --price 0.09 --json plan.json --plot plan.png
-  gradsieve plan --world 16 --rate 1gbit --delay 5ms --params 25e6 --compute 300ms
+  gradsieve plan --device l40s --world 4 --rate 1gbit --params 30.8e6 --compute 27ms
+  gradsieve plan --device cpu --world 16 --rate 1gbit --delay 5ms --params 25e6 --compute 300ms
 """
+_ASSUMED = (
+    "Assumed, without --device and --profile: ranks compute on a CPU that copies 10 GB/s, a tenth or less of "
+    "a GPU's."
+)
 _OVERHEAD = 100e-6
-"""Seconds of a message besides its delay, where nobody measured it."""
-_MESSAGE = 20e-6
+"""Seconds of a round besides its delay, where nobody measured it."""
+_WAYS = 2
+"""A round is there and back: a message waits until the other rank has said that it is ready for it. Doctors
+measured 40.4 ms at 20 ms one way, and 10.4 at 5 (`benchmarks/runs/plan`)."""
 _FORWARD = 1 / 3
 """Of computing, where only the sum is known."""
 
@@ -48,26 +61,38 @@ def fill(parser: argparse.ArgumentParser) -> None:
     describe(parser, run, _DESCRIPTION, _EXAMPLES)
     add = parser.add_argument
     add("--profile", type=Path, metavar="FILE", help="what `gradsieve doctor --profile FILE` measured")
+    add(
+        "--device",
+        choices=DEVICES,
+        metavar="NAME",
+        help=f"what ranks compute on, by its data sheet: {', '.join(DEVICES)} (by hand: cpu)",
+    )
     add("--world", type=_world, metavar="N", help="ranks")
     add("--rate", type=quantity(BITS, "1gbit"), metavar="R", help="of a rank's link, e.g. 1gbit")
     add("--delay", type=quantity(SECONDS, "5ms"), metavar="D", help="one way, e.g. 5ms (by hand: 0)")
     add("--params", type=size, metavar="N", help="parameters of the model, e.g. 25e6")
     add("--compute", type=quantity(SECONDS, "300ms"), metavar="T", help="forward and backward, e.g. 300ms")
-    add("--memory", type=quantity(BYTES_A_SECOND, "10GB/s"), metavar="B", help="copied (by hand: 10GB/s)")
+    add(
+        "--memory",
+        type=quantity(BYTES_A_SECOND, "10GB/s"),
+        metavar="B",
+        help="copied (by hand: the device's)",
+    )
     add(
         "--selection",
         type=quantity(ELEMENTS_A_SECOND, "500M/s"),
         metavar="E",
-        help="elements compared with a threshold (by hand: 500M/s)",
+        help="elements compared with a threshold (by hand: the device's)",
     )
     add("--density", type=float, default=0.01, metavar="D", help="of schemes that select (default: 0.01)")
     add(
         "--gap",
         type=float,
-        default=5.0,
         metavar="PERCENT",
-        help="loss above dense's up to which an option may be recommended (default: 5)",
+        help="recommend nothing that ends further above dense's loss after as many steps (default: no limit, "
+        "since the steps that are needed to reach it count)",
     )
+    add("--all", action="store_true", help="all options and columns, however wide (default: six rows)")
     add("--price", type=float, metavar="X", help="of a GB sent, in any currency")
     add("--json", type=Path, metavar="FILE", help="write the plan there")
     add("--plot", type=Path, metavar="FILE.png", help="draw steps against the rate of the links, PNG or SVG")
@@ -76,12 +101,12 @@ def fill(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from gradsieve.tools import results
     from gradsieve.tools.plan import view
-    from gradsieve.tools.plan.choose import ERROR_BAR, make_plan, recommendation
+    from gradsieve.tools.plan.choose import error_bar, make_plan, recommendation
     from gradsieve.tools.plan.predict import costs_of
     from gradsieve.types import check_density
 
     check_density(args.density)
-    if args.gap < 0 or (args.price is not None and args.price < 0):
+    if any(value is not None and value < 0 for value in (args.gap, args.price)):
         raise ConfigError("--gap and --price are 0 or more")
     for path in (args.json, args.plot):
         results.writable(path)
@@ -90,30 +115,31 @@ def run(args: argparse.Namespace) -> int:
     model, costs = _model(profile, args), costs_of(profile)
     if args.rate is not None:  # a rate by hand is one that hosts do reach
         costs = replace(costs, host=replace(costs.host, carried=0.0))
-    plan = make_plan(model, costs, args.density, args.gap)
-    print(f"{view.describe(model, costs)}\n\n{view.text(plan, args.price)}")
+    most_above = math.inf if args.gap is None else args.gap
+    plan = make_plan(model, costs, args.density, most_above)
+    given = view.describe(model, costs)
+    if args.profile is None and args.device is None:
+        given = f"{_ASSUMED} {given}"
+    print(f"{view.paragraph(given)}\n\n{view.text(plan, args.price, args.all)}")
     if args.json is not None:
-        config: dict[str, object] = {"given": view.describe(model, costs), "errors": ERROR_BAR}
+        config: dict[str, object] = {"given": given, "device": args.device, "errors": error_bar(costs)}
         config |= {"recommendation": recommendation(plan), "density": args.density, "gap": args.gap}
         config |= {"recommended": plan.best.option.name, "plain_ddp": plan.plain, "price": args.price}
         results.write(args.json, config, view.rows(plan, args.price))
     if args.plot is not None:
-        view.draw(plan, args.gap, args.plot)
+        view.draw(plan, most_above, args.plot)
     return 0
 
 
 def _profile(args: argparse.Namespace) -> Profile:
     """Of the file, by hand, or of the file with figures by hand in place of its own."""
-    from gradsieve.tools.profiles import Profile, read
+    from gradsieve.tools.profiles import by_hand, computing_on, read
 
-    latency = None if args.delay is None else args.delay + _OVERHEAD
+    latency = None if args.delay is None else _WAYS * args.delay + _OVERHEAD
     if args.profile is None:
         if args.world is None or args.rate is None:
             raise ConfigError("a plan needs --profile FILE, or --world and --rate by hand")
-        rate, latency = args.rate, latency or _OVERHEAD
-        profile = Profile(
-            args.world, args.world, latency, rate, _MESSAGE, latency, rate, memory=10e9, selection=500e6
-        )
+        profile = by_hand(args.device or "cpu", args.world, args.rate, latency or _OVERHEAD)
     else:
         profile = read(args.profile)
         if args.world is not None:
@@ -122,6 +148,8 @@ def _profile(args: argparse.Namespace) -> Profile:
             profile = replace(profile, bandwidth=args.rate, slowest_bandwidth=args.rate, ring=None)
         if latency is not None:
             profile = replace(profile, latency=latency, slowest_latency=latency, ring=None)
+        if args.device is not None:
+            profile = computing_on(args.device, profile)
     return replace(
         profile, memory=args.memory or profile.memory, selection=args.selection or profile.selection
     )

@@ -26,6 +26,7 @@ class Answer:
     memory: float = 0.0
     selection: float = 0.0
     pace: float = 0.0
+    launch: float = 0.0
     connections: dict[str, int] = field(default_factory=dict)
     ring: Links | None = None
     model: ModelFigures | None = None
@@ -51,6 +52,7 @@ class Answer:
             memory=sent.figure("memory"),
             selection=sent.figure("selection"),
             pace=sent.figure("pace"),
+            launch=sent.figure("launch"),
             connections={
                 sent.short("connections", name): sent.count("connections", value)
                 for name, value in sent.mapping("connections").items()

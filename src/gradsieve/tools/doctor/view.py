@@ -145,6 +145,7 @@ def profile_of(report: Report) -> Profile:
         slowest_bandwidth=min(bandwidth),
         memory=min(each.memory for each in answers),
         selection=min(each.selection for each in answers),
+        launch=max(each.launch for each in answers),
         ring=report.measured.ring,
         pairs=Pairs(_rows(report.measured.latency), _rows(report.measured.bandwidth)) if is_small else None,
         model=_model_profile(report),

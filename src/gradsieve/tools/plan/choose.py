@@ -1,12 +1,14 @@
 """The ranking, the recommendation, and why not the others.
 
-Recommended is the option with the smallest measured loss among those that cannot be distinguished from the
-quickest: whose predicted step is at most MARGIN longer than that of the quickest whose loss is acceptable.
-Dense has none, so that plain DDP is the answer wherever it is that near.
+What counts is the time until a training has the loss that dense ends with: the predicted step times the steps
+that were measured. Recommended is the option with the smallest loss at the same number of steps among those
+that cannot be distinguished from the first to have it: which need at most MARGIN longer. What loses anything
+has to be sooner than plain DDP by as much, or plain DDP is the answer.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,10 +19,19 @@ from gradsieve.tools.plan.predict import Prediction, predict
 MARGIN = 0.10
 """Below it two predictions cannot be distinguished: in a lab a step is off by 11 % in the median
 (`plan-lab-2026-11-16.json`), though of two options in one place often in the same direction."""
-ERROR_BAR = (
+_IN_LABS = (
     "Steps are predicted. In labs of 2 to 16 hosts they were off by 11 % in the median, nine in ten by at "
     "most 32 %, and the choice was within 10 % of the best in 14 of 15 (docs/plan.md)."
 )
+_ON_GPUS = (
+    "Steps are predicted. Of DDP and LocalSGD on four L40S hosts they were off by 4 % in the median of 21, "
+    "30 % at most. gradsieve itself was never measured on a GPU: its rows are predictions only "
+    "(docs/plan.md)."
+)
+
+
+def error_bar(costs: Costs) -> str:
+    return _ON_GPUS if costs.host.launch else _IN_LABS
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +39,7 @@ class Plan:
     model: Model
     costs: Costs
     ranked: Sequence[Prediction]
-    """The quickest first."""
+    """The first to have dense's loss first, then those of which nobody knows when, the quickest first."""
     dense: Prediction
     best: Prediction
     reasons: Sequence[str]
@@ -41,58 +52,60 @@ class Plan:
 
 
 def make_plan(model: Model, costs: Costs, density: float, most_above: float) -> Plan:
-    """`most_above`: per cent of loss above dense's that is acceptable."""
+    """`most_above`: per cent of loss above dense's, after as many steps, that is acceptable."""
 
     def step(option: Option) -> float:
         return predict(option, model, costs).step
 
     options = every_option(model, costs, density, step)
-    ranked = sorted((predict(option, model, costs) for option in options), key=lambda each: each.step)
+    ranked = sorted((predict(option, model, costs) for option in options), key=_rank)
     dense_one = predict(dense(model), model, costs)
     best = choose(ranked, most_above)
-    reasons = [why_not(each, best, dense_one, model, most_above) for each in ranked]
+    reasons = [why_not(each, best, model, most_above) for each in ranked]
     return Plan(model, costs, ranked, dense_one, best, reasons)
 
 
 def choose(ranked: Sequence[Prediction], most_above: float) -> Prediction:
     """Of options of which dense is one, so that some are acceptable."""
     fair = [each for each in ranked if acceptable(each, most_above)]
-    near = [each for each in fair if each.step <= (1 + MARGIN) * fair[0].step]
-    return min(near, key=lambda each: (each.option.gap.above or 0.0, each.step))
+    lossless = min(_to_loss(each) for each in fair if not each.option.gap.above)
+    clearly = [each for each in fair if not each.option.gap.above or (1 + MARGIN) * _to_loss(each) < lossless]
+    soonest = min(map(_to_loss, clearly))
+    near = [each for each in clearly if _to_loss(each) <= (1 + MARGIN) * soonest]
+    return min(near, key=lambda each: (each.option.gap.above or 0.0, _to_loss(each)))
 
 
 def acceptable(prediction: Prediction, most_above: float) -> bool:
-    gap = prediction.option.gap.above
-    return gap is not None and gap <= most_above and not prediction.option.refused
+    gap = prediction.option.gap
+    known = gap.above is not None and gap.above <= most_above and gap.steps is not None
+    return known and not prediction.option.refused
 
 
-def why_not(each: Prediction, best: Prediction, plain: Prediction, model: Model, most_above: float) -> str:
-    if each.option == best.option or each.option.name == best.option.name:
+def _rank(prediction: Prediction) -> tuple[float, float]:
+    return _to_loss(prediction), prediction.step
+
+
+def _to_loss(prediction: Prediction) -> float:
+    return math.inf if prediction.to_loss is None else prediction.to_loss
+
+
+def why_not(each: Prediction, best: Prediction, model: Model, most_above: float) -> str:
+    if each.option.name == best.option.name:
         return ""
     if each.option.refused:
         return each.option.refused
-    if each.step > (1 + MARGIN) * best.step:
-        than = "dense" if each.step > plain.step and each is not plain else "the best"
-        times = each.step / (plain if than == "dense" else best).step
-        return f"{times:.1f}x {than}: {_cause(each, model)}{_consolation(each, best)}"
     gap = each.option.gap
-    if gap.above is None:
-        return f"{_pace(each, best)}, but its loss is not measured"
+    longer = each.step / best.step
+    if gap.above is None or each.to_loss is None or best.to_loss is None:
+        unknown = "loss not measured" if gap.above is None else "steps to dense's loss not measured"
+        return f"{longer:.1f}x the step: {_cause(each, model)}" if longer > 1 + MARGIN else unknown
     if gap.above > most_above:
-        return f"{_pace(each, best)}, but its loss ends {gap.above:.3g} % above dense"
-    return f"{_pace(each, best)}, with more loss" if gap.above > (best.option.gap.above or 0) else "as fast"
-
-
-def _consolation(each: Prediction, best: Prediction) -> str:
-    gap, others = each.option.gap.above, best.option.gap.above
-    return "; less loss" if gap is not None and others is not None and gap < others else ""
-
-
-def _pace(each: Prediction, best: Prediction) -> str:
-    times = best.step / each.step
-    if times >= 2:
-        return f"{times:,.1f} times as fast"
-    return f"{100 * (times - 1):.0f} % faster" if times > 1 + MARGIN else "not clearly faster"
+        return f"ends {gap.above:.3g} % above dense's loss"
+    later = each.to_loss / best.to_loss
+    if later <= 1 + MARGIN and gap.above >= (best.option.gap.above or 0.0):
+        return "as soon, with more loss"
+    why = _cause(each, model) if longer > 1 + MARGIN else f"{gap.steps:.3g}x the steps"
+    return f"{later:.1f}x the time: {why}"
 
 
 def _cause(each: Prediction, model: Model) -> str:
@@ -100,8 +113,7 @@ def _cause(each: Prediction, model: Model) -> str:
     link, computed = each.cost.link / each.option.every, each.cost.computed / each.option.every
     if computed > each.waited(model) - computed:
         return f"computes {_ms(computed)}"
-    behind = {"step": "a step", "backward": "backward", "not": "nothing"}[each.option.hidden]
-    return f"{_ms(link)} on the link, hidden behind {behind}"
+    return f"link {_ms(link)}"
 
 
 def _ms(seconds: float) -> str:
@@ -112,21 +124,22 @@ def recommendation(plan: Plan) -> str:
     """In plain sentences."""
     best, plain, limit = plan.best, plan.dense, plan.model.compute
     if plan.plain:
-        faster = [each for each in plan.ranked if each.step < plain.step]
         head = f"Use plain DDP: a step takes {_ms(plain.step)}, {_ms(plain.step - limit)} of it for exchange."
-        if not faster:
+        quickest = min(plan.ranked, key=lambda each: each.step)
+        if quickest.step >= plain.step:
             return f"{head} Nothing is predicted to be faster."
-        quickest = faster[0]
         return (
-            f"{head} The quickest, {quickest.option.name}, is predicted at {_ms(quickest.step)}; nothing "
-            f"whose loss is known and acceptable is more than {100 * MARGIN:.0f} % faster, and "
-            "smaller differences are within this model's error."
+            f"{head} The quickest step, {quickest.option.name}, is predicted at {_ms(quickest.step)}. But "
+            f"nothing whose loss is known and acceptable has DDP's loss more than {100 * MARGIN:.0f} % "
+            "sooner, and smaller differences are within this model's error."
         )
+    assert best.to_loss is not None  # acceptable
     words = (
-        f"Use {best.option.name}: {best.option.call}. A step takes {_ms(best.step)} instead of "
-        f"{_ms(plain.step)} with plain DDP, {plain.step / best.step:.1f} times as fast; without any "
-        f"communication it would take {_ms(limit)}."
+        f"Use {best.option.name}: {best.option.call}. It is predicted to have plain DDP's loss "
+        f"{plain.step / best.to_loss:.1f} times as soon. A step takes {_ms(best.step)} instead of "
+        f"{_ms(plain.step)}, {plain.step / best.step:.1f} times as fast ({_ms(limit)} without any "
+        f"communication), and it needs {best.option.gap.steps:.3g} times as many steps."
     )
     if best.option.gap.above:
-        words += f" Not free: its loss above dense's, on a small transformer of ours: {best.option.gap}."
-    return words
+        words += f" After as many steps as dense its loss is above dense's by {best.option.gap}."
+    return f"{words} Steps needed and loss were measured on small transformers of ours."

@@ -11,7 +11,7 @@ import torch
 
 from gradsieve.comm.ops import AllReduce
 from gradsieve.pipeline.base import UNIT_CAP_MB
-from gradsieve.pipeline.budget import COMPUTED, LEAST, SENT, cost, spend
+from gradsieve.pipeline.budget import ALLOWED, LEAST, MOST_STEPS, SENT, cost, spend
 from gradsieve.pipeline.costs import PASS, WORD, Cost, Costs, bits_in, seconds_a_bit
 from gradsieve.schemes import SCHEMES, make
 from gradsieve.schemes.agreed import Agreed, Values
@@ -29,7 +29,7 @@ Price: TypeAlias = Callable[[Costs], Cost]
 DDP_BUCKET = 25 * 2**20
 """Bytes, torch's default."""
 AT_ONCE = 2
-"""Collectives that torch's gloo carries at the same time: its threads, by default."""
+"""Collectives that torch's gloo carries at the same time: its threads, by default. NCCL's go one by one."""
 PASSES, PASSES_GRADIENTS, PASSES_FP16, PASSES_POWERSGD = 1.1, 2.3, 7.0, 18.0
 """Over memory, besides selecting: processor time of `overhead-25e6-2026-11-15.json` (ours) and
 `step-mlp-1gbit-2026-11-15.json` (torch's hooks, on a CPU; an accelerator casts faster)."""
@@ -39,6 +39,8 @@ POWERSGD_RANK, POWERSGD_SIDE = 2, 1024
 """And the side of a matrix in a model of which only the size is known."""
 UNIT_CAPS_MB = (UNIT_CAP_MB, 25.0, 400.0)
 BUDGETS = (0.75, 0.15)
+SITES_BITS, SITES_EVERY = 0.09, 3
+"""What docs/internet.md says of hosts in several sites: the exchange has all steps of a period."""
 EVERY = (4, 16)
 LOCAL_STEPS = (8, 76)
 UNCONTROLLED = {"hard-threshold": "its count is not controlled: 30 to 70 times its target was seen"}
@@ -78,6 +80,8 @@ class Option:
     """Bytes on a rank besides model, gradients and optimizer."""
     every: int = 1
     """Steps to an exchange."""
+    overlap: int = 1
+    """Of these, steps that an exchange hides behind."""
     buckets: int = 1
     """Behind backward."""
     refused: str = ""
@@ -93,7 +97,7 @@ def every_option(model: Model, costs: Costs, density: float, step: Step) -> list
     chosen = [_best(list(_of_scheme(name, model, costs.world, density)), step) for name in _SCHEMES]
     budgets = [with_budget(model, costs, bits) for bits in BUDGETS]
     periods = [automatic(model, costs, every) for every in (1, *EVERY)]
-    return [*_of_torch(model), *_local_steps(model), *budgets, *periods, *chosen]
+    return [*_of_torch(model), *_local_steps(model), *budgets, between_sites(model, costs), *periods, *chosen]
 
 
 def named(sync: str, model: Model, costs: Costs, density: float) -> Option:
@@ -127,7 +131,7 @@ def dense(model: Model) -> Option:
 def _in_buckets(op: AllReduce, buckets: int, costs: Costs) -> Cost:
     """By torch itself, a few at once: they share the link, and wait for their rings' latency together."""
     all_of_them = costs.of_ops([op], ours=False).times(buckets)
-    together = buckets - math.ceil(buckets / AT_ONCE)
+    together = buckets - math.ceil(buckets / (1 if costs.host.launch else AT_ONCE))
     return replace(all_of_them, link=all_of_them.link - together * costs.around.sum)
 
 
@@ -174,21 +178,36 @@ def with_budget(model: Model, costs: Costs, bits: float) -> Option:
     return _stripes(f"stripes, {bits:g} bits", call, model, values, share, quality.of_bits(bits))
 
 
+def between_sites(model: Model, costs: Costs) -> Option:
+    """For links on which an exchange takes longer than a step: what arrives late costs quality."""
+    fits = with_budget(model, costs, SITES_BITS).price(costs).link <= model.compute
+    values, share = spend(SITES_EVERY * SITES_BITS, costs.world)
+    exchange = f"gradsieve.Steps(every={SITES_EVERY}, overlap={SITES_EVERY})"
+    call = f"gradsieve.attach(ddp, optimizer, bits={SITES_BITS:g}, exchange={exchange})"
+    name = f"{SITES_BITS:g} bits, every {SITES_EVERY} steps"
+    option = _stripes(name, call, model, values, share, quality.BETWEEN_SITES)
+    refused = "an exchange fits into a step here" if fits else ""
+    return replace(option, every=SITES_EVERY, overlap=SITES_EVERY, refused=refused)
+
+
 def automatic(model: Model, costs: Costs, every: int) -> Option:
     """What `attach(ddp, optimizer)` converges to: as many bits as forward and backward hide, on the link and
-    on the processor, as `pipeline/budget.py` looks for while training runs."""
-    most = cost("exact", costs.world)
-    silent = costs.of_scheme(Stripes(density=1e-6), model.parameters, model.units(UNIT_CAP_MB), 0.0).link
-    hidden = max(0.0, model.compute - silent)
-    bits = bits_in(hidden, seconds_a_bit(costs.links, model.parameters) * every, LEAST, most / every)
-    computed = LEAST + _coded_in(COMPUTED * model.compute * every, model, costs) / every
-    bits = min(bits, computed)
-    values, share = spend(every * bits, costs.world)
-    sent = quality.of_bits(bits) if every == 1 else quality.UNKNOWN
+    on the processor, as `pipeline/budget.py` looks for while training runs. Where rounds alone take longer
+    than a step computes, the period is as long as they need, unless the user chose one."""
     ask = "" if every == 1 else f", exchange=gradsieve.Steps(every={every})"
     name = "auto" if every == 1 else f"auto, every {every} steps"
-    call = f"gradsieve.attach(ddp, optimizer{ask})"
-    return replace(_stripes(name, call, model, values, share, sent), every=every)
+    silent = costs.of_scheme(Stripes(density=1e-6), model.parameters, model.units(UNIT_CAP_MB), 0.0).link
+    overlap = 1
+    if every == 1 and silent > (1 + ALLOWED) * model.compute:
+        every = overlap = min(math.ceil(silent / model.compute), MOST_STEPS)
+    hidden = max(0.0, overlap * model.compute - silent)
+    a_bit = seconds_a_bit(costs.carrying, model.parameters) * every
+    bits = bits_in(hidden, a_bit, LEAST, cost("exact", costs.world) / every)
+    bits = min(bits, LEAST + _coded_in(ALLOWED * model.compute * every, model, costs) / every)
+    values, share = spend(every * bits, costs.world)
+    sent = quality.of_auto(bits) if every == 1 else quality.UNKNOWN
+    option = _stripes(name, f"gradsieve.attach(ddp, optimizer{ask})", model, values, share, sent)
+    return replace(option, every=every, overlap=overlap)
 
 
 def _coded_in(seconds: float, model: Model, costs: Costs) -> float:

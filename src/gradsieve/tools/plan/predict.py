@@ -10,7 +10,7 @@
 X = link + computed. `computed` is the processor time of the exchange, which shares the processor with forward
 and backward. Of B buckets the first can go when 1/B of backward is done, and the last only after all of it.
 With an exchange in every H-th step the others take compute alone; the part of an exchange that is longer than
-one step is a wait.
+the steps it may hide behind, one or `overlap`, is a wait.
 
 Left out: waiting for a slow rank, which all options share; several ranks on one link.
 """
@@ -35,11 +35,18 @@ class Prediction:
     step: float
     """Seconds, in the mean over a period."""
     of_link: float
-    """Share of what a rank's link could carry one way."""
+    """What a step sends over what a rank's link carries one way during a step without communication, as
+    `bench step` measures it: above 1 it cannot be hidden."""
     bits: float
     """Moved by the busiest rank, a parameter and step."""
     gb_a_day: float
     """Sent by all ranks together."""
+
+    @property
+    def to_loss(self) -> float | None:
+        """Seconds until dense's loss, for each step that dense needs; None where that was not measured."""
+        steps = self.option.gap.steps
+        return None if steps is None else steps * self.step
 
     def waited(self, model: Model) -> float:
         """Seconds of a step beyond computing."""
@@ -52,7 +59,7 @@ def costs_of(profile: Profile) -> Costs:
     median, slowest, ring = profile.links, profile.slowest_links, profile.ring
     latency = slowest.latency if slowest.latency > APART * median.latency else median.latency
     word = slowest.word if slowest.word > APART * median.word else median.word
-    host = Host(profile.memory, profile.selection, profile.message)
+    host = Host(profile.memory, profile.selection, profile.message, launch=profile.launch)
     is_slower = (latency, word) != (median.latency, median.word)
     rings = replace(ring, sum=ring.latency) if ring is not None and is_slower else None
     return Costs(profile.world, with_rings(Links(latency, word), profile.world), host, rings)
@@ -66,7 +73,7 @@ def predict(option: Option, model: Model, costs: Costs) -> Prediction:
         option,
         cost,
         step,
-        of_link=min(1.0, words * costs.links.word / step),
+        of_link=words * costs.links.word / model.compute,
         bits=8 * WORD * words / model.parameters,
         gb_a_day=WORD * words * costs.world * _DAY / step / _GB,
     )
@@ -75,7 +82,8 @@ def predict(option: Option, model: Model, costs: Costs) -> Prediction:
 def seconds(option: Option, cost: Cost, model: Model) -> float:
     match option.hidden:
         case "step" if not model.on_host:
-            exchanging = max(model.compute, cost.link) + cost.computed
+            others = (option.every - option.overlap) * model.compute
+            return (others + max(option.overlap * model.compute, cost.link) + cost.computed) / option.every
         case "backward":
             exchange, part = cost.link + cost.computed, 1 / option.buckets
             behind = max(part * model.backward + exchange, model.backward + part * exchange)

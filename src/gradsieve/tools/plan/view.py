@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,49 +11,79 @@ from typing import Any
 from gradsieve.comm.links import Links
 from gradsieve.pipeline.costs import Costs, with_rings
 from gradsieve.tools import results
-from gradsieve.tools.plan.choose import ERROR_BAR, Plan, acceptable, recommendation
+from gradsieve.tools.plan.choose import Plan, acceptable, error_bar, recommendation
 from gradsieve.tools.plan.options import Model, Option, automatic, dense, no_communication
 from gradsieve.tools.plan.predict import Prediction, predict
+from gradsieve.tools.quantities import BITS, BYTES_A_SECOND, ELEMENTS_A_SECOND, spoken
 
+WIDTH = 100
+"""Columns of a terminal."""
 _MB = 1e6
 _RATES = [10 ** (7 + place / 10) for place in range(41)]
 """bit/s of a picture: 10 Mbit/s to 100 Gbit/s."""
 _DRAWN = 4
 """Options of a picture besides dense, the recommended one and no communication."""
-COLUMNS = ["option", "step_ms", "vs_dense", "of_link", "bits", "memory_mb", "gap", "why_not"]
+_SHOWN = 6
+"""Rows, where not all are asked for."""
+_SHORT = ["option", "to_loss", "step_ms", "of_link", "above", "why_not"]
+_PRICED = ["option", "to_loss", "step_ms", "money_a_day", "why_not"]
+_LONG = ["option", "to_loss", "step_ms", "vs_dense", "of_link", "bits", "memory_mb", "gap", "why_not"]
 
 
 def rows(plan: Plan, price: float | None) -> list[dict[str, Any]]:
-    """One an option, the quickest first; before them the limit."""
+    """One an option, the first to have dense's loss first; before them the limit."""
     limit = predict(no_communication(plan.model), plan.model, plan.costs)
     labels = ["the limit", *(reason or "RECOMMENDED" for reason in plan.reasons)]
     return [_row(each, plan, why, price) for each, why in zip([limit, *plan.ranked], labels, strict=True)]
 
 
 def _row(each: Prediction, plan: Plan, why: str, price: float | None) -> dict[str, Any]:
+    above = each.option.gap.above
     row = {
         "option": each.option.name,
         "call": each.option.call,
+        "to_loss": None if each.to_loss is None else round(plan.dense.step / each.to_loss, 2),
         "step_ms": round(1e3 * each.step, 3),
         "vs_dense": round(plan.dense.step / each.step, 3),
         "link_ms": round(1e3 * each.cost.link, 3),
         "computed_ms": round(1e3 * each.cost.computed, 3),
         "rounds": each.cost.rounds,
-        "of_link": round(each.of_link, 4),
-        "bits": round(each.bits, 4),
+        "of_link": round(each.of_link, 3),
+        "bits": round(each.bits, 3),
         "memory_mb": round(each.option.memory / _MB, 1),
         "gb_a_day": round(each.gb_a_day, 3),
         "gap": str(each.option.gap) if each.option.call else "-",
-        "gap_percent": each.option.gap.above,
+        "gap_percent": above,
+        "above": None if above is None else f"{above:.1f} %",
         "why_not": why,
     }
     return row if price is None else row | {"money_a_day": round(price * each.gb_a_day, 2)}
 
 
-def text(plan: Plan, price: float | None) -> str:
-    place = COLUMNS.index("gap")
-    columns = COLUMNS if price is None else [*COLUMNS[:place], "money_a_day", *COLUMNS[place:]]
-    return f"{results.table(rows(plan, price), columns)}\n\n{recommendation(plan)}\n\n{ERROR_BAR}"
+def text(plan: Plan, price: float | None, whole: bool) -> str:
+    """`whole`: all rows and columns, however wide."""
+    found = rows(plan, price)
+    if whole:
+        place = _LONG.index("gap")
+        columns = _LONG if price is None else [*_LONG[:place], "money_a_day", *_LONG[place:]]
+        table = results.table(found, columns)
+    else:
+        columns = _SHORT if price is None else _PRICED
+        table = f"{results.table(_first(found, plan), columns)}\n({len(found) - _SHOWN} more: --all)"
+    return "\n\n".join([table, paragraph(recommendation(plan)), paragraph(error_bar(plan.costs))])
+
+
+def _first(found: list[dict[str, Any]], plan: Plan) -> list[dict[str, Any]]:
+    """The limit, what is recommended, dense, and of the others those that have dense's loss first."""
+    always = ["the limit", "RECOMMENDED"]
+    chosen = [row for row in found if row["why_not"] in always or row["option"] == plan.dense.option.name]
+    others = [row for row in found if row not in chosen]
+    chosen += others[: _SHOWN - len(chosen)]
+    return [row for row in found if row in chosen]
+
+
+def paragraph(words: str) -> str:
+    return textwrap.fill(words, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def draw(plan: Plan, most_above: float, path: Path) -> None:
@@ -98,9 +129,10 @@ def _drawn(plan: Plan, most_above: float) -> list[Option]:
 
 
 def _at(option: Option, plan: Plan, rate: float) -> Option:
-    """What finds its budget finds another one on other links."""
+    """What finds its budget finds another one on other links, and its period where nobody chose one."""
     if option.name.startswith("auto"):
-        return automatic(plan.model, _with_rate(plan.costs, rate), option.every)
+        every = 1 if option.name == "auto" else option.every
+        return automatic(plan.model, _with_rate(plan.costs, rate), every)
     return option
 
 
@@ -112,9 +144,10 @@ def _with_rate(costs: Costs, rate: float) -> Costs:
 def describe(model: Model, costs: Costs) -> str:
     """What a plan is made from."""
     links, host = costs.links, costs.host
+    launch = f", {1e6 * host.launch:.3g} us a kernel launch, NCCL" if host.launch else ""
     return (
-        f"{costs.world} ranks, {links.bandwidth / 1e6:,.4g} Mbit/s, {1e3 * links.latency:.3g} ms a round; "
+        f"{costs.world} ranks, {spoken(round(links.bandwidth), BITS)}, {1e3 * links.latency:.3g} ms a round; "
         f"{model.parameters:,} parameters, forward {1e3 * model.forward:,.4g} ms, backward "
-        f"{1e3 * model.backward:,.4g} ms; memory {host.memory / 1e9:.3g} GB/s, selection "
-        f"{host.selection / 1e6:,.4g} M/s"
+        f"{1e3 * model.backward:,.4g} ms; memory {spoken(host.memory, BYTES_A_SECOND)}, selection "
+        f"{spoken(host.selection, ELEMENTS_A_SECOND)}{launch}"
     )

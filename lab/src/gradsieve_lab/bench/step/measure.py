@@ -40,6 +40,11 @@ class Plan:
     """A folder: each of our syncs runs a second time, with a recorder that writes there."""
     network: str | None = None
     """A file with links of their own, instead of a rate and a delay for all."""
+    compute: float = 0.3
+    """Seconds of a step that an idle workload computes elsewhere."""
+    ahead: bool = False
+    spins: bool = False
+    """Whether its host runs ahead of the device; and whether our thread spins while it waits."""
 
     def __post_init__(self) -> None:
         check_size(self.workload, self.params)

@@ -30,15 +30,18 @@ from gradsieve.observe.recorder import Recorder
 from gradsieve.parallel.ddp import DdpSync
 from gradsieve.parallel.hooks import install_comm_hook
 from gradsieve.telemetry import Span
+from gradsieve_lab.bench.common.idle import Device, Drift, Idle, emulate
 from gradsieve_lab.bench.common.in_lab import bytes_out, most_anywhere, ratio, run_rank, same_everywhere, tell
 from gradsieve_lab.bench.common.syncs import attached, steps_late
-from gradsieve_lab.bench.common.workloads import batch_for, build
+from gradsieve_lab.bench.common.workloads import IDLE, batch_for, build
 from gradsieve_lab.bench.rivals.names import bucket_cap_mb, torch_hook
 from gradsieve_lab.bench.step.timeline import Event, events_of, from_all_ranks, hidden
 
-_WARM_SEARCH, _WARM_STATEFUL, _WARM = 60, 16, 2
-"""Steps before the clock runs: a budget is found, thresholds and partitions converge, dense is tried where it
-could be faster, DDP rebuilds its buckets."""
+_WARM_SEARCH, _WARM_STATEFUL, _WARM = 128, 16, 2
+"""Exchanges before the clock runs: a budget is found, thresholds and partitions converge, dense is tried
+where it could be faster, DDP rebuilds its buckets."""
+_LONGEST_SEARCH, _SEARCH_TURN = 1200, 40
+"""Steps at most for a budget, and between two looks whether it was found."""
 _TURN_SECONDS, _MOST_STEPS = 1.5, 50
 """A turn of a few milliseconds would measure who happened to have the processor."""
 
@@ -60,6 +63,7 @@ class Arena:
     """A DDP model whose communication hook can be changed between steps."""
 
     def __init__(self, model: nn.Module, bucket_cap_mb: float | None) -> None:
+        self.device = model.device if isinstance(model, Idle) else None
         self.ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True)
         self.parameters = list(self.ddp.parameters())
         self.optimizer = self.new_optimizer()
@@ -68,6 +72,8 @@ class Arena:
         """It leads to the sync whose turn it is."""
 
     def new_optimizer(self) -> torch.optim.Optimizer:
+        if self.device is not None:
+            return Drift(self.parameters, dist.get_rank())
         return torch.optim.SGD(self.parameters, lr=0.01, momentum=0.9)
 
 
@@ -86,7 +92,9 @@ class ClockedRecorder(Recorder):
 class Contestant:
     """One sync: its hook on its arena, and what was measured of it."""
 
-    def __init__(self, name: str, arena: Arena, density: float, record: Path | None = None) -> None:
+    def __init__(
+        self, name: str, arena: Arena, density: float, record: Path | None = None, spins: bool = False
+    ) -> None:
         self.name, self.arena, self.optimizer = name, arena, arena.optimizer
         self.label = name if record is None else f"{name}, recorded"
         self.seconds: list[float] = []
@@ -102,10 +110,13 @@ class Contestant:
         self.recorder: ClockedRecorder | None = None
         self.own: list[Tensor] = []
         """The parameters as a sync of ours left them."""
+        self.budgets: list[tuple[float, ...]] = []
+        """Bits a parameter and step, steps to an exchange, and seconds of the last three kinds, whenever the
+        first changed."""
         self._laps = Laps()
-        self.hook = self._hook(density, record)
+        self.hook = self._hook(density, record, spins)
 
-    def _hook(self, density: float, record: Path | None) -> Callable[[Any], Any]:
+    def _hook(self, density: float, record: Path | None, spins: bool) -> Callable[[Any], Any]:
         if self.name == "noop":
             return _keep_own_gradient
         torchs = torch_hook(self.name)
@@ -115,6 +126,8 @@ class Contestant:
         self.optimizer = self.arena.new_optimizer()
         self.own = [parameter.detach().clone() for parameter in self.arena.parameters]
         self.sync = attached(self.name, self.arena.ddp, self.optimizer, density)
+        if self.arena.device is not None:
+            emulate(self.sync, self.arena.device, spins)
         if record is not None:
             self.recorder = ClockedRecorder(self.sync.pipeline, record)
         self.sync.leave()  # until its turn comes
@@ -130,10 +143,22 @@ class Contestant:
     def warm_steps(self) -> int:
         """With periods one less than some whole ones: a turn is of whole ones, and its exchange begins in its
         first step, so that none is pending in the turns of others."""
-        if self.name == "auto":
-            return _WARM_SEARCH
         least = _WARM if self.name in ("noop", "dense", "fp16") else _WARM_STATEFUL
         return least if self.every == 1 else self.every * (1 + least // self.every) - 1
+
+    def warm_up(self, batch: tuple[Tensor, Tensor]) -> float:
+        """Until what is found while training runs has been found; seconds of the last step."""
+        if self.name != "auto":
+            self.run(batch, self.warm_steps - 1, measured=False)
+            return self.run(batch, 1, measured=False)
+        assert self.sync is not None
+        pipeline, steps, exchanges = self.sync.pipeline, 0, _WARM_SEARCH
+        while pipeline.step < exchanges and steps < _LONGEST_SEARCH:
+            self.run(batch, _SEARCH_TURN, measured=False)
+            steps += _SEARCH_TURN
+        while pipeline.since != self.every - 1:
+            self.run(batch, 1, measured=False)
+        return self.run(batch, self.every, measured=False)
 
     def turn_steps(self, seconds: float, longest: int) -> int:
         """Of a turn, where one step takes so long, and the longest period of all syncs so many steps: the
@@ -160,6 +185,7 @@ class Contestant:
             if self.sync is not None and self.sync.pipeline.stats is not last:
                 seen.append((spans, self.sync.pipeline.stats))
                 spans = []
+                self._note_budget(self.sync)
         dist.barrier()
         seconds = (time.perf_counter() - start) / steps
         if measured:
@@ -174,6 +200,12 @@ class Contestant:
         _copy(self.arena.parameters, self.own)
         return seconds
 
+    def _note_budget(self, sync: DdpSync) -> None:
+        if (budget := sync.pipeline.budget) is not None:
+            now = round(budget.target, 3), self.every
+            if not self.budgets or self.budgets[-1][:2] != now:
+                self.budgets.append((*now, *(round(each, 4) for each in sync.pipeline.times)))
+
     def _step(self, inputs: Tensor, target: Tensor) -> None:
         laps = self._laps = Laps()
         self.optimizer.zero_grad()
@@ -182,6 +214,8 @@ class Contestant:
         torch.autograd.backward(loss)
         laps.lap("backward")
         self.optimizer.step()  # after the sync has finished: it watches the optimizer
+        if self.arena.device is not None:
+            self.arena.device.wait()  # as whoever looks at the loss does
         laps.lap("optimizer")
 
     def _note(self, laps: Sequence[Span], stats: Any) -> None:
@@ -229,7 +263,7 @@ def _sums(*values: float) -> list[float]:
 def measure(config: dict[str, Any]) -> list[dict[str, Any]]:
     """Warm up, take turns, return one row a sync (the same on every rank but for the rank's own bytes)."""
     torch.manual_seed(0)
-    model = build(config["workload"], config["params"])
+    model = _model(config)
     one_bucket = (
         Arena(copy.deepcopy(model), bucket_cap_mb("powersgd")) if "powersgd" in config["syncs"] else None
     )
@@ -237,7 +271,12 @@ def measure(config: dict[str, Any]) -> list[dict[str, Any]]:
     torch.manual_seed(1 + dist.get_rank())
     batch = batch_for(config["workload"], config["params"])
     contestants = [
-        Contestant(name, one_bucket if name == "powersgd" and one_bucket else default, config["density"])
+        Contestant(
+            name,
+            one_bucket if name == "powersgd" and one_bucket else default,
+            config["density"],
+            spins=config.get("spins", False),
+        )
         for name in config["syncs"]
     ]
     if config.get("record"):
@@ -246,13 +285,12 @@ def measure(config: dict[str, Any]) -> list[dict[str, Any]]:
         contestants += [
             Contestant(name, default, config["density"], folder / _file_name(name, config)) for name in ours
         ]
-    turn_steps = {}
-    longest = max(contestant.every for contestant in contestants)
+    warm = {}
     for contestant in contestants:
-        contestant.run(batch, contestant.warm_steps - 1, measured=False)
-        seconds = contestant.run(batch, 1, measured=False)
-        tell(f"warm-up: {contestant.label} {1e3 * seconds:.0f} ms a step")
-        turn_steps[contestant.label] = contestant.turn_steps(same_everywhere(seconds), longest)
+        warm[contestant] = same_everywhere(contestant.warm_up(batch))
+        tell(f"warm-up: {contestant.label} {1e3 * warm[contestant]:.0f} ms a step")
+    longest = max(contestant.every for contestant in contestants)
+    turn_steps = {each.label: each.turn_steps(seconds, longest) for each, seconds in warm.items()}
     start = time.perf_counter()
     for turn in range(config["rounds"]):
         # There and back: whoever follows dense would always pay for what dense left in caches and links.
@@ -266,6 +304,12 @@ def measure(config: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def _model(config: dict[str, Any]) -> nn.Module:
+    if config["workload"] != IDLE:
+        return build(config["workload"], config["params"])
+    return Idle(config["params"], Device(config["compute"], config["ahead"]))
+
+
 def _file_name(sync: str, config: dict[str, Any]) -> str:
     parts = [config["workload"], sync.replace(":", "~"), f"d{config['density']:g}", f"P{config['hosts']}"]
     return "_".join([*parts, config["rate"] or "unshaped"])
@@ -277,7 +321,7 @@ def _row(contestant: Contestant, contestants: list[Contestant]) -> dict[str, Any
     bytes_sent = most_anywhere(contestant.bytes / contestant.steps)
     row = {
         "sync": contestant.label,
-        "late": steps_late(contestant.name),
+        "late": contestant.every if contestant.name == "auto" else steps_late(contestant.name),
         "step_ms": round(1e3 * statistics.median(mine), 1),
         **ratio("vs_noop", mine, by_name["noop"]),
         **ratio("vs_dense", by_name["dense"], mine),
@@ -292,6 +336,7 @@ def _row(contestant: Contestant, contestants: list[Contestant]) -> dict[str, Any
         taken = contestant.recorder.seconds / contestant.recorder.steps
         row["recorder_ms"] = round(1e3 * most_anywhere(taken), 3)
     if contestant.sync is not None:
+        row["budgets"] = contestant.budgets
         behind, exchange = _sums(contestant.behind, contestant.exchange)
         # Where gradients are exchanged, DDP waits for them inside of backward.
         is_sent = exchange and contestant.sync.exchanges_steps

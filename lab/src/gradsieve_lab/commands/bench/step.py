@@ -8,7 +8,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from gradsieve.errors import ConfigError
-from gradsieve.tools.cli import describe, drawable, size
+from gradsieve.tools.cli import describe, drawable, quantity, size
+from gradsieve.tools.quantities import SECONDS
 from gradsieve_lab.commands.arguments import add_lab, add_syncs, check_hosts
 
 _DESCRIPTION = """\
@@ -46,8 +47,13 @@ def fill(parser: argparse.ArgumentParser) -> None:
     describe(parser, run, _DESCRIPTION, _EXAMPLES)
     add_lab(parser)
     add = parser.add_argument
-    add("--workload", choices=WORKLOADS, default="mlp", help="what is trained; elsewhere waits instead of "
-        "computing, as for an accelerator (default: mlp)")  # fmt: skip
+    add("--workload", choices=WORKLOADS, default="mlp", help="what is trained; elsewhere waits in each layer "
+        "instead of computing; idle waits in forward and backward, as for an accelerator "
+        "(default: mlp)")  # fmt: skip
+    add("--compute", type=quantity(SECONDS, "300ms"), default="300ms", metavar="T", help="what a step of "
+        "idle takes (default: 300ms)")  # fmt: skip
+    add("--ahead", action="store_true", help="the host of idle queues steps ahead of its device")
+    add("--spin", action="store_true", help="our thread of idle spins while it waits")
     add("--params", type=size, default="25e6", metavar="N", help="model size (default: 25e6)")
     add("--density", type=float, default=0.001, metavar="D", help="share that is sent (default: 0.001)")
     add_syncs(parser, default="noop,dense,fp16,powersgd,topk,exdyna")
@@ -73,7 +79,10 @@ def run(args: argparse.Namespace) -> int:
     plan = step.Plan(
         args.hosts[0], args.rate, args.delay, args.workload, args.params, args.density, syncs, args.rounds,
         None if args.record is None else str(args.record.resolve()),
+        compute=args.compute, ahead=args.ahead, spins=args.spin,
     )  # fmt: skip
+    if (args.ahead or args.spin) and args.workload != "idle":
+        raise ConfigError("--ahead and --spin are of an emulated device: add --workload idle")
     check_hosts(args.hosts, args.trace, args.timeline, args.record)
     if (args.trace or args.timeline or args.record) and not step.ours(plan):
         raise ConfigError(
