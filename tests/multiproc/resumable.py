@@ -24,11 +24,14 @@ class Resumable:
 
     def train(self, begin: int, end: int) -> dict[str, Tensor]:
         for step in range(begin, end):
-            inputs, labels = batch(step, self.rank)
-            self.optimizer.zero_grad()
-            nn.functional.cross_entropy(self.ddp(inputs), labels).backward()
-            self.optimizer.step()
+            self.step(step)
         return snapshot(self)
+
+    def step(self, step: int) -> None:
+        inputs, labels = batch(step, self.rank)
+        self.optimizer.zero_grad()
+        nn.functional.cross_entropy(self.ddp(inputs), labels).backward()
+        self.optimizer.step()
 
     def save(self, path: Path) -> None:
         parts = {"model": self.model, "optimizer": self.optimizer, "sync": self.sync}

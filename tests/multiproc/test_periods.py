@@ -81,6 +81,35 @@ def test_resumed_in_the_middle_of_a_period_it_goes_on_bit_for_bit(
         assert differing(whole[0][0], later.run(second_part, settings, tmp_path, forget=True)[0])
 
 
+def saved_and_resumed(
+    rank: int, every: int, overlap: int, saved_after: int, folder: Path, goes_on: bool
+) -> tuple[dict[str, Tensor], bool]:
+    """The training that saves goes on, or another one does from its checkpoint; whether one was pending."""
+    settings: dict[str, Any] = {"bits": 0.5, "exchange": gradsieve.Steps(every=every, overlap=overlap)}
+    learning, path, pending = Learning(rank, settings), folder / f"{rank}.pt", False
+    if goes_on:
+        for step in range(saved_after):
+            learning.step(step)
+        pending = learning.sync._pending is not None
+        learning.save(path)
+    else:
+        learning.load(path, with_sync=True)
+    return learning.train(saved_after, 12), pending
+
+
+@pytest.mark.parametrize(("every", "overlap"), [(2, 2), (3, 2), (3, 3), (4, 3)])
+@pytest.mark.parametrize("saved_after", [3, 4, 5, 6])
+def test_saved_while_an_exchange_is_pending_it_resumes_bit_for_bit(
+    two: Ranks, tmp_path: Path, every: int, overlap: int, saved_after: int
+) -> None:
+    goes_on, resumed = (
+        two.run(saved_and_resumed, every, overlap, saved_after, tmp_path, each) for each in (True, False)
+    )
+    for (end, pending), (other, _) in zip(goes_on, resumed, strict=True):
+        assert pending == (saved_after % every < overlap - 1)
+        assert differing(end, other) == []
+
+
 def flushed(rank: int, steps: int) -> list[dict[str, Tensor]]:
     """What was fed; the model that an evaluation sees before the flush, and that after it."""
     plan = Plan(scheme="topk", exchange=gradsieve.Steps(preview=1.0, every=EVERY))

@@ -207,6 +207,10 @@ class ModelSync(GradientSync):
         root = self._root()
         self._trained_in_evaluation_mode = root is not None and not root.training
 
+    def writable_at_rest(self) -> Set[str]:
+        """All, unless a graph is left that this rank's own model could be read for."""
+        return frozenset() if self._graphs else self.parameters.keys()
+
     def before_exchange(self) -> None:
         """Raise where there can be none."""
 

@@ -395,9 +395,14 @@ class GradientSync:
                 f"{self.replica.where}: the sync is closed, and has nothing to save or to load into"
             )
         if call is not None or not self.has_begun_tentatively:
-            self.complete()
+            self.complete(self.writable_at_rest())
         if call is not None and not self.scheme.no_comm:
             self.handshake(call)
+
+    def writable_at_rest(self) -> Set[str]:
+        """Parameters in which this rank's own model may be written outside of a step: what is due there is in
+        no checkpoint, and a resumed training would not know of it."""
+        return frozenset()
 
     def handshake(self, call: str) -> None:
         """Raise on all ranks unless all make this call."""
