@@ -189,7 +189,8 @@ class Monitor:
         """Leave a note, and end."""
         self._closed = True
         self._wake.set()
-        self._thread.join(timeout=RECONNECT_SECONDS + 1.0)
+        # A store that goes while the thread connects to it holds that up three times as long as it was given.
+        self._thread.join(timeout=3 * RECONNECT_SECONDS + 1.0)
 
     # -- the thread -----------------------------------------------------------------------------------
 
