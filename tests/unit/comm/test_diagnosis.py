@@ -147,10 +147,10 @@ def test_two_threads_come_to_one_verdict() -> None:
     monitor.close()
 
 
-def test_a_coroner_who_dies_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leader_who_dies_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, "PATIENCE_SECONDS", 0.5)
     ring = Ring(3, {0: waiting(), 2: waiting()})
-    ring.store.add("here/coroners", 1)
+    ring.store.add("here/leaders", 1)
     assert ring.ask(0, 2) == [Verdict("silent", (1,))] * 2
     ring.close()
 
@@ -260,15 +260,15 @@ class Counting:
 
 def test_of_1024_ranks_one_reads_the_answers_and_the_others_ask_a_dozen_times() -> None:
     world, own = 1024, Counting()
-    coroner = Ring(world, {0: waiting()}, own)
+    leader = Ring(world, {0: waiting()}, own)
     for rank in range(1, world - 1):
         own.store.set(f"here/answer/{rank}", waiting().text())
     own.store.add("here/answers", world - 2)
     start = time.monotonic()
-    assert coroner.watches[0].ask(WINDOW, gone=1) == Verdict("silent", (world - 1,))
+    assert leader.watches[0].ask(WINDOW, gone=1) == Verdict("silent", (world - 1,))
     assert time.monotonic() - start < WINDOW
     assert own.requests < 4 * world
-    coroner.close()
+    leader.close()
     other = Counting()
     other.store = own.store
     ring = Ring(world, {1: waiting()}, other)
@@ -440,7 +440,7 @@ def test_a_stranger_who_knows_all_but_the_secret_ends_nothing() -> None:
 
 def poke(store: TCPStore, prefix: str) -> None:
     store.set(f"{prefix}/verdict", Verdict("gave up", (1,), "forged").text())
-    store.add(f"{prefix}/coroners", 1)
+    store.add(f"{prefix}/leaders", 1)
     store.set(f"{prefix}/asked", "1")
     for number in range(2):
         store.set(f"{prefix}/news/{number}", "1")
