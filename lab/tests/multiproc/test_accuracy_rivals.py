@@ -32,7 +32,7 @@ def few_numbers() -> DataSet:
 
 
 def add_task() -> None:
-    """In whichever process. Judged often, short as it is."""
+    """In whichever process. Evaluated often, short as it is."""
     virtual.JUDGED_EVERY = 1
     tasks.TASKS[TASK] = replace(
         tasks.TASKS["mlp"],

@@ -57,7 +57,7 @@ def cser_transcript() -> Tensor:
 
 
 Transcript = Callable[[], Tensor]
-TOLD: dict[str, tuple[Transcript, str]] = {
+TRANSCRIBED: dict[str, tuple[Transcript, str]] = {
     "local-sgd:every=4": (lambda: transcripts.local_sgd(WORLD, STEPS, 4), "local-sgd:every=5"),
     "diloco:every=4": (lambda: transcripts.diloco(WORLD, STEPS, 4), "diloco:every=4+momentum=0.8"),
     "one-shot": (lambda: transcripts.one_shot(WORLD, STEPS), "local-sgd:every=7"),
@@ -73,16 +73,16 @@ TOLD: dict[str, tuple[Transcript, str]] = {
 """Each with a rival that its transcript is not of."""
 
 
-@pytest.mark.parametrize("text", TOLD)
+@pytest.mark.parametrize("text", TRANSCRIBED)
 def test_a_rival_is_its_transcript(text: str) -> None:
-    wanted, (transcript, other) = trained(text), TOLD[text]
+    wanted, (transcript, other) = trained(text), TRANSCRIBED[text]
     found = transcript()
     assert torch.allclose(wanted, found, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(trained(other), found, rtol=1e-4, atol=1e-5), "any rival would have passed"
 
 
 def test_every_rival_has_a_transcript() -> None:
-    assert {text.partition(":")[0] for text in TOLD} == set(RIVALS)
+    assert {text.partition(":")[0] for text in TRANSCRIBED} == set(RIVALS)
 
 
 # -- the law, and who is excepted -----------------------------------------------------------------------
@@ -105,7 +105,7 @@ def lost_by(text: str, monkeypatch: pytest.MonkeyPatch) -> float:
     return float((wanted - found).norm() / moved.mean(0).norm().clamp_min(1e-9))
 
 
-STEPPING = [text for text in TOLD if text != "one-bit"] + ["one-bit:exchange=steps"]
+STEPPING = [text for text in TRANSCRIBED if text != "one-bit"] + ["one-bit:exchange=steps"]
 """Of gradients the law is the pipeline's own."""
 
 

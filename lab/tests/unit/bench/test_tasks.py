@@ -131,7 +131,7 @@ def test_shards_are_all_examples_each_once(name: str, world: int, mixed: bool) -
     assert max(map(len, owned)) - min(map(len, owned)) <= 1
 
 
-def unlike(values: Tensor, owned: list[Tensor]) -> float:
+def spread(values: Tensor, owned: list[Tensor]) -> float:
     """How far the shards' histograms of `values` are from everybody's: 0 the same, 1 nothing in common."""
     bins = values * 10 // (values.max() + 1)
     parts = torch.stack([bins[shard].bincount(minlength=10) / len(shard) for shard in owned])
@@ -153,8 +153,8 @@ def test_ranks_see_the_same_when_mixed_and_something_else_each_when_not(
 ) -> None:
     training = build(name, 0)
     values = what(training.train)
-    assert unlike(values, shards(training, 4)) < 0.2
-    assert unlike(values, shards(training, 4, mixed=False)) > 0.5
+    assert spread(values, shards(training, 4)) < 0.2
+    assert spread(values, shards(training, 4, mixed=False)) > 0.5
 
 
 def test_batches_go_through_all_of_a_shard_before_they_repeat() -> None:

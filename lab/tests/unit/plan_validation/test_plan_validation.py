@@ -17,9 +17,9 @@ STEPS = {"noop": 10.0, "dense": 80.0, "exdyna": 20.0}
 def test_cases_as_people_write_them() -> None:
     assert places("4:1gbit:5ms,2:20mbit:0ms") == [Place(4, "1gbit", "5ms"), Place(2, "20mbit", "0ms")]
     assert len(places("grid")) == 36
-    unlike = "examples/networks/two-sites.toml"
-    assert places(unlike) == [Place(4, None, None, unlike)]
-    assert str(Case(places(unlike)[0], 10, 0.01, [], 3)) == "4-hosts-two-sites-10"
+    sites = "examples/networks/two-sites.toml"
+    assert places(sites) == [Place(4, None, None, sites)]
+    assert str(Case(places(sites)[0], 10, 0.01, [], 3)) == "4-hosts-two-sites-10"
     for wrong in ("4", "4:1gbit", "x:1gbit:5ms"):
         with pytest.raises(ConfigError, match="hosts:rate:delay"):
             places(wrong)

@@ -130,7 +130,7 @@ def test_everybody_hears_a_broadcast_after_somebody_who_has_heard_it(root: int) 
 
 
 def test_ranks_that_wait_for_their_own_messages_alone_are_no_faster_around_a_ring() -> None:
-    """Why a repeated round is simulated once: with hops that take unlike times."""
+    """Why a repeated round is simulated once: with hops that take different times."""
     hops = np.array([1.0, 5.0, 2.0, 3.0])
     done = np.zeros(4)
     for _ in range(6):
