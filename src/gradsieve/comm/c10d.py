@@ -144,7 +144,9 @@ class Engine:
         if ready is None:
             yield
             return
-        stream = self._streams.setdefault(device, torch.Stream(device))
+        if device not in self._streams:
+            self._streams[device] = torch.Stream(device)
+        stream = self._streams[device]
         stream.wait_event(ready)
         try:
             with stream:

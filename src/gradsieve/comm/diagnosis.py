@@ -151,7 +151,7 @@ class Monitor:
         self._reached = threading.Event()
         """The store answers."""
         self._decided = threading.Event()
-        self._judging = threading.Lock()
+        self._deciding = threading.Lock()
         """The thread of the watch and the one that asks may both come to a verdict: the first one holds."""
         self.verdict: Verdict | None = None
         self._thread = threading.Thread(target=self._run, name="gradsieve-watch", daemon=True)
@@ -340,7 +340,7 @@ class Monitor:
         return Verdict("late", tuple(late), answers[late[0]].what) if late else Verdict("none")
 
     def _evaluate_by(self, verdict: Verdict, tell: bool = True) -> None:
-        with self._judging:
+        with self._deciding:
             if self.verdict is not None:
                 return
             self.verdict = verdict

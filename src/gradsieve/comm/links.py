@@ -60,7 +60,7 @@ def measure_links(ctx: Ctx, device: torch.device) -> Program[Links]:
     """Short and long messages around the ring, the quickest of a few; the mean over ranks. Messages become
     longer until they take far longer than a round: what one word more takes is then the link's doing.
 
-    From `device`: a process group for accelerators carries nothing else.
+    From `device`, as exchanges are: the way through the host's memory is a part of what they take.
     """
     to, source = (ctx.rank + 1) % ctx.world, (ctx.rank - 1) % ctx.world
 

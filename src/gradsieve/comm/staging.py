@@ -15,8 +15,7 @@ from torch import Tensor
 
 def to_host(tensor: Tensor) -> Tensor:
     """A copy. The host waits for it, and with it for all that was queued before."""
-    pinned = _can_pin(tensor.device.type)
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=_can_pin())
     host.copy_(tensor, non_blocking=True)
     torch.accelerator.current_stream(tensor.device).synchronize()
     return host
@@ -33,8 +32,8 @@ def empty(shape: Sequence[int], like: Tensor) -> Tensor:
 
 
 @cache
-def _can_pin(kind: str) -> bool:
-    """Not every kind of device has such memory."""
+def _can_pin() -> bool:
+    """Not every accelerator has such memory."""
     try:
         torch.empty(1, dtype=torch.uint8, device="cpu", pin_memory=True)
     except (RuntimeError, NotImplementedError):

@@ -172,10 +172,10 @@ class Adaptive:
         bits, *rest = *self.used, self.bits
         now = replace(self, used=tuple(rest), count=self.count + 1)
         if times.step > 0:
-            if bits == self.target:
-                now = replace(now, steps=(*self.steps, times)[-_MOST_PAIRS:])
-            elif bits == LEAST:
+            if bits == LEAST:
                 now = replace(now, alone=(*self.alone, times)[-_MOST_PAIRS:])
+            elif bits == self.target:
+                now = replace(now, steps=(*self.steps, times)[-_MOST_PAIRS:])
         match self.phase:
             case "look":
                 return now._after_look() if len(now.alone) >= LOOK else now
@@ -204,7 +204,12 @@ class Adaptive:
         if 2 * self.rounds > slack > 0 and waited > ALLOWED * step and self.every < MOST_STEPS:
             more = math.ceil(waited / (step - waited) * self.every)
             return self._with_period(min(self.every + more, MOST_STEPS)).at(0.0)
-        return self._try(self.target or bits_in(_FIRST * slack, self.bit, 2 * LEAST, _FIRST))
+        return self._try_from(self.target or bits_in(_FIRST * slack, self.bit, LEAST, _FIRST))
+
+    def _try_from(self, target: float) -> Adaptive:
+        """With nothing known: from so much on, up or down. Less than twice the least tells nothing."""
+        fresh = replace(self, good=0.0, ceiling=float("inf"))
+        return fresh._try(max(target, 2 * LEAST))
 
     def _try(self, target: float) -> Adaptive:
         """In every second exchange."""
@@ -238,20 +243,17 @@ class Adaptive:
             is_near = self.target <= _NEAR * self.good
             return now._keep(self.good) if is_near else now._try((self.good * self.target) ** 0.5)
         less = self.target * (_LESS if self.longer < 0.5 else _MUCH_LESS)
-        if less > 1.5 * LEAST:
-            return now._try(less)
-        return replace(now, waited=statistics.median(times.waited for times in self.alone))._keep(LEAST)
+        return now._try(less) if less > 1.5 * LEAST else now._keep(LEAST)
 
     def _while_kept(self) -> Adaptive:
         recent = [times.waited for times in self.steps[-PAIRS:]]
-        waits = len(recent) == PAIRS and statistics.median(recent) > self.waited + self._patience
-        if self.count < KEEP and not waits:
-            return self
-        return replace(self, good=0.0, ceiling=float("inf"))._try(max(self.target, 2 * LEAST))
-
-    @property
-    def _patience(self) -> float:
-        return 2 * ALLOWED * statistics.median(times.step for times in self.steps)
+        if self.count < KEEP:
+            if len(recent) < PAIRS:
+                return self
+            patience = 2 * ALLOWED * statistics.median(times.step for times in self.steps)
+            if statistics.median(recent) <= self.waited + patience:
+                return self
+        return self._try_from(self.target)
 
 
 def _difference(alone: Sequence[Times], steps: Sequence[Times]) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from gradsieve.pipeline.budget import LEAST, SENT, Adaptive, Times, cost, spend
 from gradsieve.pipeline.checksum import WORDS as CHECKSUM_WORDS
 from gradsieve.pipeline.exchange_settings import Steps
 from gradsieve.pipeline.tags import WORDS
+from gradsieve.schemes.agreed import Values
 from gradsieve.schemes.base import Scheme
 from gradsieve.types import Host, Outcome, Program, Sparse, Vector, to_host
 
@@ -78,9 +80,6 @@ class StepPipeline(Pipeline):
         elements = sum(slot.numel for unit in self.units for slot in unit.slots)
         self._piggyback_bits = 32.0 * words * 2.0 * (world - 1) / world / max(1, elements)
         """Bits a parameter that travel in addition to the scheme's own."""
-        layouts = [block_layout(tuple(unit.sizes)) for unit in self.units if unit.n]
-        self._costs = {values: cost(values, world, layouts) for values in SENT}
-        """Bits an element, by how values travel: scales and short blocks of this model are a part of them."""
         self._noted: dict[str, Tensor] = {}
         self._noted_for = -1
         """Gradients of the last step at the elements looked at, by parameter; and for which exchange."""
@@ -127,6 +126,12 @@ class StepPipeline(Pipeline):
         bits = max(self.settings.every * self.budget.bits - self._piggyback_bits, LEAST / 2)
         values, density = spend(bits, self.world, self._costs)
         return replace(self.scheme, values=values, density=density)  # type: ignore[call-arg]  # stripes
+
+    @cached_property
+    def _costs(self) -> dict[Values, float]:
+        """Bits an element, by how values travel: scales and short blocks of this model are a part of them."""
+        layouts = [block_layout(tuple(unit.sizes)) for unit in self.units if unit.n]
+        return {values: cost(values, self.world, layouts) for values in SENT}
 
     def offer(self, index: int) -> tuple[Vector, Tensor]:
         waiting, _, piggyback = self._offer(index, self.own, False)

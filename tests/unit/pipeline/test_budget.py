@@ -181,6 +181,12 @@ def test_a_resumed_run_looks_first_and_goes_on_from_where_it_was() -> None:
     assert Fixed(0.5).at(0.7) == Fixed(0.5)
 
 
+def test_a_run_that_kept_the_least_finds_more_when_it_is_resumed_on_a_better_link() -> None:
+    kept = Machine(send=1e5).run(over(), 300)
+    assert kept.target == LEAST
+    assert Machine(send=40.0).run(over().at(kept.target), 300).target > 1.7
+
+
 def test_what_is_said_when_a_budget_was_found_has_bits_age_and_noise() -> None:
     kept = replace(over(), phase="keep", bits=0.4, target=0.4, longer=0.02, noise=0.004)
     said = kept.says(4)

@@ -127,8 +127,8 @@ class Campaign:
         """The undisturbed run, and the checkpoint of step 0."""
         endings = self._episode(scheme, None, steps=steps, fresh=True, saves=False, limit=_CLEAN_LIMIT)
         self._must_be_done(scheme, endings)
-        message = [noted(ending) for ending in endings]
-        self._clean[scheme] = {step: [each[step] for each in message] for step in message[0]}
+        ranks = [noted(ending) for ending in endings]
+        self._clean[scheme] = {step: [each[step] for each in ranks] for step in ranks[0]}
         if any(each[0] != ranks[0][0] for ranks in self._clean[scheme].values() for each in ranks):
             raise GradsieveError(f"{scheme}, undisturbed: ranks do not share one model")
         self._must_be_done(scheme, self._episode(scheme, None, steps=0, fresh=True))

@@ -51,15 +51,15 @@ class Matrix:
 
     def clean(self, scheme: str) -> Clean:
         endings = self.endings(scheme, DEADLINE_OF_DEATHS, None)
-        message = [ending.message("ended") for ending in endings]
+        ended = [ending.message("ended") for ending in endings]
         if any(ending.exit_code != DONE for ending in endings):
             raise GradsieveError(
                 f"{scheme}, undisturbed: {[(e.exit_code, e.messages, e.stacks) for e in endings]}"
             )
-        if any(each["digests"] != message[0]["digests"] for each in message):
+        if any(each["digests"] != ended[0]["digests"] for each in ended):
             raise GradsieveError(f"{scheme}, undisturbed: ranks do not share one model")
-        ops = {int(step): ops for step, ops in message[0]["ops"].items() if int(step) < STEPS}
-        return Clean(scheme, ops, message[0]["digests"])
+        ops = {int(step): ops for step, ops in ended[0]["ops"].items() if int(step) < STEPS}
+        return Clean(scheme, ops, ended[0]["digests"])
 
     def cases(self, clean: Clean, kinds: Sequence[str] = tuple(KINDS)) -> list[Fault]:
         return [

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradsieve_lab.bench.common.idle import Device, Drift, Idle, emulate
-from gradsieve_lab.bench.common.workloads import IDLE, batch_for
+from gradsieve_lab.bench.common.idle import Device, Drift, Idle, batch, emulate
 
 
 class Clock:
@@ -29,7 +28,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def step(model: Idle) -> None:
-    inputs, target = batch_for(IDLE, 0)
+    inputs, target = batch()
     torch.nn.functional.mse_loss(model(inputs), target).backward()
 
 

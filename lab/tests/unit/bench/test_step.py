@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from gradsieve_lab.bench.common.workloads import IDLE, WORKLOADS, batch_for, build
+from gradsieve_lab.bench.common.workloads import WORKLOADS, batch_for, build
 from gradsieve_lab.bench.step.measure import COLUMNS, of_link, unclear
 
 
-@pytest.mark.parametrize("workload", [each for each in WORKLOADS if each != IDLE])
+@pytest.mark.parametrize("workload", WORKLOADS)
 @pytest.mark.parametrize("params", [50_000, 1e6, 2.2e6, 3e6, 4e6, 5e6])
 def test_a_model_has_about_the_size_asked_for_and_takes_its_batch(workload: str, params: float) -> None:
     model = build(workload, int(params))

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from gradsieve.parallel.ddp import DdpSync
 
+IDLE = "idle"
 _LAYERS = 8
 _ROWS = 100
 _MOVED = 16
@@ -82,6 +83,12 @@ class Idle(nn.Module):
         for weight in self.weights:
             rows = _Layer.apply(rows, weight, self.device)  # type: ignore[no-untyped-call]
         return rows
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Inputs and targets of such a model, of any size."""
+    rows = torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True)
+    return rows, torch.ones_like(rows, requires_grad=False)
 
 
 class Drift(torch.optim.SGD):

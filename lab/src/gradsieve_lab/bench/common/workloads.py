@@ -68,13 +68,11 @@ _WORKLOADS = {
     "transformer": Workload(_encoder_layer, widest=512, rows=(1, 256)),
     "elsewhere": Workload(_elsewhere_layer, widest=1024, rows=(1,)),
 }
-IDLE = "idle"
-"""No model of torch's at all: `idle.py`."""
-WORKLOADS = (*_WORKLOADS, IDLE)
+WORKLOADS = tuple(_WORKLOADS)
 
 
 def check_size(workload: str, params: int) -> None:
-    least = 100_000 if workload == IDLE else _WORKLOADS[workload].params(_NARROWEST)
+    least = _WORKLOADS[workload].params(_NARROWEST)
     if params < least:
         raise ConfigError(f"the smallest {workload} has {least:,} parameters, not {params:,}: raise --params")
 
@@ -89,9 +87,6 @@ def build(workload: str, params: int) -> nn.Module:
 
 def batch_for(workload: str, params: int) -> tuple[Tensor, Tensor]:
     """One rank's inputs and targets."""
-    if workload == IDLE:
-        rows = torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True)
-        return rows, torch.ones_like(rows, requires_grad=False)
     found = _WORKLOADS[workload]
     inputs = torch.randn((*found.rows, found.width(params)), dtype=torch.float32, device="cpu")
     return inputs, torch.randn_like(inputs)

@@ -30,10 +30,11 @@ from gradsieve.observe.recorder import Recorder
 from gradsieve.parallel.ddp import DdpSync
 from gradsieve.parallel.hooks import install_comm_hook
 from gradsieve.telemetry import Span
-from gradsieve_lab.bench.common.idle import Device, Drift, Idle, emulate
+from gradsieve_lab.bench.common import idle
+from gradsieve_lab.bench.common.idle import IDLE, Device, Drift, Idle, emulate
 from gradsieve_lab.bench.common.in_lab import bytes_out, most_anywhere, ratio, run_rank, same_everywhere, tell
 from gradsieve_lab.bench.common.syncs import attached, steps_late
-from gradsieve_lab.bench.common.workloads import IDLE, batch_for, build
+from gradsieve_lab.bench.common.workloads import batch_for, build
 from gradsieve_lab.bench.rivals.names import bucket_cap_mb, torch_hook
 from gradsieve_lab.bench.step.timeline import Event, events_of, from_all_ranks, hidden
 
@@ -152,8 +153,8 @@ class Contestant:
             self.run(batch, self.warm_steps - 1, measured=False)
             return self.run(batch, 1, measured=False)
         assert self.sync is not None
-        pipeline, steps, exchanges = self.sync.pipeline, 0, _WARM_SEARCH
-        while pipeline.step < exchanges and steps < _LONGEST_SEARCH:
+        pipeline, steps = self.sync.pipeline, 0
+        while pipeline.step < _WARM_SEARCH and steps < _LONGEST_SEARCH:
             self.run(batch, _SEARCH_TURN, measured=False)
             steps += _SEARCH_TURN
         while pipeline.since != self.every - 1:
@@ -263,13 +264,18 @@ def _sums(*values: float) -> list[float]:
 def measure(config: dict[str, Any]) -> list[dict[str, Any]]:
     """Warm up, take turns, return one row a sync (the same on every rank but for the rank's own bytes)."""
     torch.manual_seed(0)
-    model = _model(config)
+    is_idle = config["workload"] == IDLE
+    model = (
+        Idle(config["params"], Device(config["compute"], config["ahead"]))
+        if is_idle
+        else build(config["workload"], config["params"])
+    )
     one_bucket = (
         Arena(copy.deepcopy(model), bucket_cap_mb("powersgd")) if "powersgd" in config["syncs"] else None
     )
     default = Arena(model, None)
     torch.manual_seed(1 + dist.get_rank())
-    batch = batch_for(config["workload"], config["params"])
+    batch = idle.batch() if is_idle else batch_for(config["workload"], config["params"])
     contestants = [
         Contestant(
             name,
@@ -302,12 +308,6 @@ def measure(config: dict[str, Any]) -> list[dict[str, Any]]:
     for contestant in contestants:
         contestant.close()
     return rows
-
-
-def _model(config: dict[str, Any]) -> nn.Module:
-    if config["workload"] != IDLE:
-        return build(config["workload"], config["params"])
-    return Idle(config["params"], Device(config["compute"], config["ahead"]))
 
 
 def _file_name(sync: str, config: dict[str, Any]) -> str:

@@ -42,13 +42,14 @@ examples:
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
+    from gradsieve_lab.bench.common.idle import IDLE
     from gradsieve_lab.bench.common.workloads import WORKLOADS
 
     describe(parser, run, _DESCRIPTION, _EXAMPLES)
     add_lab(parser)
     add = parser.add_argument
-    add("--workload", choices=WORKLOADS, default="mlp", help="what is trained; elsewhere waits in each layer "
-        "instead of computing; idle waits in forward and backward, as for an accelerator "
+    add("--workload", choices=(*WORKLOADS, IDLE), default="mlp", help="what is trained; elsewhere waits in "
+        "each layer instead of computing; idle waits in forward and backward, as for an accelerator "
         "(default: mlp)")  # fmt: skip
     add("--compute", type=quantity(SECONDS, "300ms"), default="300ms", metavar="T", help="what a step of "
         "idle takes (default: 300ms)")  # fmt: skip
