@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
 from gradsieve import ConfigError
+from gradsieve.comm.c10d import Engine
 from gradsieve.sync import gradient_sync
 from multiproc.harness import Ranks
 from multiproc.models import Whole
@@ -127,10 +128,13 @@ REFUSALS: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
 
 
 def refusals_then_training(rank: int) -> int:
-    """All refusals one after the other, then a training that none of them has disturbed."""
+    """All refusals one after the other, then a training that none of them has disturbed. No group is made
+    for what is refused: a rank that closes it fails those that are still connecting."""
     for attempt, arguments, kind, words in REFUSALS:
-        with pytest.raises(kind, match=words):
-            attempt(*arguments)
+        with mock.patch.object(gradient_sync, "Engine", wraps=Engine) as made:
+            with pytest.raises(kind, match=words):
+                attempt(*arguments)
+            assert made.call_count == (attempt is attach_twice)
     attach_a_module_with_an_unrelated_attribute()
     return Run(rank, Plan()).train().sync.pipeline.step
 

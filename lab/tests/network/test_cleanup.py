@@ -142,9 +142,8 @@ def test_nothing_stays_after_a_signal(
     start: Callable[..., RunningLab], traces_of: TracesOf, number: signal.Signals, code: int, delay: str
 ) -> None:
     lab = start(delay=delay)
-    assert (
-        len([line for line in lab.alive() if "relay.py" not in line]) == 5
-    )  # the lab, ranks, their children
+    # The lab, its ranks and their children, whose environment can be read a little after they have begun.
+    wait_until(lambda: len([line for line in lab.alive() if "relay.py" not in line]) == 5)
     assert len(traces_of(lab.process.pid)) == 6
     assert lab.ended_by(number) == code
     assert lab.alive() == []
@@ -186,6 +185,7 @@ def test_after_sigkill_ranks_die_at_once_and_the_next_lab_sweeps_the_rest(
 
 def test_a_sweep_spares_labs_that_live(start: Callable[..., RunningLab], traces_of: TracesOf) -> None:
     lab = start()
+    wait_until(lambda: len(lab.alive()) == 5)
     before = lab.alive()
     with Lab(2, "1gbit") as other:
         assert other.run(["true"]) == [0, 0]

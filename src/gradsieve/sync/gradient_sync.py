@@ -121,13 +121,17 @@ class GradientSync:
         self._writer = Writer()
         self._is_preempted = False
         kernels.active()  # numba is loaded here and not in the first step
-        engine = Engine(group)
-        try:
+        with contextlib.ExitStack() as undo:  # where this fails, model and optimizer are as they were
+            # What cannot be exchanged is refused before there is a group: whoever closes one to which others
+            # are still connecting fails them.
+            rank, world = dist.get_rank(group), dist.get_world_size(group)
             parts = self.parts_of(held)
-            adapter = adapt(
-                parts, optimizers, chosen, settings, engine.rank, engine.world, bucket_cap_mb, held
-            )
+            adapter = adapt(parts, optimizers, chosen, settings, rank, world, bucket_cap_mb, held)
+            undo.callback(adapter.give_back)
+            engine = Engine(group)
+            undo.callback(engine.close)
             self.replica = self.make_replica(engine, held, adapter, None if bits is None else Fixed(bits))
+            undo.callback(self.leave)
             self.timer = Stopwatch(self.replica.device)
             chooses_period = self.may_choose_period and exchange is None
             self._agree(scheme is None and density is None, chooses_period, deterministic)
@@ -135,9 +139,7 @@ class GradientSync:
             startup_log.report_settings(self.replica)
             if self.exchanges_steps:
                 _warn_at_exit(self)
-        except BaseException:
-            self._undo(engine)
-            raise
+            undo.pop_all()
         with _attaching:
             _attached.add(self)
 
@@ -164,17 +166,6 @@ class GradientSync:
             know_the_links(replica, spends and self.exchanges_steps, chooses_period, may_go_dense)
         adaptive = not all(isinstance(one, torch.optim.SGD) for one in replica.optimizers)
         self._advisor = Advisor(replica.scheme, adaptive, replica.rank)
-
-    def _undo(self, engine: Engine) -> None:
-        """A constructor fails: model and optimizer as they were, however far it had come. The user has no
-        sync that could be closed."""
-        try:
-            if "replica" in vars(self):
-                self.leave()
-        finally:
-            if "replica" in vars(self):
-                self.replica.adapter.give_back()
-            engine.close()
 
     def enter(self) -> None:
         """Listen to the optimizers that step the model."""
