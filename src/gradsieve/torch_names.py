@@ -121,6 +121,12 @@ VERSION = Private(
     "seeing that somebody wrote into a parameter between steps",
     "no sync that exchanges steps can be attached",
 )
+STORAGE_USES = Private(
+    "torch._C",
+    ("_storage_Use_Count",),
+    "seeing that no graph would read the shared model in a backward pass",
+    "exchanges are applied when a backward has ended, and not while it runs",
+)
 AFTER_GRADIENT = Private(
     "torch:Tensor",
     ("_post_accumulate_grad_hooks",),
@@ -318,6 +324,13 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
         return [each._version for each in tensors]
     except AttributeError as error:
         raise ConfigError(VERSION.lost) from error
+
+
+def uses_of(tensor: Tensor) -> float:
+    """How many tensors share its memory: views, and what graphs saved, among them. Where nobody knows, nan,
+    which equals nothing."""
+    count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+    return float("nan") if count is None else count(tensor.untyped_storage()._cdata)
 
 
 def acts_on_gradient(parameter: Tensor) -> bool:

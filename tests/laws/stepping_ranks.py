@@ -55,11 +55,16 @@ def _engine_here(_: Any) -> VirtualEngine:
     return _here.engine
 
 
+def _place_here(_: Any) -> tuple[int, int]:
+    return _here.engine.rank, _here.engine.world
+
+
 @contextlib.contextmanager
 def virtual() -> Iterator[None]:
     """Within it syncs run on virtual engines, can be interrupted and keep quiet."""
     with (
         mock.patch.object(gradient_sync, "Engine", _engine_here),
+        mock.patch.object(gradient_sync, "place_in", _place_here),
         mock.patch.object(gradient_sync, "wait", interruptible_wait),
         mock.patch.object(gradient_sync, "startup_log"),
         mock.patch.object(gradient_sync, "_warn_at_exit"),

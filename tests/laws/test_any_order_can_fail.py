@@ -77,7 +77,13 @@ def only_optimizers_that_were_given_are_heard(patch: pytest.MonkeyPatch) -> None
     patch.setattr(optimizer_hooks.OptimizerHooks, "names_in", of_given)
 
 
+def nothing_is_applied_meanwhile(patch: pytest.MonkeyPatch) -> None:
+    """No mutant: what is applied while backward runs is, whatever becomes of the end of that backward."""
+    patch.setattr(GradientSync, "apply_meanwhile", lambda self: None)
+
+
 def an_interrupted_wait_forgets_the_exchange(patch: pytest.MonkeyPatch) -> None:
+    nothing_is_applied_meanwhile(patch)
     complete = GradientSync.complete
 
     def forgetful(self: GradientSync, names: Set[str] = frozenset()) -> bool:
@@ -91,6 +97,7 @@ def an_interrupted_wait_forgets_the_exchange(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_end_of_a_backward_does_not_take_over(patch: pytest.MonkeyPatch) -> None:
+    nothing_is_applied_meanwhile(patch)
     end_backward = DdpSync.end_backward
 
     def without(self: DdpSync, completed: bool, frees_graph: bool) -> None:

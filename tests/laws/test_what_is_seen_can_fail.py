@@ -15,6 +15,7 @@ from gradsieve.replica.parameter_views import ParameterViews
 from gradsieve.sync import gradient_sync, optimizer_hooks
 from gradsieve.sync.gradient_sync import GradientSync
 from laws.test_any_order import fake_group, run_machine
+from laws.test_any_order_can_fail import nothing_is_applied_meanwhile
 from laws.test_what_is_seen import Seen
 
 __all__ = ["fake_group"]
@@ -42,6 +43,7 @@ def a_backward_runs_on_the_shared_model(patch: pytest.MonkeyPatch) -> None:
 
 def who_skips_a_step_takes_over_later(patch: pytest.MonkeyPatch) -> None:
     """As it was: with the optimizer's step."""
+    nothing_is_applied_meanwhile(patch)
 
     def end_backward(self: DdpSync, completed: bool, frees_graph: bool) -> None:
         self.replica.views.show_shared(self._in_backward, raise_version=False)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -239,3 +241,74 @@ def test_one_that_began_with_backward_would_show(two: Ranks) -> None:
     """Twin."""
     late = {"a forward to train": False, "a backward of a model in evaluation mode": True}
     assert two.run(begins_with_backward) == [BEGUN | late] * 2
+
+
+# -- while backward runs ------------------------------------------------------------------------------------
+
+
+def applied(rank: int, calls_a_part: bool = False, waits: bool = True) -> tuple[list[bool], list[Tensor]]:
+    """Of each step, whether the exchange was applied before backward came to the first layer; and the shared
+    model as an evaluation in the midst of backward sees it. With `calls_a_part`, the graph remembers the
+    shared model's first layer, which backward reads last."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) % 5 / 4 - 0.5)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.125)
+    sync = gradsieve.attach(ddp, optimizer, scheme="exdyna", density=0.25)
+    done, seen = [], []
+
+    def look(_: Tensor) -> None:
+        pending = sync._pending
+        assert pending is not None
+        until = time.monotonic() + (20.0 if waits and pending.is_applying else 0.0)
+        while not pending.is_complete and time.monotonic() < until:
+            time.sleep(0.001)
+        done.append(pending.is_complete)
+        ddp.eval()
+        with torch.no_grad():
+            seen.append(ddp(torch.ones(1, 8)))
+        ddp.train()
+
+    model[0].weight.register_hook(look)
+    for step in range(4):
+        batch = torch.full((2, 8), 1.0 + rank + step, requires_grad=True)
+        part = model[2](model[0](batch)).square().mean() if calls_a_part else 0.0
+        (ddp(batch).square().mean() + part).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sync.close()
+    return done, seen
+
+
+def test_an_exchange_is_applied_while_backward_runs(two: Ranks) -> None:
+    (first, seen), (second, theirs) = two.run(applied)
+    assert all(first[1:]), "DDP has one bucket in its first backward"
+    assert all(second[1:])
+    assert all(torch.equal(one, other) for one, other in zip(seen, theirs, strict=True))
+    assert not torch.equal(seen[1], seen[2])
+
+
+def applied_slowly(rank: int) -> tuple[list[bool], list[Tensor]]:
+    """On rank 0, where an evaluation comes before it is done; on rank 1 after it."""
+    complete = StepPipeline.complete
+
+    def slow(self: StepPipeline, *arguments: Any) -> bool:
+        time.sleep(0.2 * (rank == 0))
+        return complete(self, *arguments)
+
+    with mock.patch.object(StepPipeline, "complete", slow):
+        return applied(rank, waits=rank != 0)
+
+
+def test_an_evaluation_meanwhile_waits_for_it(two: Ranks) -> None:
+    (done, seen), (others, theirs) = two.run(applied_slowly)
+    assert not any(done)
+    assert all(others[1:])
+    assert all(torch.equal(one, other) for one, other in zip(seen, theirs, strict=True))
+
+
+def test_not_where_a_graph_would_read_what_is_written(two: Ranks) -> None:
+    for done, _ in two.run(applied, True):
+        assert not any(done)

@@ -68,7 +68,7 @@ def test_what_is_not_there_is_seen() -> None:
 
 
 def test_all_entries_are_listed_and_none_is_lacking() -> None:
-    assert len(PRIVATE) == 17
+    assert len(PRIVATE) == 18
     assert torch_names.lacking() == [each for each in PRIVATE if each.since > INSTALLED]
 
 
@@ -204,6 +204,22 @@ def test_a_version_rises_with_every_writing() -> None:
     assert torch_names.version_of(tensor) == before + 2
     torch.autograd.graph.increment_version([tensor])
     assert torch_names.version_of(tensor) == before + 3
+
+
+def test_memory_that_a_graph_saved_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = torch.ones(2, 3), torch.ones(2, 3)
+    before = torch_names.uses_of(first)
+    assert torch_names.uses_of(first) == before
+    weight = nn.Parameter(first)
+    weight.data = first
+    loss = nn.functional.linear(torch.ones(4, 3, requires_grad=True), weight).sum()
+    weight.data = second
+    assert torch_names.uses_of(first) > before
+    loss.backward()
+    assert torch_names.uses_of(first) == before
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    unknown = torch_names.uses_of(first)
+    assert unknown != unknown  # it equals nothing, so that nobody takes it for unchanged
 
 
 def test_a_hook_after_accumulation_is_seen() -> None:

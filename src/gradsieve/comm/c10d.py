@@ -58,7 +58,7 @@ class Engine:
         assert users is not None
         ranks = dist.get_process_group_ranks(users)
         self._timeout = _timeout(users)
-        self.rank, self.world = dist.get_rank(users), len(ranks)
+        self.rank, self.world = place_in(users)
         self._ops, self._waits, self._what, self._begun = 0, False, "nothing", 0
         self._sockets: sockets.Sockets = {}
         self._group: dist.ProcessGroup | None = None
@@ -336,6 +336,11 @@ class Engine:
         if receive.numel():
             moves.append(dist.P2POp(dist.irecv, receive, group=self._group, group_peer=source))
         return moves
+
+
+def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This rank's number in it, and how many there are."""
+    return dist.get_rank(group), dist.get_world_size(group)
 
 
 def _secret(device: torch.device) -> Program[str]:

@@ -115,8 +115,11 @@ class ModelSync(GradientSync):
             self._graphs += 1
             self._forwards.append((True, views.show_own()))
             self._begin()
+        elif module.training:
+            self._forwards.append((False, frozenset()))
         else:
-            self._forwards.append((False, frozenset() if module.training else views.look()))
+            self.before_looking()
+            self._forwards.append((False, views.look()))
 
     def after_forward(self, module: torch.nn.Module) -> None:
         if self._forwards:
@@ -204,6 +207,8 @@ class ModelSync(GradientSync):
             self.before_exchange()
             self.start_exchange()
         self._belongs = True
+        if self.pipeline.is_exchange_due and self.replica.views.may_write_shared:
+            self.apply_meanwhile()
         root = self._root()
         self._trained_in_evaluation_mode = root is not None and not root.training
 

@@ -25,7 +25,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 from gradsieve.errors import ConfigError
 from gradsieve.feedback.units import flat_view, shaped_like, strides_that_count
 from gradsieve.pipeline import StepPipeline
-from gradsieve.torch_names import version_of, versions_of
+from gradsieve.torch_names import uses_of, version_of, versions_of
 
 
 class SingleModel:
@@ -34,6 +34,12 @@ class SingleModel:
     @property
     def shows_own(self) -> bool:
         """Whether any parameter holds this rank's own model."""
+        return False
+
+    @property
+    def may_write_shared(self) -> bool:
+        """Whether nobody would see the shared model change: no parameter holds it, and no graph or view of
+        the user's does, through which a backward pass could read it."""
         return False
 
     def show_own(self, names: Iterable[str] | None = None) -> Set[str]:
@@ -79,12 +85,19 @@ class ParameterViews(SingleModel):
         self._own_at = {name: own.data_ptr() for name, own in self._own.items()}
         self._shared_at = {name: shared.data_ptr() for name, shared in self._shared.items()}
         """Where these lie: a parameter that lies elsewhere was replaced."""
+        self._uses = {name: uses_of(shared) for name, shared in self._shared.items() if shared.numel()}
         self._showing_shared: dict[str, int] = {}
         """Parameters that hold the shared model, and their version when they began to."""
 
     @property
     def shows_own(self) -> bool:
         return len(self._showing_shared) < len(self._parameters)
+
+    @property
+    def may_write_shared(self) -> bool:
+        if self._showing_shared:
+            return False
+        return all(uses_of(self._shared[name]) == uses for name, uses in self._uses.items())
 
     def show_own(self, names: Iterable[str] | None = None) -> Set[str]:
         shown = self._showing_shared

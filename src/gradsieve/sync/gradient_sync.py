@@ -37,7 +37,7 @@ from gradsieve import kernels
 from gradsieve.checkpoint import directory
 from gradsieve.checkpoint import state as checkpoints
 from gradsieve.checkpoint.fencing import Writer
-from gradsieve.comm.c10d import Engine
+from gradsieve.comm.c10d import Engine, place_in
 from gradsieve.consensus import replica_check
 from gradsieve.consensus.link_probe import know_the_links
 from gradsieve.errors import ConfigError, GradsieveError, MismatchError
@@ -124,9 +124,8 @@ class GradientSync:
         with contextlib.ExitStack() as undo:  # where this fails, model and optimizer are as they were
             # What cannot be exchanged is refused before there is a group: whoever closes one to which others
             # are still connecting fails them.
-            rank, world = dist.get_rank(group), dist.get_world_size(group)
-            parts = self.parts_of(held)
-            adapter = adapt(parts, optimizers, chosen, settings, rank, world, bucket_cap_mb, held)
+            parts, place = self.parts_of(held), place_in(group)
+            adapter = adapt(parts, optimizers, chosen, settings, *place, bucket_cap_mb, held)
             undo.callback(adapter.give_back)
             engine = Engine(group)
             undo.callback(engine.close)
@@ -246,7 +245,8 @@ class GradientSync:
 
     def complete_if_due(self, names: Set[str] = frozenset()) -> None:
         """In the step in which all ranks do; before it, nobody waits for the pending exchange."""
-        if self._pending is None or self.pipeline.is_exchange_due:
+        pending = self._pending
+        if pending is None or pending.is_applying or self.pipeline.is_exchange_due:
             self.complete(names)
         if self.pipeline.is_exchange_due:
             self._is_preempted = self.pipeline.heard_notice
@@ -291,13 +291,32 @@ class GradientSync:
         """A tentative one, of which nothing was or will be kept."""
         self._pending = None
 
+    def apply_meanwhile(self) -> None:
+        """Apply the pending exchange as soon as it ends, and do not wait. Until it is completed nobody may
+        look at the shared model or at residuals."""
+        pending = self._pending
+        if pending is not None:
+            pending.is_applying = True
+            self.engine.submit_call(lambda: self._apply(pending, frozenset()), self.replica.device)
+
+    def before_looking(self) -> None:
+        """Complete what is being applied."""
+        if self._pending is not None and self._pending.is_applying:
+            self.complete()
+
     def _apply(self, pending: Pending | None, names: Set[str]) -> None:
         """On the engine's thread, after the programs of the exchange."""
         if pending is not None and not pending.is_complete:
-            self.timer.got()
-            for future in pending.futures:
-                future.result()
-            pending.was_good = self.pipeline.complete(pending.tensors, names)
+            if pending.error is not None:
+                raise pending.error
+            try:
+                for future in pending.futures:
+                    future.result()
+                self.timer.got()
+                pending.was_good = self.pipeline.complete(pending.tensors, names)
+            except BaseException as error:
+                pending.error = error
+                raise
             pending.is_complete = True
         if names:
             self.pipeline.rebase(names)
@@ -412,6 +431,7 @@ class GradientSync:
         """Within it the parameters hold the model that all ranks share: to evaluate or save it. Needs no
         communication. Behind DistributedDataParallel nobody needs it: parameters hold that model anyway,
         except while a training forward, a backward or a step is running."""
+        self.before_looking()
         before = self.replica.views.look()
         try:
             yield
@@ -564,6 +584,7 @@ class GradientSync:
     def metrics(self) -> dict[str, Any]:
         """The last step in figures: bits, bytes, density, seconds, size and age of the residual, through all
         of which it goes: not for every step of a large model."""
+        self.before_looking()
         return metrics(self.replica, self.timer.slack)
 
 

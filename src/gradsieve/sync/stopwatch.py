@@ -45,7 +45,7 @@ class Stopwatch:
         if len(self._laps) < 3:
             return Times()
         lap, after, _ = self._laps
-        if lap.got is None:  # it was not completed
+        if lap.got is None or lap.needed is None:  # it was not completed
             return Times()
         self.slack = self.between(lap.begun, lap.needed)
         waited = max(self.between(lap.needed, lap.got), 0.0)
@@ -57,8 +57,9 @@ class Stopwatch:
             self._laps[-1].needed = self.moment()
 
     def got(self) -> None:
-        """It has ended; called by the thread that exchanges, which completes it now."""
-        if self._laps and self._laps[-1].needed is not None:
+        """It has ended, maybe before anybody needs it; called by the thread that exchanges, which applies it
+        now."""
+        if self._laps:
             self._laps[-1].got = self.moment()
 
     def moment(self) -> Any:
