@@ -11,9 +11,10 @@ The law of the library: over all ranks, the sum of `spent` equals `update`, elem
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
+from functools import cache
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -75,6 +76,24 @@ def to_host(tensor: Tensor) -> NDArray[Any]:
     """A tensor's elements for numpy. On an accelerator the host waits here for all that was queued."""
     array: NDArray[Any] = tensor.cpu().numpy()
     return array
+
+
+def to_device(values: NDArray[Any] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers of the host. They go to an accelerator through pinned memory, so that the host goes on."""
+    host = torch.as_tensor(values, dtype=dtype)
+    if device.type == "cpu" or not can_pin():
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+@cache
+def can_pin() -> bool:
+    """Not every accelerator has such memory."""
+    try:
+        torch.empty(1, dtype=torch.uint8, device="cpu", pin_memory=True)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 class Vector(Protocol):

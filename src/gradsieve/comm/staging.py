@@ -7,15 +7,16 @@ next copy, and gives none away that a queued copy still reads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
 
+from gradsieve.types import can_pin
+
 
 def to_host(tensor: Tensor) -> Tensor:
     """A copy. The host waits for it, and with it for all that was queued before."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=_can_pin())
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=can_pin())
     host.copy_(tensor, non_blocking=True)
     torch.accelerator.current_stream(tensor.device).synchronize()
     return host
@@ -29,13 +30,3 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
 def empty(shape: Sequence[int], like: Tensor) -> Tensor:
     """Memory of the host for what arrives, pinned where `like` is."""
     return torch.empty(shape, dtype=like.dtype, device="cpu", pin_memory=like.is_pinned())
-
-
-@cache
-def _can_pin() -> bool:
-    """Not every accelerator has such memory."""
-    try:
-        torch.empty(1, dtype=torch.uint8, device="cpu", pin_memory=True)
-    except (RuntimeError, NotImplementedError):
-        return False
-    return True

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradsieve.types import Host, Vector
+from gradsieve.types import Host, Vector, to_device
 
 FEWEST, MOST, APART = 16, 256, 8192
 """Elements of a unit that are looked at in a step: one in so many, within these bounds, so that looking costs
@@ -95,7 +95,7 @@ def probe(waiting: Vector, step: int) -> Tensor:
     if not waiting.numel():
         return torch.zeros(1, dtype=waiting.dtype, device=waiting.device)
     here = places(waiting.numel(), step)
-    return with_square(waiting.at(here, torch.from_numpy(here).to(waiting.device)))
+    return with_square(waiting.at(here, to_device(here, torch.int64, waiting.device)))
 
 
 def with_square(values: Tensor) -> Tensor:

@@ -48,9 +48,15 @@ def accumulate(residual: Tensor, gradient: Tensor, scale: float, out: Tensor) ->
 
 def is_finite(*tensors: Tensor) -> bool:
     """No NaN and no infinity in any of them. On an accelerator the host waits once, for all of them."""
-    vectors = [x.detach().view(-1) if x.is_contiguous() else x for x in tensors]
+    return bool(finite(*tensors))
+
+
+def finite(*tensors: Tensor) -> Tensor:
+    """The same, where they are: the host does not wait for an accelerator."""
+    vectors = [x.detach().view(-1) if x.is_contiguous() else x.detach() for x in tensors]
     here = all(form_for(x).is_finite(x) for x in vectors if x.is_cpu)
-    return here and fast.is_finite(*(x for x in vectors if not x.is_cpu))
+    elsewhere = [x for x in vectors if not x.is_cpu]
+    return fast.finite(elsewhere) if here and elsewhere else torch.tensor(here)
 
 
 def waiting(anchor: Tensor, own: Tensor, out: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,16 +20,19 @@ _FEWEST = 16
 """Of so many elements of a long block, at most one is sampled."""
 
 
-def is_finite(*tensors: Tensor) -> bool:
-    """No NaN and no infinity in any of them.
+def is_finite(x: Tensor) -> bool:
+    """No NaN and no infinity in it.
 
     One pass: a sum over something that is not finite is not finite. The reverse can fail by overflow, so
-    that bad sums are looked at again element by element. The host waits once, for all of them.
+    that a bad sum is looked at again element by element.
     """
-    if not tensors:
-        return True
-    fine = [x.sum().isfinite().to(tensors[0].device) for x in tensors]
-    return bool(torch.stack(fine).all()) or all(bool(x.isfinite().all()) for x in tensors)
+    return math.isfinite(x.sum().item()) or bool(x.isfinite().all())
+
+
+def finite(tensors: Sequence[Tensor]) -> Tensor:
+    """The same of many on an accelerator, in as many launches as for few; the host does not wait."""
+    there = [x for x in tensors if x.numel()]
+    return torch.nn.utils.get_total_norm(there, math.inf) < math.inf
 
 
 def above(x: Tensor, threshold: float) -> Tensor:
@@ -187,10 +190,10 @@ def waiting(anchor: Tensor, own: Tensor, out: Tensor) -> None:
 def waiting_above(anchor: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """Sorted indices where |waiting| >= threshold, and the residual there; no vector of n is written."""
     own = own.detach()
-    indices, values = [], []
+    indices, values, magnitude = [], [], _buffer(anchor)
     for here, waits in _pieces_with_buffer(anchor):
         _wait(anchor[here], own[here], waits)
-        found = _places_above(waits.abs(), threshold)
+        found = _places_above(torch.abs(waits, out=magnitude[: waits.numel()]), threshold)
         values.append(waits[found])
         indices.append(found.add_(here.start))
     return torch.cat(indices), torch.cat(values)
@@ -200,9 +203,13 @@ def rebase(shared: Tensor, own: Tensor, anchor: Tensor, preview: float) -> None:
     """own = shared - preview * waiting, rounded to its dtype; the anchor follows: same residual."""
     own = own.detach()
     for here, waits in _pieces_with_buffer(shared):
-        _wait(anchor[here], own[here], waits)
-        own[here].copy_(torch.mul(waits, -preview, out=anchor[here]).add_(shared[here]))
-        torch.add(waits, own[here], out=anchor[here])
+        x, m = own[here], anchor[here]
+        _wait(m, x, waits)
+        if x.dtype == m.dtype:
+            torch.mul(waits, -preview, out=x).add_(shared[here])
+        else:  # rounded once, at the end
+            x.copy_(torch.mul(waits, -preview, out=m).add_(shared[here]))
+        torch.add(waits, x, out=m)
 
 
 def apply(
@@ -281,7 +288,7 @@ def sendable(tail: Tensor) -> Tensor:
 
 def _wait(anchor: Tensor, own: Tensor, out: Tensor) -> None:
     torch.sub(anchor, own, out=out)
-    if not (out.is_cpu and is_finite(out)):
+    if not (out.is_cpu and math.isfinite(out.sum().item())):  # a sum of finite ones may overflow: no matter
         out.nan_to_num_(0.0, 0.0, 0.0)
 
 
@@ -293,5 +300,10 @@ def _pieces(x: Tensor) -> Iterator[slice]:
 
 def _pieces_with_buffer(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Each piece with the same buffer to compute it in: what is new to the cache pushes something out."""
-    buffer = x.new_empty(min(x.numel(), _CHUNK) if x.is_cpu else x.numel())
+    buffer = _buffer(x)
     return ((here, buffer[: here.stop - here.start]) for here in _pieces(x))
+
+
+def _buffer(x: Tensor) -> Tensor:
+    """As long as the longest of its pieces."""
+    return x.new_empty(min(x.numel(), _CHUNK) if x.is_cpu else x.numel())

@@ -37,7 +37,7 @@ from gradsieve.pipeline.round_robin import Turns
 from gradsieve.pipeline.tags import IDLE, WORDS, Tag, agree, is_notice_given, who_is_idle, words
 from gradsieve.schemes.base import Scheme
 from gradsieve.telemetry import Timeline
-from gradsieve.types import Ctx, Outcome, Program, Result, Sparse, Vector, by_way_of, to_host
+from gradsieve.types import Ctx, Outcome, Program, Result, Sparse, Vector, by_way_of, to_device, to_host
 from gradsieve.wire.check import sums_within
 
 _log = logging.getLogger("gradsieve")
@@ -259,9 +259,9 @@ class Pipeline(ABC):
         way.dense = everything or (way.fallback is not None and way.fallback.goes_dense)
         scheme = self.scheme.whole() if way.dense else self.scheme_of_this_step()
         tag = Tag(call, self.step, index, self.loads, self.began_at, int(self.tentative))
-        seconds = piggyback.new_tensor(self._seconds_to_send(index, way))
-        said = words(tag, self.rank, self.idle, self.has_notice, piggyback)
-        message = torch.cat([piggyback, said, seconds, piggyback.new_zeros(CHECKSUM_WORDS)])
+        said = words(tag, self.rank, self.idle, self.has_notice)
+        said += [*self._seconds_to_send(index, way), *[0.0] * CHECKSUM_WORDS]
+        message = torch.cat([piggyback, to_device(said, piggyback.dtype, piggyback.device)])
 
         program: Program[Any] = self._run(scheme, acc, index, piggyback)
         for layer in self._layers(index, message, stats):

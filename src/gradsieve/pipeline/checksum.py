@@ -16,7 +16,9 @@ this is against accidents, a peer can send whatever hash it likes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,7 +32,9 @@ _HALF = 12
 _BITS = 2 * _HALF
 _ODD = 0x2545F4914F6CDD1D
 """The top bits of a product with it depend on all bits of what is multiplied."""
-_PIECE = 1 << 14
+_PIECE, _LARGE_PIECE = 1 << 14, 1 << 20
+"""Numbers that are hashed at once, on a CPU and elsewhere."""
+Factors: TypeAlias = Callable[[int, int, torch.device], Tensor]
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -41,6 +45,8 @@ class Checksum:
         self._rank, self._world = rank, world
         self._total: Tensor | int = 0
         """Of messages since the words were last sent. On their device: the host does not wait for it."""
+        self._factors = lru_cache(maxsize=16)(odd_numbers)
+        """Messages are as long in every step. Not of all ranks in a process: streams differ."""
 
     def watched(self, program: Program[Result], dtype: torch.dtype) -> Program[Result]:
         """`program`, whose first all-reduce of this type has two spare elements for the words at its end."""
@@ -57,7 +63,7 @@ class Checksum:
                 return (yield op)
             sent = self._sent(op)  # before an engine may overwrite it
             reply: Tensor = yield op
-            self._total = self._total + sent - message_hash(reply, _row_bytes(op))
+            self._total = self._total + sent - message_hash(reply, _row_bytes(op), self._factors)
             return reply
 
         return by_way_of(program, perform)
@@ -73,17 +79,16 @@ class Checksum:
             )
 
     def _tell(self, tensor: Tensor) -> None:
-        total = torch.as_tensor(self._total, dtype=torch.int64, device=tensor.device)
         flat = tensor.view(-1)
-        flat[-2] = total % (1 << _HALF)
-        flat[-1] = (total >> _HALF) % (1 << _HALF)
+        flat[-2] = self._total % (1 << _HALF)
+        flat[-1] = (self._total >> _HALF) % (1 << _HALF)
         self._total = 0
 
     def _sent(self, op: Op) -> Tensor | int:
         if isinstance(op, Broadcast) and op.root != self._rank:
             return 0
         copies = self._world if isinstance(op, AllGather | Broadcast) else 1
-        return copies * message_hash(op.tensor, _row_bytes(op))
+        return copies * message_hash(op.tensor, _row_bytes(op), self._factors)
 
 
 def _row_bytes(op: Op) -> int:
@@ -98,37 +103,35 @@ def _row_bytes(op: Op) -> int:
             return size
 
 
-def message_hash(tensor: Tensor, row: int) -> Tensor | int:
+def odd_numbers(start: int, stop: int, device: torch.device) -> Tensor:
+    """By place in a row, what the number there is multiplied with."""
+    return torch.arange(2 * start + 1, 2 * stop, 2, dtype=torch.int64, device=device) * _ODD
+
+
+def message_hash(tensor: Tensor, row: int, factors: Factors = odd_numbers) -> Tensor | int:
     """The sum of its rows' hashes, of so many bytes each; places in a row count."""
     if not tensor.numel():
         return 0
     octets = tensor.detach().contiguous().view(-1).view(torch.uint8).view(-1, row)
-    whole = row // 8 * 8 or math.gcd(row, 8)
-    total: Tensor | int = 0
-    for part in (octets[:, :whole], octets[:, whole:]):
-        if part.shape[1]:
-            total = total + _hash(_numbers(part))
-    return total
+    width = next(each for each in _INTEGERS if each >= min(row, 8))
+    if row % width:
+        octets = torch.nn.functional.pad(octets, (0, -row % width))
+    elif octets.storage_offset() % width:
+        octets = octets.clone()
+    return _hash(octets.view(_INTEGERS[width]), factors)
 
 
-def _numbers(part: Tensor) -> Tensor:
-    width = math.gcd(part.shape[1], 8)
-    flat = part.reshape(-1)
-    if flat.storage_offset() % width:
-        flat = flat.clone()
-    return flat.view(_INTEGERS[width]).view(part.shape[0], -1)
-
-
-def _hash(numbers: Tensor) -> Tensor | int:
-    """Piece by piece: what is formed on the way stays in a processor's cache."""
+def _hash(numbers: Tensor, factors: Factors) -> Tensor:
+    """Piece by piece: what is formed on the way stays in a processor's cache, or is little memory."""
     rows, columns = numbers.shape
-    wide = min(columns, _PIECE)
-    total: Tensor | int = 0
+    piece = _PIECE if numbers.is_cpu else _LARGE_PIECE
+    wide = min(columns, piece)
+    found = []
     for left in range(0, columns, wide):
         right = min(left + wide, columns)
-        odd = torch.arange(2 * left + 1, 2 * right, 2, dtype=torch.int64, device=numbers.device) * _ODD
-        for top in range(0, rows, _PIECE // wide):
-            some = numbers[top : top + _PIECE // wide, left:right].to(torch.int64)
+        odd = factors(left, right, numbers.device)
+        for top in range(0, rows, piece // wide):
+            some = numbers[top : top + piece // wide, left:right].to(torch.int64)
             # A shift that keeps the sign: what is added up is the product's top bits all the same.
-            total = total + ((some + 1) * odd).bitwise_right_shift_(64 - _BITS).sum()
-    return total
+            found.append(((some + 1) * odd).bitwise_right_shift_(64 - _BITS).sum())
+    return found[0] if len(found) == 1 else torch.stack(found).sum()

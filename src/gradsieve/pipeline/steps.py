@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +27,7 @@ from gradsieve.comm.meter import Meter
 from gradsieve.feedback.coherence import Coherence, count, places_in, probe, squares, with_square
 from gradsieve.feedback.local_steps import WINDOWS, LocalSteps
 from gradsieve.feedback.units import Slot, flat_view
-from gradsieve.kernels import is_finite
+from gradsieve.kernels import finite, is_finite
 from gradsieve.kernels.blocks import block_layout
 from gradsieve.pipeline.base import UNIT_CAP_MB, Memory, Pipeline, Stats
 from gradsieve.pipeline.budget import LEAST, SENT, Adaptive, Times, cost, spend
@@ -35,7 +36,7 @@ from gradsieve.pipeline.exchange_settings import Steps
 from gradsieve.pipeline.tags import WORDS
 from gradsieve.schemes.agreed import Values
 from gradsieve.schemes.base import Scheme
-from gradsieve.types import Host, Outcome, Program, Sparse, Vector, to_host
+from gradsieve.types import Host, Outcome, Program, Sparse, Vector, to_device, to_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +165,19 @@ class StepPipeline(Pipeline):
             return
         if self._noted_for != self.step:
             self._noted, self._noted_for = {}, self.step
-        for index in range(len(self.units)):
-            for slot, here in self._looked_at(index):
-                gradient = gradients.get(slot.name)
-                if gradient is not None and here.size:
-                    at = torch.from_numpy(here).to(gradient.device)
-                    noted = gradient.index_select(0, at).to(self.units[index].dtype)
-                    self._noted[slot.name] = noted if scale == 1.0 else noted * scale
+        for index, unit in enumerate(self.units):
+            slots, places = zip(*self._looked_at(index), strict=True)
+            every = to_device(np.concatenate(places), torch.int64, unit.device)
+            parts = torch.split(every, [here.size for here in places])
+            found = {
+                slot.name: gradient.index_select(0, at)
+                for slot, at in zip(slots, parts, strict=True)
+                if (gradient := gradients.get(slot.name)) is not None and at.numel()
+            }
+            if found:
+                noted = torch.cat([each.to(unit.dtype) for each in found.values()])
+                split = torch.split(noted if scale == 1.0 else noted * scale, [*map(len, found.values())])
+                self._noted |= dict(zip(found, split, strict=True))
 
     def _looked_at(self, index: int) -> Iterator[tuple[Slot, Host]]:
         """Places in each parameter of a unit, dense ones too."""
@@ -184,9 +191,10 @@ class StepPipeline(Pipeline):
         """0 where this rank took no step: it then says nothing about the others' agreement."""
         unit = self.units[index]
         noted = self._noted if self._noted_for == self.step else {}
-        none = torch.zeros(0, dtype=unit.dtype, device=unit.device)
-        parts = [noted.get(slot.name, none.new_zeros(here.size)) for slot, here in self._looked_at(index)]
-        return torch.cat([none, *parts])
+        looked_at = list(self._looked_at(index))
+        longest = max((here.size for _, here in looked_at), default=0)
+        none = torch.zeros(longest, dtype=unit.dtype, device=unit.device)
+        return torch.cat([none[:0], *(noted.get(slot.name, none[: here.size]) for slot, here in looked_at)])
 
     def noted(self) -> list[Tensor]:
         return [self._noted_in(index) for index in range(len(self.units))]
@@ -211,21 +219,21 @@ class StepPipeline(Pipeline):
         for local in self.local:
             local.notice_writing()
         with stats.timeline.stage("apply"):
-            seen = to_host(torch.stack([squares(staged.probes) for staged in self._staged]))
             updates = [
                 each for staged in self._staged for each in (staged.dense.update, staged.outcome.update)
             ]
-            good = is_finite(*(update.bounds() for update in updates)) or is_finite(
-                *(update.values for update in updates)
-            )
+            looked_at = torch.cat([squares(staged.probes) for staged in self._staged])
+            bounded = finite(*(update.bounds() for update in updates))
+            *seen, are_bounded = to_host(torch.cat([looked_at, bounded.to(looked_at)[None]]))  # one wait
+            good = bool(are_bounded) or is_finite(*(update.values for update in updates))
         if not good:
             self.skipped += 1
             return False
         if self.probes_gradients:
-            looked_at = sum(staged.probes.numel() - 1 for staged in self._staged)
-            self.agreement = self.agreement.after(seen, self.world, looked_at)
+            places = sum(staged.probes.numel() - 1 for staged in self._staged)
+            self.agreement = self.agreement.after(np.reshape(seen, (-1, 2)), self.world, places)
         else:
-            self.coherence = self.coherence.after(seen, self.world)
+            self.coherence = self.coherence.after(np.reshape(seen, (-1, 2)), self.world)
         fixed = self.settings.preview
         self.preview = self.coherence.share(self.world) if fixed is None else fixed
         for index, (local, staged) in enumerate(zip(self.local, self._staged, strict=True)):

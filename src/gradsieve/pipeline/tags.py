@@ -27,7 +27,6 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 import torch
-from torch import Tensor
 
 from gradsieve.comm.ops import AllGather
 from gradsieve.errors import MismatchError, list_ranks
@@ -65,10 +64,10 @@ class UnmatchedError(MismatchError):
     """Some rank answered a tentative exchange with a different one: no rank keeps anything of it."""
 
 
-def words(tag: Tag, rank: int, idle: int, has_notice: bool, like: Tensor) -> Tensor:
+def words(tag: Tag, rank: int, idle: int, has_notice: bool) -> list[float]:
     """What is piggybacked."""
     quiet = float(idle >= IDLE)
-    return like.new_tensor([tag.number, tag.number**2, quiet, quiet * rank, float(has_notice)])
+    return [tag.number, tag.number**2, quiet, quiet * rank, float(has_notice)]
 
 
 def agree(tag: Tag, sums: Sequence[float], rank: int, world: int, device: torch.device) -> Program[None]:

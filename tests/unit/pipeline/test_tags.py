@@ -23,7 +23,7 @@ tags = st.builds(
 
 
 def meeting(tag: Tag, rank: int, world: int, idle: int = 0) -> Program[str]:
-    sums = (yield AllReduce(words(tag, rank, idle, False, torch.empty(0)))).tolist()
+    sums = (yield AllReduce(torch.tensor(words(tag, rank, idle, False)))).tolist()
     yield from agree(tag, sums, rank, world, CPU)
     return who_is_idle(sums)
 
@@ -95,7 +95,7 @@ def test_the_idle_are_named() -> None:
 def test_a_notice_to_one_is_heard_by_all() -> None:
     def meet(notices: list[bool]) -> list[bool]:
         def rank(number: int) -> Program[bool]:
-            said = words(Tag(), number, IDLE, notices[number], torch.empty(0))
+            said = torch.tensor(words(Tag(), number, IDLE, notices[number]))
             return is_notice_given((yield AllReduce(said)).tolist())
 
         return lockstep.run([rank(number) for number in range(len(notices))])
