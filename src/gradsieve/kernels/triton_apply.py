@@ -4,13 +4,15 @@ Bytes an element, in float32: 32 for `apply` with a preview, 28 without, 20 for 
 `own` may be bfloat16 or float16: it is read as float32 and rounded when it is written. Divisions are the
 correctly rounded ones, and no product is fused with a sum. Tested under Triton's interpreter only.
 
-A program has a block of elements. Whole blocks are read and written without a mask, so that loads are as wide
-as the pointers allow for every n: it need not be specialised, and no length compiles anything anew.
+A program has a block of elements. Whole blocks are read and written without a mask, so that accesses are wide
+for every n wherever all vectors are aligned. That is all that machine code depends on besides types: left to
+itself, Triton compiles anew for every mixture of alignments, and for lengths.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import triton
@@ -51,93 +53,117 @@ def _rounded(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     return x.to(dtype)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def at(vector, place, aligned: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Pointers to elements from a multiple of four on; aligned where the vector is, to 16 bytes."""
+    there = vector + place
+    if aligned:
+        there = tl.multiple_of(there, 16)
+    return there
+
+
 @triton.jit
-def _write_rebased(own, anchor, place, inside, w, x, m, preview):  # type: ignore[no-untyped-def]
+def _write_rebased(own, anchor, inside, w, x, m, preview):  # type: ignore[no-untyped-def]
     """`own` and the anchor that follows it, from the shared model w, `own` x and the anchor m."""
     waits = _finite_or_zero(m - x)
     x = _rounded(w - preview * waits, own.dtype.element_ty)
-    tl.store(own + place, x, mask=inside)
-    tl.store(anchor + place, wide(x) + waits, mask=inside)
+    tl.store(own, x, mask=inside)
+    tl.store(anchor, wide(x) + waits, mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _apply_at(  # type: ignore[no-untyped-def]
-    place, inside, shared, own, anchor, update, spent, world, preview, rebased: tl.constexpr
+    place,
+    inside,
+    shared,
+    own,
+    anchor,
+    update,
+    spent,
+    world,
+    preview,
+    rebased: tl.constexpr,
+    aligned: tl.constexpr,
 ):
-    x = wide(tl.load(own + place, mask=inside))
-    left = (tl.load(anchor + place, mask=inside) - x) - tl.load(spent + place, mask=inside)
+    shared, own, anchor = at(shared, place, aligned), at(own, place, aligned), at(anchor, place, aligned)
+    x = wide(tl.load(own, mask=inside))
+    left = (tl.load(anchor, mask=inside) - x) - tl.load(at(spent, place, aligned), mask=inside)
     m = x + _finite_or_zero(left)
-    mean = tl.div_rn(tl.load(update + place, mask=inside), world)
-    w = tl.load(shared + place, mask=inside) - mean
-    tl.store(shared + place, w, mask=inside)
+    mean = tl.div_rn(tl.load(at(update, place, aligned), mask=inside), world)
+    w = tl.load(shared, mask=inside) - mean
+    tl.store(shared, w, mask=inside)
     if rebased:
-        _write_rebased(own, anchor, place, inside, w, x, m, preview)
+        _write_rebased(own, anchor, inside, w, x, m, preview)
     else:
-        tl.store(anchor + place, m, mask=inside)
+        tl.store(anchor, m, mask=inside)
 
 
-@triton.jit
-def _rebase_at(place, inside, shared, own, anchor, preview):  # type: ignore[no-untyped-def]
-    w, m = tl.load(shared + place, mask=inside), tl.load(anchor + place, mask=inside)
-    x = wide(tl.load(own + place, mask=inside))
-    _write_rebased(own, anchor, place, inside, w, x, m, preview)
+@triton.jit  # type: ignore[untyped-decorator]
+def _rebase_at(place, inside, shared, own, anchor, preview, aligned: tl.constexpr):  # type: ignore[no-untyped-def]
+    shared, own, anchor = at(shared, place, aligned), at(own, place, aligned), at(anchor, place, aligned)
+    w, x, m = tl.load(shared, mask=inside), wide(tl.load(own, mask=inside)), tl.load(anchor, mask=inside)
+    _write_rebased(own, anchor, inside, w, x, m, preview)
 
 
-@triton.jit
-def _waiting_at(place, inside, anchor, own, out):  # type: ignore[no-untyped-def]
-    waits = tl.load(anchor + place, mask=inside) - wide(tl.load(own + place, mask=inside))
-    tl.store(out + place, _rounded(_finite_or_zero(waits), out.dtype.element_ty), mask=inside)
+@triton.jit  # type: ignore[untyped-decorator]
+def _waiting_at(place, inside, anchor, own, out, aligned: tl.constexpr):  # type: ignore[no-untyped-def]
+    anchor, own, out = at(anchor, place, aligned), at(own, place, aligned), at(out, place, aligned)
+    waits = tl.load(anchor, mask=inside) - wide(tl.load(own, mask=inside))
+    tl.store(out, _rounded(_finite_or_zero(waits), out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["n"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["shared", "own", "anchor", "update", "spent", "n"])  # type: ignore[untyped-decorator]
 def _apply(  # type: ignore[no-untyped-def]
-    shared, own, anchor, update, spent, n, world, preview, rebased: tl.constexpr, size: tl.constexpr
+    shared,
+    own,
+    anchor,
+    update,
+    spent,
+    n,
+    world,
+    preview,
+    rebased: tl.constexpr,
+    aligned: tl.constexpr,
+    size: tl.constexpr,
 ):
     first = tl.program_id(0).to(tl.int64) * size
     place = first + tl.arange(0, size)
     if first + size <= n:
-        _apply_at(place, None, shared, own, anchor, update, spent, world, preview, rebased)
+        _apply_at(place, None, shared, own, anchor, update, spent, world, preview, rebased, aligned)
     else:
-        _apply_at(place, place < n, shared, own, anchor, update, spent, world, preview, rebased)
+        _apply_at(place, place < n, shared, own, anchor, update, spent, world, preview, rebased, aligned)
 
 
-@triton.jit(do_not_specialize=["n"])  # type: ignore[untyped-decorator]
-def _rebase(shared, own, anchor, n, preview, size: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["shared", "own", "anchor", "n"])  # type: ignore[untyped-decorator]
+def _rebase(shared, own, anchor, n, preview, aligned: tl.constexpr, size: tl.constexpr):  # type: ignore[no-untyped-def]
     first = tl.program_id(0).to(tl.int64) * size
     place = first + tl.arange(0, size)
     if first + size <= n:
-        _rebase_at(place, None, shared, own, anchor, preview)
+        _rebase_at(place, None, shared, own, anchor, preview, aligned)
     else:
-        _rebase_at(place, place < n, shared, own, anchor, preview)
+        _rebase_at(place, place < n, shared, own, anchor, preview, aligned)
 
 
-@triton.jit(do_not_specialize=["n"])  # type: ignore[untyped-decorator]
-def _waiting(anchor, own, out, n, size: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["anchor", "own", "out", "n"])  # type: ignore[untyped-decorator]
+def _waiting(anchor, own, out, n, aligned: tl.constexpr, size: tl.constexpr):  # type: ignore[no-untyped-def]
     first = tl.program_id(0).to(tl.int64) * size
     place = first + tl.arange(0, size)
     if first + size <= n:
-        _waiting_at(place, None, anchor, own, out)
+        _waiting_at(place, None, anchor, own, out, aligned)
     else:
-        _waiting_at(place, place < n, anchor, own, out)
+        _waiting_at(place, place < n, anchor, own, out, aligned)
 
 
 def waiting(anchor: Tensor, own: Tensor, out: Tensor) -> None:
-    n = anchor.numel()
+    vectors, n = (anchor, own.detach(), out), anchor.numel()
     with on(anchor):
-        _waiting[(blocks_of(n),)](
-            anchor, own.detach(), out, n, size=BLOCK, num_warps=WARPS, enable_fp_fusion=False
-        )
+        _waiting[(blocks_of(n),)](*vectors, n, **launched(*vectors))
 
 
 def rebase(shared: Tensor, own: Tensor, anchor: Tensor, preview: float) -> None:
-    n = shared.numel()
+    vectors, n = (shared, own.detach(), anchor), shared.numel()
     with on(shared):
-        _rebase[(blocks_of(n),)](
-            *(shared, own.detach(), anchor, n, float(preview)),
-            size=BLOCK,
-            num_warps=WARPS,
-            enable_fp_fusion=False,
-        )
+        _rebase[(blocks_of(n),)](*vectors, n, float(preview), **launched(*vectors))
 
 
 def apply(
@@ -149,15 +175,19 @@ def apply(
     world: int,
     preview: float | None,
 ) -> None:
-    n = shared.numel()
+    vectors, n = (shared, own.detach(), anchor, update, spent), shared.numel()
     with on(shared):
         _apply[(blocks_of(n),)](
-            *(shared, own.detach(), anchor, update, spent, n, float(world), float(preview or 0.0)),
+            *(*vectors, n, float(world), float(preview or 0.0)),
             rebased=preview is not None,
-            size=BLOCK,
-            num_warps=WARPS,
-            enable_fp_fusion=False,
+            **launched(*vectors),
         )
+
+
+def launched(*vectors: Tensor) -> dict[str, Any]:
+    """How kernels over whole vectors are: `enable_fp_fusion` would round a product and a sum only once."""
+    aligned = all(x.data_ptr() % 16 == 0 for x in vectors)
+    return {"aligned": aligned, "size": BLOCK, "num_warps": WARPS, "enable_fp_fusion": False}
 
 
 def blocks_of(n: int) -> int:

@@ -5,8 +5,7 @@
     compact               each block writes its indices to their places in a row of fixed length
 
 No shape depends on the data and nothing is brought to the host, but for the one answer of `accumulate`. Apply
-and rebase are in `triton_apply.py`; what has no form here is torch's. Integers are not specialised: which
-machine code a kernel needs depends on types and alignment, and on no length. Tested under Triton's
+and rebase are in `triton_apply.py`; what has no form here is torch's. Tested under Triton's
 interpreter only; `try_out` decides on a real device.
 """
 
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from gradsieve.kernels import fast
 from gradsieve.kernels.fast import above
-from gradsieve.kernels.triton_apply import BLOCK, WARPS, apply, blocks_of, on, rebase, waiting, wide
+from gradsieve.kernels.triton_apply import BLOCK, apply, at, blocks_of, launched, on, rebase, waiting, wide
 
 __all__ = ["above", "accumulate", "apply", "rebase", "select", "try_out", "waiting", "waiting_above"]
 
@@ -41,15 +40,17 @@ class Marks:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sum_at(place, inside, residual, gradient, out, scale, add: tl.constexpr):  # type: ignore[no-untyped-def]
-    value = wide(tl.load(gradient + place, mask=inside))
+def _sum_at(residual, gradient, out, inside, scale, add: tl.constexpr):  # type: ignore[no-untyped-def]
+    value = wide(tl.load(gradient, mask=inside))
     if add:
-        value = tl.load(residual + place, mask=inside) * scale + value
-        tl.store(out + place, value, mask=inside)
+        value = tl.load(residual, mask=inside) * scale + value
+        tl.store(out, value, mask=inside)
     return value
 
 
-@triton.jit(do_not_specialize=["n"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["residual", "gradient", "out", "spoiled", "counts", "tails", "n"]
+)
 def _accumulate_and_mark(  # type: ignore[no-untyped-def]
     residual,
     gradient,
@@ -61,16 +62,23 @@ def _accumulate_and_mark(  # type: ignore[no-untyped-def]
     scale,
     threshold,
     add: tl.constexpr,
+    aligned: tl.constexpr,
     size: tl.constexpr,
 ):
     block = tl.program_id(0)
     first = block.to(tl.int64) * size
     place = first + tl.arange(0, size)
+    residual, gradient, out = (
+        at(residual, place, aligned),
+        at(gradient, place, aligned),
+        at(out, place, aligned),
+    )
+    inside = place < n
     if first + size <= n:
-        value = _sum_at(place, None, residual, gradient, out, scale, add)
+        value = _sum_at(residual, gradient, out, None, scale, add)
     else:
-        value = _sum_at(place, place < n, residual, gradient, out, scale, add)
-    inside, magnitude = place < n, tl.abs(value)
+        value = _sum_at(residual, gradient, out, inside, scale, add)
+    magnitude = tl.abs(value)
     bad = inside & ((magnitude <= 3.4028234663852886e38) == 0)
     marks = inside & (magnitude >= threshold)
     both = tl.sum((bad.to(tl.int32) << 16) | marks.to(tl.int32), 0)  # neither is more than a block
@@ -79,7 +87,7 @@ def _accumulate_and_mark(  # type: ignore[no-untyped-def]
     tl.store(tails + block, tl.sum(tl.log(tl.where(marks, magnitude / threshold, 1.0)), 0))
 
 
-@triton.jit(do_not_specialize=["blocks"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["counts", "starts", "totals", "blocks"])  # type: ignore[untyped-decorator]
 def _scan_groups(counts, starts, totals, blocks, size: tl.constexpr):  # type: ignore[no-untyped-def]
     """Within each group of blocks, and the sum of the group."""
     group = tl.program_id(0)
@@ -90,7 +98,7 @@ def _scan_groups(counts, starts, totals, blocks, size: tl.constexpr):  # type: i
     tl.store(totals + group, tl.sum(count, 0))
 
 
-@triton.jit(do_not_specialize=["blocks"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["starts", "totals", "blocks"])  # type: ignore[untyped-decorator]
 def _add_groups_before(starts, totals, blocks, size: tl.constexpr):  # type: ignore[no-untyped-def]
     """To all groups but the first. Each program adds up what is before its own: none waits for another."""
     group = tl.program_id(0) + 1
@@ -103,15 +111,14 @@ def _add_groups_before(starts, totals, blocks, size: tl.constexpr):  # type: ign
     tl.store(starts + place, start + tl.sum(before, 0), mask=place <= blocks)
 
 
-@triton.jit(do_not_specialize=["n", "capacity"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["x", "starts", "begin", "indices", "n", "capacity"])  # type: ignore[untyped-decorator]
 def _compact(x, starts, begin, indices, n, threshold, capacity, size: tl.constexpr):  # type: ignore[no-untyped-def]
     block = tl.program_id(0)
     rank = tl.load(starts + block) - tl.load(begin)
     after = tl.load(starts + block + 1) - tl.load(begin)
     if (after > rank) & (after > 0) & (rank < capacity):  # most blocks of a sparse vector are not read again
-        first = block.to(tl.int64) * size
-        place = first + tl.arange(0, size)
-        value = tl.load(x + place) if first + size <= n else tl.load(x + place, mask=place < n)
+        place = block.to(tl.int64) * size + tl.arange(0, size)
+        value = tl.load(x + place, mask=place < n)
         marks = (place < n) & (tl.abs(value) >= threshold)
         mine = rank + tl.cumsum(marks.to(tl.int32), 0) - 1
         tl.store(indices + mine, place, mask=marks & (mine >= 0) & (mine < capacity))
@@ -141,9 +148,7 @@ def _marks(
         _accumulate_and_mark[(blocks,)](
             *(residual, gradient, out, *found, n, float(scale), float(threshold)),
             add=add,
-            size=BLOCK,
-            num_warps=WARPS,
-            enable_fp_fusion=False,  # the product is rounded before it is added, as in every form
+            **launched(residual, gradient, out),
         )
     return Marks(*found)
 
@@ -155,9 +160,9 @@ def scan(counts: Tensor) -> Tensor:
     starts = torch.empty(blocks + 1, dtype=torch.int64, device=counts.device)
     totals = torch.empty(groups, dtype=torch.int64, device=counts.device)
     with on(counts):
-        _scan_groups[(groups,)](counts, starts, totals, blocks, size=BLOCK)
+        _scan_groups[(groups,)](counts, starts, totals, blocks, size=BLOCK, enable_fp_fusion=False)
         if groups > 1:
-            _add_groups_before[(groups - 1,)](starts, totals, blocks, size=BLOCK)
+            _add_groups_before[(groups - 1,)](starts, totals, blocks, size=BLOCK, enable_fp_fusion=False)
     return starts
 
 
@@ -166,7 +171,9 @@ def compact(x: Tensor, threshold: float, starts: Tensor, begin: Tensor, capacity
     indices = torch.full((capacity,), x.numel(), dtype=torch.int64, device=x.device)
     with on(x):
         _compact[(blocks_of(x.numel()),)](
-            x, starts, begin, indices, x.numel(), float(threshold), capacity, size=BLOCK
+            *(x, starts, begin, indices, x.numel(), float(threshold), capacity),
+            size=BLOCK,
+            enable_fp_fusion=False,
         )
     return indices
 

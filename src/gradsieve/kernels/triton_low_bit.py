@@ -42,9 +42,7 @@ def _half(scale):  # type: ignore[no-untyped-def]
     return tl.where((word & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, (word + 0x7FFF + ((word >> 16) & 1)) >> 16)
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["count", "size", "blocks"], do_not_specialize_on_alignment=["edges", "places"]
-)
+@triton.jit(do_not_specialize=["values", "data", "edges", "places", "count", "size", "blocks"])  # type: ignore[untyped-decorator]
 def _encode(values, data, edges, places, count, size, blocks, bits: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
     block, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     begin = tl.load(edges + block)
@@ -123,9 +121,7 @@ def _decoded(start, codes, block, i, inside, bits: tl.constexpr):  # type: ignor
     return level.to(tl.float32) * (half << 16).to(tl.float32, bitcast=True)
 
 
-@triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["rows", "count", "size", "blocks"], do_not_specialize_on_alignment=["edges", "places"]
-)
+@triton.jit(do_not_specialize=["data", "out", "edges", "places", "rows", "count", "size", "blocks"])  # type: ignore[untyped-decorator]
 def _decode(data, out, edges, places, rows, count, size, blocks, bits: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
     """The sum of so many rows from that of the program on."""
     block, first = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
