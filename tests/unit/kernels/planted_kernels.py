@@ -26,6 +26,20 @@ def _fuse(x, out, size: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _divide(x, out, size: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.arange(0, size)
+    value = tl.load(x + i)
+    tl.store(out + i, value / (value + 1.0))
+
+
+@triton.jit
+def _divide_correctly(x, out, size: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.arange(0, size)
+    value = tl.load(x + i)
+    tl.store(out + i, tl.div_rn(value, value + 1.0))
+
+
+@triton.jit
 def _apply(x, out, size: tl.constexpr):  # type: ignore[no-untyped-def]
     """Named as one that needs no barrier."""
     i = tl.arange(0, size)
@@ -47,7 +61,9 @@ def found_on(target: str) -> list[str]:
         "_fuse": use(_fuse, 256, enable_fp_fusion=True),
         "_apply": use(_apply, 1024, enable_fp_fusion=False),
         "_narrow aligned=True": use(_fuse, 256, enable_fp_fusion=False),
+        "_divide": use(_divide, 256, enable_fp_fusion=False),
         "_sound": use(_fuse, 256, enable_fp_fusion=False),
+        "_divide_correctly": use(_divide_correctly, 256, enable_fp_fusion=False),
     }
     return kernel_table.faults({name: {target: each} for name, each in rows.items()})
 

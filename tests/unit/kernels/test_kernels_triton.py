@@ -94,11 +94,24 @@ def test_models_of_all_lengths_and_types_move_as_the_references(n: int, narrow: 
     for world, preview in ((1, None), (3, 0.3), (7, 1)):
         ours, theirs = ([x.clone() for x in given_] for _ in range(2))
         for form, vectors in ((triton_kernels, ours), (reference, theirs)):
-            shared, own, anchor, _, out = vectors
             form.apply(*vectors, world, preview)
+        assert all(map(alike, ours, theirs))
+        for form, (shared, own, anchor, _, out) in ((triton_kernels, ours), (reference, theirs)):
             form.rebase(shared, own, anchor, 1 / 3)
             form.waiting(anchor, own, out)
         assert all(map(alike, ours, theirs))
+
+
+@pytest.mark.parametrize("narrow", NARROW)
+def test_parameters_are_rounded_and_read_as_torch_does(narrow: torch.dtype) -> None:
+    """Every upper half of a float32, with lower ones that are less than a tie, a tie, and more."""
+    upper = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32)[:, None] << 16
+    lower = torch.tensor([0, 0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+    shared = (upper | lower).flatten()[:: 1 if narrow == torch.bfloat16 else 3].clone().view(torch.float32)
+    own, anchor = torch.zeros_like(shared, dtype=narrow), torch.zeros_like(shared)
+    triton_kernels.rebase(shared, own, anchor, 0.0)
+    assert alike(own, shared.to(narrow))
+    assert alike(anchor, own.float() + 0.0)  # what waits is added: nothing, which has a sign
 
 
 @pytest.mark.parametrize("narrow", NARROW)
