@@ -144,8 +144,10 @@ class LocalSteps:
         own = self.own_at(parameters, spent)
         anchor = self.anchor.index_select(0, spent.indices)
         self.anchor.index_copy_(0, spent.indices, _marked(anchor, own, spent.values))
-        # Two roundings, not a fused one: replicas on different processors must keep the same bits.
-        shared = self.shared.index_select(0, update.indices) - update.values / world
+        # Two roundings, not a fused one: replicas on different processors must keep the same bits. For
+        # the same reason the divisor is a tensor: for a number, CUDA multiplies with its inverse.
+        ranks = update.values.new_full((), world)
+        shared = self.shared.index_select(0, update.indices) - update.values / ranks
         self.shared.index_copy_(0, update.indices, shared)
 
     def _round(self, update: Sparse) -> None:

@@ -43,7 +43,7 @@ def above(x: Tensor, threshold: float) -> Tensor:
 
 def accumulate(residual: Tensor, gradient: Tensor, scale: float, out: Tensor) -> bool:
     """out = scale * residual + gradient; whether all of it is finite. `out` may be the residual."""
-    return form_for(residual, gradient, out).accumulate(residual, gradient, scale, out)
+    return form_for(residual, out, narrow=gradient).accumulate(residual, gradient, scale, out)
 
 
 def is_finite(*tensors: Tensor) -> bool:
@@ -61,12 +61,12 @@ def finite(*tensors: Tensor) -> Tensor:
 
 def waiting(anchor: Tensor, own: Tensor, out: Tensor) -> None:
     """out = anchor - own; what is not finite counts as 0 (an optimizer overflowed). `out` may be `own`."""
-    form_for(anchor, own, out).waiting(anchor, own, out)
+    form_for(anchor, out, narrow=own).waiting(anchor, own, out)
 
 
 def waiting_above(anchor: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """Sorted indices where |waiting| >= threshold, and the residual there; no vector of n is written."""
-    return form_for(anchor, own).waiting_above(anchor, own, threshold)
+    return form_for(anchor, narrow=own).waiting_above(anchor, own, threshold)
 
 
 def rebase(shared: Tensor, own: Tensor, anchor: Tensor, preview: float) -> None:
@@ -74,7 +74,7 @@ def rebase(shared: Tensor, own: Tensor, anchor: Tensor, preview: float) -> None:
 
     `waiting`, the residual, is the same afterwards, up to rounding.
     """
-    form_for(shared, own, anchor).rebase(shared, own, anchor, preview)
+    form_for(shared, anchor, narrow=own).rebase(shared, own, anchor, preview)
 
 
 def apply(
@@ -88,7 +88,8 @@ def apply(
 ) -> None:
     """In place: shared -= update / world; the residual gets smaller by what was spent, and is exactly 0
     where all of it was. With a preview, `rebase` as well, in the same pass; without, `own` is only read."""
-    form_for(shared, own, anchor, update, spent).apply(shared, own, anchor, update, spent, world, preview)
+    form = form_for(shared, anchor, update, spent, narrow=own)
+    form.apply(shared, own, anchor, update, spent, world, preview)
 
 
 def select(x: Tensor, threshold: float, capacity: int, phase: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -70,6 +70,8 @@ class LowBitKernels(Protocol):
 TORCH = cast(Kernels, fast)
 TORCH_LOW_BIT = cast(LowBitKernels, low_bit)
 Form = TypeVar("Form")
+_WIDE = (torch.float32,)
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _form = "compiled"
 _loading = threading.Lock()
 
@@ -97,17 +99,19 @@ def active() -> str:
     return f"torch ({reason})" if reason else "compiled"
 
 
-def form_for(*tensors: Tensor) -> Kernels:
-    """The form for these tensors. Compiled ones take float32 vectors as long as the first, end to end."""
+def form_for(*tensors: Tensor, narrow: Tensor | None = None) -> Kernels:
+    """The form for these tensors. Compiled ones take float32 vectors as long as the first, end to end; on
+    CUDA the one given as `narrow`, a gradient or parameters, may be bfloat16 or float16."""
     if _form == "torch":
         return TORCH
-    n = tensors[0].numel()
-    for x in tensors:
-        if x.dtype != torch.float32 or x.dim() != 1 or x.numel() != n or not x.is_contiguous():
+    every, n = tensors if narrow is None else (*tensors, narrow), tensors[0].numel()
+    for x in every:
+        accepted = _NARROW if x is narrow and x.is_cuda else _WIDE
+        if x.dtype not in accepted or x.dim() != 1 or x.numel() != n or not x.is_contiguous():
             return TORCH
-    if all(x.is_cpu for x in tensors):
+    if all(x.is_cpu for x in every):
         return on_cpu()
-    return on_cuda() if all(x.is_cuda for x in tensors) else TORCH
+    return on_cuda() if all(x.is_cuda for x in every) else TORCH
 
 
 def low_bit_form_for(x: Tensor, dtype: torch.dtype) -> LowBitKernels:

@@ -228,11 +228,13 @@ def apply(
     processors must keep the same bits.
     """
     own = own.detach()
+    # A tensor: for a number, CUDA multiplies with its inverse.
+    ranks = torch.full((), world, dtype=update.dtype, device=update.device)
     for here in _pieces(shared):
         x = own[here].to(anchor.dtype)
         left = (anchor[here] - x).sub_(spent[here])
         torch.add(x, left.nan_to_num_(0.0, 0.0, 0.0), out=anchor[here])
-        shared[here] -= update[here] / world
+        shared[here] -= update[here] / ranks
         if preview is not None:
             rebase(shared[here], own[here], anchor[here], preview)
 

@@ -7,7 +7,6 @@ interpreter only; `try_out` decides on a real device.
 from __future__ import annotations
 
 import itertools
-from contextlib import AbstractContextManager
 
 import torch
 import triton
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from gradsieve.kernels import low_bit
 from gradsieve.kernels.blocks import BLOCK, Blocks, block_layout, even
+from gradsieve.kernels.triton_apply import on
 
 __all__ = ["decode_low", "decode_low_sum", "encode_low", "try_out"]
 
@@ -42,7 +42,7 @@ def _half(scale):  # type: ignore[no-untyped-def]
     return tl.where((word & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, (word + 0x7FFF + ((word >> 16) & 1)) >> 16)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["values", "data", "edges", "places", "count", "size", "blocks"])  # type: ignore[untyped-decorator]
 def _encode(values, data, edges, places, count, size, blocks, bits: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
     block, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     begin = tl.load(edges + block)
@@ -63,11 +63,12 @@ def _encode(values, data, edges, places, count, size, blocks, bits: tl.constexpr
     else:
         even, odd = _sums_of_parities(tl.abs(x))
         total = even + odd
-        zeros = tl.sum((inside & (x == 0.0)).to(tl.int32), 0)
-        mixed = (zeros > 0) & (total > 0.0) & (total < float("inf"))
+        some = x != 0.0
+        both = tl.sum(some.to(tl.int32) << (i % 2 * 16), 0)  # of even places below, of odd ones above
+        mixed = ((both & 0xFFFF) + (both >> 16) < real) & (total > 0.0) & (total < float("inf"))
         parity = (odd > even).to(tl.int32)
-        sent = (x != 0.0) & (i % 2 == parity)
-        members = tl.maximum(tl.sum(sent.to(tl.int32), 0), 1)
+        sent = some & (i % 2 == parity)
+        members = tl.maximum((both >> parity * 16) & 0xFFFF, 1)
         scale = tl.where(
             mixed,
             tl.div_rn(tl.where(odd > even, odd, even), members.to(tl.float32)),
@@ -120,7 +121,7 @@ def _decoded(start, codes, block, i, inside, bits: tl.constexpr):  # type: ignor
     return level.to(tl.float32) * (half << 16).to(tl.float32, bitcast=True)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["data", "out", "edges", "places", "rows", "count", "size", "blocks"])  # type: ignore[untyped-decorator]
 def _decode(data, out, edges, places, rows, count, size, blocks, bits: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
     """The sum of so many rows from that of the program on."""
     block, first = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -142,11 +143,12 @@ def encode_low(bits: int, values: Tensor, blocks: Blocks | None = None) -> Tenso
     size = blocks.size(bits)
     data = torch.empty((*lead, size), dtype=torch.uint8, device=values.device)
     if data.numel():
-        with _on(values):
+        with on(values):
             _encode[(blocks.number, lead.numel())](
                 *(values, data, *blocks.on(values.device, bits), count, size, blocks.number),
                 bits=bits,
                 width=BLOCK,
+                num_warps=1,  # a block to itself: lanes of one warp exchange what others need barriers for
                 enable_fp_fusion=False,
             )
     return data
@@ -176,7 +178,7 @@ def _launched(
     count, size = out.shape[-1], data.shape[-1]
     blocks = blocks or even(count)
     if out.numel():
-        with _on(data):
+        with on(data):
             _decode[(blocks.number, programs)](
                 *(data, out, *blocks.on(data.device, bits), rows, count, size, blocks.number),
                 bits=bits,
@@ -200,8 +202,3 @@ def try_out(device: torch.device) -> None:
             alike &= torch.equal(ours(*arguments), theirs(*arguments))
         if not alike:
             raise RuntimeError(f"Triton's kernels for {bits} bits do not answer as torch's on {device}")
-
-
-def _on(x: Tensor) -> AbstractContextManager[None]:
-    """Triton launches on the current device, which need not be that of x."""
-    return torch.cuda.device_of(x)  # type: ignore[no-untyped-call]

@@ -18,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gradsieve import kernels
 from gradsieve.errors import ConfigError
@@ -322,6 +323,23 @@ def test_float32_vectors_on_the_cpu_are_compiled_and_all_else_is_torchs() -> Non
         assert choice.form_for(x, x) is choice.TORCH
         assert kernels.active() == "torch"
     assert kernels.active() == "compiled"
+
+
+def test_on_cuda_gradients_and_parameters_may_be_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = object()
+    monkeypatch.setattr(choice, "on_cuda", lambda: taken)
+    with FakeTensorMode():
+        wide, on_cpu = torch.empty(8, device="cuda"), torch.empty(8)
+        for dtype in NARROW:
+            own, short = (torch.empty(n, dtype=dtype, device="cuda") for n in (8, 4))
+            assert choice.form_for(wide, wide, narrow=own) is taken
+            assert choice.form_for(wide, narrow=short) is choice.TORCH
+            assert choice.form_for(on_cpu, narrow=own) is choice.TORCH
+            if dtype != torch.float32:
+                assert choice.form_for(wide, own) is choice.TORCH
+                assert choice.form_for(on_cpu, narrow=on_cpu.to(dtype)) is choice.TORCH
+        double = torch.empty(8, dtype=torch.float64, device="cuda")
+        assert choice.form_for(wide, narrow=double) is choice.TORCH
 
 
 def test_whoever_owns_a_vector_may_resize_it_afterwards() -> None:

@@ -1,0 +1,115 @@
+"""Compilers for GPUs take every launch of a Triton kernel, and need neither stack nor spills for it.
+
+In processes of their own: the interpreter, which other tests use, knows more than a GPU does. Triton keeps
+what it compiled: about a minute of two cores at first, seconds from then on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install --no-deps triton")
+
+ROOT = Path(__file__).parents[3]
+TOOLS, PACKAGE = ROOT / "tools", ROOT / "src" / "gradsieve" / "kernels"
+MODULES = ["triton_apply", "triton_kernels", "triton_low_bit"]
+TARGETS = {"sm_75", "sm_80", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942"}
+BYTES = {"_apply True": 32.0, "_apply False": 28.0, "_rebase": 20.0, "_waiting": 12.0}
+"""An element, in float32. Parameters in two bytes are read for two fewer, and written for two fewer."""
+MOST_REGISTERS = 64
+"""With so many, half of the threads that a processor can hold are there at once."""
+WRITE_OWN = {"_apply True", "_rebase"}
+
+
+def run(*argv: str | Path) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(TOOLS), environment.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, *argv], capture_output=True, text=True, env=environment, check=False
+    )
+
+
+@pytest.mark.timeout(900)
+def test_every_launch_compiles_for_every_gpu_without_stack_spills_or_inexact_arithmetic(
+    tmp_path: Path,
+) -> None:
+    ran = run(TOOLS / "kernel_table.py", "--json", tmp_path / "table.json")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    rows = json.loads((tmp_path / "table.json").read_text())["results"]
+    assert {row["launch"].split()[0] for row in rows} == launched()
+    for row in rows:
+        assert row["registers"].keys() == TARGETS
+        assert max(row["registers"].values()) <= MOST_REGISTERS, row
+    check_bytes(rows)
+
+
+def launched() -> set[str]:
+    """All kernels that the package starts somewhere."""
+    sources = [(PACKAGE / f"{module}.py").read_text() for module in MODULES]
+    return {name for source in sources for name in re.findall(r"(\w+)\[\(", source)}
+
+
+def check_bytes(rows: list[dict[str, Any]]) -> None:
+    """As the instructions move them: nothing is read twice."""
+    seen = set()
+    for row in rows:
+        kernel, _, own, *_ = words = row["launch"].split()
+        if (size := row.get("bytes an element")) is None:
+            continue
+        kind = f"{kernel} {words[-3].removeprefix('rebased=')}" if kernel == "_apply" else kernel
+        narrow = 0 if own == "*fp32" else 2 * (1 + (kind in WRITE_OWN))
+        if kernel == "_waiting" and words[3] != "*fp32":
+            narrow += 2
+        assert size == BYTES[kind] - narrow, row
+        seen.add((kind, own))
+    assert len(seen) == 3 * len(BYTES)
+
+
+def test_what_a_kernel_must_not_have_is_found() -> None:
+    ran = run(Path(__file__).with_name("planted_kernels.py"), "sm_80", "gfx942")
+    found = [re.sub(r"\d+ ", "", line) for line in ran.stdout.splitlines()]
+    stack, inexact, barriers = "bytes of stack, spills", "inexact operations", "barriers"
+    wanted = [
+        *(f"{stack} on sm_80: _hoard", f"{inexact} on sm_80: _fuse", f"{barriers} on sm_80: _apply"),
+        "bytes at once on sm_80: _narrow aligned=True",  # AMD's are not looked at
+        f"{inexact} on sm_80: _divide",  # AMD's is correct
+        *(f"{stack} on gfx942: _hoard", f"{inexact} on gfx942: _fuse", f"{barriers} on gfx942: _apply"),
+    ]
+    assert found == wanted, ran.stderr
+
+
+SPECIALISED = """
+import kernel_table, triton, torch
+
+@triton.jit(do_not_specialize=["x"])
+def kernel(x, n):
+    pass
+
+with kernel_table.recorded():
+    kernel[(1,)](torch.zeros(3), {arguments})
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        ("3, enable_fp_fusion=False", "kernel has other code where n is 1"),
+        ("3.0", "kernel may round a product and a sum only once"),
+        ("3.0, enable_fp_fusion=False", None),
+    ],
+)
+def test_a_launch_that_the_table_cannot_stand_for_is_refused(
+    arguments: str, fault: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "launch.py").write_text(SPECIALISED.format(arguments=arguments))
+    ran = run(tmp_path / "launch.py")
+    assert ran.returncode == (0 if fault is None else 1)
+    assert fault is None or fault in ran.stderr
