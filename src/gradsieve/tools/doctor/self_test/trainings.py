@@ -60,9 +60,11 @@ def _model(norm: type[nn.Module] = nn.LayerNorm) -> nn.Sequential:
 def _batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     """Classes by another, linear model."""
     teacher, chance = (torch.Generator(device="cpu").manual_seed(seed) for seed in (3, 1000 * step + rank))
-    at: Any = {"dtype": torch.float32, "device": "cpu"}
-    inputs = torch.randn(_BATCH, _INPUTS, generator=chance, **at)
-    return inputs, (inputs @ torch.randn(_INPUTS, _CLASSES, generator=teacher, **at)).argmax(1)
+    inputs, weights = (
+        torch.randn(rows, columns, generator=source, dtype=torch.float32, device="cpu")
+        for rows, columns, source in ((_BATCH, _INPUTS, chance), (_INPUTS, _CLASSES, teacher))
+    )
+    return inputs, (inputs @ weights).argmax(1)
 
 
 class Training:
