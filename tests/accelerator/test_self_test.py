@@ -90,7 +90,14 @@ def test_a_fault_on_a_device_from_outside_is_found(device: str, monkeypatch: pyt
     assert code == 1
 
 
-def test_a_device_that_is_not_there_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--self-test", "--device", "nosuch"]) == 2
-    assert "no self-test on nosuch" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("name", "said"), [("nosuch", "device type"), ("cuda", "there is no cuda device here")]
+)
+def test_a_device_that_is_not_there_ends_with_2(
+    name: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--self-test", "--device", name]) == 2
+    err = capsys.readouterr().err
+    assert f"no self-test on {name}" in err
+    assert said in err
     assert not Path("gradsieve-self-test.json").exists()

@@ -40,7 +40,7 @@ class Answer:
 
 class Pair:
     def __init__(self, **environment: str) -> None:
-        # As in `lo`: both ranks are here. Safe path: a `torch.py` in this folder is not torch.
+        # The safe path: a `torch.py` in the current folder is not torch.
         here = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
         self._environment = {**os.environ, **here, **environment}
         self._ranks: list[subprocess.Popen[str]] = []
@@ -64,8 +64,9 @@ class Pair:
         request = json.dumps({"what": what, "world": ranks, "store": store, "settings": settings})
         for process in self._ranks[:ranks]:
             assert process.stdin is not None
-            process.stdin.write(f"{request}\n")
-            process.stdin.flush()
+            with contextlib.suppress(OSError):  # its end is seen where it should answer
+                process.stdin.write(f"{request}\n")
+                process.stdin.flush()
         deadline = time.monotonic() + LIMIT
         return [self._answer(process, deadline) for process in self._ranks[:ranks]]
 

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradsieve.errors import ConfigError
 from gradsieve.tools.doctor.self_test import kernels, trainings
 from gradsieve.tools.doctor.self_test.trainings import Here
 
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=30)
 """Of the process groups."""
 _LONGEST = 400
 _FRAMES = 3
@@ -67,8 +68,11 @@ def _device(name: str, rank: int) -> torch.device:
         name = "cpu" if found is None else found.type
     if torch.device(name).type == "cpu":
         return torch.device("cpu")
-    device = torch.device(name, rank % torch.get_device_module(name).device_count())
-    torch.accelerator.set_device_index(device.index)
+    module = torch.get_device_module(name)
+    if not (count := module.device_count()):
+        raise ConfigError(f"there is no {name} device here, by this torch")
+    device = torch.device(torch.device(name).type, rank % count)
+    module.set_device(device.index)
     return device
 
 
@@ -83,8 +87,9 @@ def _words(error: Exception) -> str:
     """What and where, without the paths of this machine."""
     frames = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
     where = ", ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames)
-    said = " ".join(str(error).split())[:_LONGEST]
-    return f"{type(error).__name__}: {said} ({where})"
+    inner = getattr(error, "errors", [])  # of torch's sanitizer: each with its kernels and streams
+    said = " ".join(word for each in [error, *inner[:1]] for word in str(each).split())
+    return f"{type(error).__name__}: {said[:_LONGEST]} ({where})"
 
 
 if __name__ == "__main__":
