@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradsieve.errors import list_ranks
-from gradsieve.tools.doctor.self_test.findings import REPORT, Finding, failed, ok
+from gradsieve.tools.doctor.self_test.findings import REPORT, Finding, failed, ok, percent
 
 SLOW, SLOW_TORCH = 0.03, 0.001
 """Share of a copy's bandwidth. Torch's forms of codes of few bits reached 0.004 on a processor, and numba's
@@ -19,8 +19,11 @@ LEAK = 0.1
 """Of a model's size, a step."""
 PROMPT = 10.0
 """Seconds after which a dead rank is named."""
+_SEARCH = 40
+"""Exchanges after which there is a budget to try, in any case: a look takes some ten of them."""
 _SHOWN = 3
 _WITHOUT = f'train with `gradsieve.kernels.using("torch")`, without compiled kernels, and {REPORT}'
+_GIVEN = f"give one, attach(..., bits=0.75), and {REPORT}"
 
 Said = Mapping[str, Any]
 
@@ -39,7 +42,7 @@ def bandwidth(said: Said) -> Finding:
     least = {name: SLOW_TORCH if form == "torch" else SLOW for name, form in said["forms"].items()}
     slow = [name for name, share in shares.items() if share < least[name]]
     name = min(slow or shares, key=shares.__getitem__)
-    found = f"{name} is the slowest: {100 * shares[name]:.2g}% of the {said['copy'] / 1e9:.3g} GB/s of a copy"
+    found = f"{name} is the slowest: {percent(shares[name])} of the {said['copy'] / 1e9:.3g} GB/s of a copy"
     return (
         failed(f"too slow: {', '.join(slow[:_SHOWN])}; {found}", said, _WITHOUT) if slow else ok(found, said)
     )
@@ -99,15 +102,18 @@ def batch_norm(ranks: Sequence[Said]) -> Finding:
     return ok(f"{kind}: {len(ranks[0]['losses'])} steps, the same model and statistics")
 
 
-def budget(ranks: Sequence[Said]) -> Finding:
+def budget(ranks: Sequence[Said], steps: int) -> Finding:
+    """A period that was made longer begins the search again: then so few steps prove nothing."""
     said = ranks[0]
-    if not 0 < said["bits"] < math.inf or any(each["bits"] != said["bits"] for each in ranks):
-        return failed(
-            f"no budget was found: {', '.join(str(each['bits']) for each in ranks)} bits",
-            said,
-            "give one: bits=0.75",
-        )
-    period = f", every {said['every']} steps" if said["every"] > 1 else ""
+    bits, every = said["bits"], said["every"]
+    if any(each["bits"] != bits for each in ranks):
+        found = f"the ranks have different budgets: {', '.join(str(each['bits']) for each in ranks)} bits"
+        return failed(found, said, _GIVEN)
+    if not bits and every > 1 and steps < _SEARCH * every:
+        return Finding("not possible", f"{steps} steps are too few, with an exchange every {every}", said)
+    if not bits:
+        return failed(f"no budget was found in {steps} steps", said, _GIVEN)
+    period = f", every {every} steps" if every > 1 else ""
     still = "" if said["phase"] == "keep" else ", still trying"
-    found = f"{said['bits']:.2g} bits a parameter and step{period}{still}"
-    return ok(f"{found}; a step takes {1e3 * said['step seconds']:.3g} ms", said)
+    took = f"a step takes {1e3 * said['step seconds']:.3g} ms"
+    return ok(f"{bits:.2g} bits a parameter and step{period}{still}; {took}", said)

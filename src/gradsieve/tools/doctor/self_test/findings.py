@@ -33,5 +33,9 @@ def ok(found: str, figures: Mapping[str, Any] | None = None) -> Finding:
     return Finding("ok", found, figures or {})
 
 
+def percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.1 else f"{100 * share:.2g}%"
+
+
 def exit_code(findings: Sequence[Finding]) -> int:
     return int(any(each.verdict == "failed" for each in findings))

@@ -63,16 +63,16 @@ class Kernel:
 
 def _low(bits: int) -> Iterator[Kernel]:
     code = bits / 8
-    yield Kernel(f"encode_low {bits}", 4 + code, lambda k, x, _: (k.encode_low(bits, x[0]),), bits=bits)
+    yield Kernel(f"encode_low({bits})", 4 + code, lambda k, x, _: (k.encode_low(bits, x[0]),), bits=bits)
     yield Kernel(
-        f"decode_low {bits}",
+        f"decode_low({bits})",
         _ROWS * (code + 4),
         lambda k, x, _: (k.decode_low(bits, x[0], len(x[1]), x[1].dtype),),
         codes=True,
         bits=bits,
     )
     yield Kernel(
-        f"decode_low_sum {bits}",
+        f"decode_low_sum({bits})",
         _ROWS * code + 4,
         lambda k, x, _: (k.decode_low_sum(bits, x[0], len(x[1]), x[1].dtype),),
         codes=True,

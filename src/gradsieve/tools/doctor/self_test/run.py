@@ -101,7 +101,8 @@ class _Checks:
         return evaluate.batch_norm(self.ask("batch norm", steps=self.sizes.steps))
 
     def budget(self) -> Finding:
-        return evaluate.budget(self.ask("budget", steps=self.sizes.budget_steps))
+        steps = self.sizes.budget_steps
+        return evaluate.budget(self.ask("budget", steps=steps), steps)
 
 
 CHECKS: Mapping[str, Callable[[_Checks], Finding]] = {

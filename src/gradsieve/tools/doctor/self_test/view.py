@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from gradsieve.tools.doctor.self_test.findings import exit_code
+from gradsieve.tools.doctor.self_test.findings import exit_code, percent
 from gradsieve.tools.doctor.self_test.run import Report
 from gradsieve.tools.results import origin, table
 
@@ -45,7 +45,7 @@ def _kernels(report: Report) -> str:
     figures = next((each.figures for each in report.findings if each.check == "bandwidth"), {})
     if not figures:
         return ""
-    shares = (f"{name} {100 * rate / figures['copy']:.2g}%" for name, rate in figures["kernels"].items())
+    shares = (f"{name} {percent(rate / figures['copy'])}" for name, rate in figures["kernels"].items())
     return textwrap.fill(f"share of a copy's bandwidth: {', '.join(shares)}", _WIDTH)
 
 
