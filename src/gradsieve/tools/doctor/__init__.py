@@ -8,4 +8,5 @@ model.py     the user's own model: its size, a step, and whether a sync could be
 evaluate.py  figures in, findings out; no clock, no socket
 run.py       all of it in order, on every rank
 view.py      tables and the heat map
+self_test    not the cluster but the device: two ranks of its own, kernels, trainings, a death
 """
