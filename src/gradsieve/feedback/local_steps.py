@@ -312,7 +312,11 @@ class LocalSteps:
         own = self.anchor.new_empty(part.count)
         for slot, places, values in by_slot(self.unit.sparse, replace(part, source=own)):
             assert isinstance(places, Tensor)
-            values.copy_(parameters[slot.name].index_select(0, places))
+            parameter = parameters[slot.name]
+            if parameter.dtype == values.dtype:
+                torch.index_select(parameter, 0, places, out=values)
+            else:
+                values.copy_(parameter.index_select(0, places))
         return own
 
     def pieces(

@@ -83,7 +83,8 @@ def by_slot(slots: tuple[Slot, ...], update: Sparse) -> Iterator[tuple[Slot, Ten
     stops = np.searchsorted(update.on_host(), [slot.stop for slot in slots])
     start = 0
     for slot, stop in zip(slots, stops.tolist(), strict=True):
-        yield slot, update.indices[start:stop] - slot.start, values[start:stop]
+        if start < stop:
+            yield slot, update.indices[start:stop] - slot.start, values[start:stop]
         start = stop
 
 

@@ -100,6 +100,13 @@ _GAPS = Kind(
     draw.gap_against_bits,
 )
 
+_BUDGETS = Kind(
+    "Budgets that are tried",
+    "step --workload idle --compute 300ms --hosts 2 --rate 1gbit --json idle.json --syncs {}",
+    data.budgets,
+    draw.by_trial,
+)
+
 _EXDYNA, _MICRO, _DEFT = "ExDyna (CCGrid 2024)", "MiCRO (HiPC 2023)", "DEFT (ICPP 2023)"
 _OKTOPK, _SPARDL, _STUDY = "Ok-Topk (PPoPP 2022)", "SparDL", "the equal-bytes study"
 
@@ -133,6 +140,7 @@ _ALL = [
     Figure("spardl-breakdown", _SPARDL, _BREAKDOWN, "topk,oktopk-paper@paper,spardl-paper@paper,spardl"),
     Figure("spardl-convergence", _SPARDL, _SECONDS, "dense,oktopk-paper@paper,spardl-paper@paper,spardl"),
     Figure("study-equal-bytes", _STUDY, _GAPS, "dense,local-sgd:every=64,diloco:every=9+values=int4,cser"),
+    Figure("study-budgets", "ADR 48", _BUDGETS, "noop,auto"),
 ]
 FIGURES = {figure.name: figure for figure in _ALL}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from gradsieve.errors import ConfigError
 from gradsieve.tools import stages
-from gradsieve_lab.bench.figures.data import Curve, Row, Training, labels
+from gradsieve_lab.bench.figures.data import Curve, Row, Training, Tried, labels
 
 _COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "C8", "C9")
 """matplotlib's but for its gray, which is too near to dense's black."""
@@ -72,6 +72,19 @@ def over_seconds(axes: Any, curves: Sequence[Curve]) -> None:
     axes.set_ylabel(
         "test accuracy, more is better" if metric == "accuracy" else "loss on unseen data, less is better"
     )
+
+
+def by_trial(axes: Any, found: Sequence[Tried]) -> None:
+    """Budgets one after the other, of which the last one is kept."""
+    for number, tried in enumerate(found):
+        look = _look(tried.name, number)
+        places = range(1, len(tried.bits) + 1)
+        axes.plot(places, tried.bits, label=tried.name, marker=_MARKERS[number % 5], **look)
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(lambda bits, _: f"{bits:g}")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel("budgets, as they were tried")
+    axes.set_ylabel("bits a parameter and step")
 
 
 def breakdown(axes: Any, trainings: Sequence[Training]) -> None:
