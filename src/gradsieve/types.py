@@ -80,7 +80,7 @@ def to_host(tensor: Tensor) -> NDArray[Any]:
 
 def to_device(values: NDArray[Any] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers of the host. They go to an accelerator through pinned memory, so that the host goes on."""
-    host = torch.as_tensor(values, dtype=dtype)
+    host = torch.as_tensor(values, dtype=dtype, device="cpu")
     if device.type == "cpu" or not can_pin():
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)

@@ -25,8 +25,8 @@ from gradsieve import kernels, types
 from gradsieve.kernels import fast, low_bit
 from multiproc.harness import Ranks
 
-MOST, MOST_A_PARAMETER, MOST_WAITS = 160, 6.0, 3
-"""Launches with six parameters, and for each one more: parameters lie apart, and kernels take one at a time."""
+MOST, MOST_A_PARAMETER, MOST_WAITS = 140, 5.0, 3
+"""Launches with six parameters, and for each one more: they lie apart, and kernels take one at a time."""
 STAGED = "staging.py"
 """Gloo reads memory of the host: there is one wait for each of its messages, which are few."""
 

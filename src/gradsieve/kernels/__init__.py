@@ -56,7 +56,9 @@ def finite(*tensors: Tensor) -> Tensor:
     vectors = [x.detach().view(-1) if x.is_contiguous() else x.detach() for x in tensors]
     here = all(form_for(x).is_finite(x) for x in vectors if x.is_cpu)
     elsewhere = [x for x in vectors if not x.is_cpu]
-    return fast.finite(elsewhere) if here and elsewhere else torch.tensor(here)
+    if here and elsewhere:
+        return fast.finite(elsewhere)
+    return torch.tensor(here, dtype=torch.bool, device="cpu")
 
 
 def waiting(anchor: Tensor, own: Tensor, out: Tensor) -> None:

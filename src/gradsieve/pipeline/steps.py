@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -167,7 +166,8 @@ class StepPipeline(Pipeline):
             self._noted, self._noted_for = {}, self.step
         for index, unit in enumerate(self.units):
             slots, places = zip(*self._looked_at(index), strict=True)
-            every = to_device(np.concatenate(places), torch.int64, unit.device)
+            together = [place for here in places for place in here.tolist()]
+            every = to_device(together, torch.int64, unit.device)
             parts = torch.split(every, [here.size for here in places])
             found = {
                 slot.name: gradient.index_select(0, at)
@@ -224,16 +224,17 @@ class StepPipeline(Pipeline):
             ]
             looked_at = torch.cat([squares(staged.probes) for staged in self._staged])
             bounded = finite(*(update.bounds() for update in updates))
-            *seen, are_bounded = to_host(torch.cat([looked_at, bounded.to(looked_at)[None]]))  # one wait
-            good = bool(are_bounded) or is_finite(*(update.values for update in updates))
+            found = to_host(torch.cat([looked_at, bounded.to(looked_at)[None]]))  # one wait
+            seen, are_bounded = found[:-1].reshape(-1, 2), bool(found[-1])
+            good = are_bounded or is_finite(*(update.values for update in updates))
         if not good:
             self.skipped += 1
             return False
         if self.probes_gradients:
             places = sum(staged.probes.numel() - 1 for staged in self._staged)
-            self.agreement = self.agreement.after(np.reshape(seen, (-1, 2)), self.world, places)
+            self.agreement = self.agreement.after(seen, self.world, places)
         else:
-            self.coherence = self.coherence.after(np.reshape(seen, (-1, 2)), self.world)
+            self.coherence = self.coherence.after(seen, self.world)
         fixed = self.settings.preview
         self.preview = self.coherence.share(self.world) if fixed is None else fixed
         for index, (local, staged) in enumerate(zip(self.local, self._staged, strict=True)):
