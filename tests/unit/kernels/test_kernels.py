@@ -177,9 +177,15 @@ def test_one_bad_value_anywhere_is_seen_and_a_sum_that_overflows_is_not_one(bad:
     large[617] = bad
     assert not fast.is_finite(large)
     assert not fast.is_finite(torch.tensor([torch.inf, -torch.inf]))
-    assert fast.is_finite()
-    assert fast.is_finite(torch.ones(3), torch.full((9,), 3e38), torch.ones(2, dtype=torch.float64))
-    assert not fast.is_finite(torch.ones(3), torch.tensor([torch.nan]), torch.ones(2))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_the_same_of_many_as_for_an_accelerator(bad: float) -> None:
+    many = [torch.ones(3), torch.full((9,), 3e38), torch.zeros(0), torch.ones(2, dtype=torch.float64)]
+    assert fast.finite(many)
+    assert fast.finite([])
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert not fast.finite([*many, torch.tensor([1.0, bad, 2.0], dtype=dtype)])
 
 
 def test_the_reference_knows_every_kernel_the_package_offers() -> None:

@@ -233,7 +233,8 @@ def _numbers() -> Iterator[EntryPoint]:
 def _tags() -> Iterator[EntryPoint]:
     """What is piggybacked, and what ranks say of themselves where that does not add up."""
     tag, cpu = Tag(0, 17, 2, 0, 3), torch.device("cpu")
-    ride = np.array([words(tag, rank, 0, False) for rank in range(WORLD)], np.float32).sum(0)
+    said_by_all = [words(tag, rank, 0, False) for rank in range(WORLD)]
+    ride = torch.tensor(said_by_all, dtype=torch.float32, device="cpu").sum(0)
     said = np.array([astuple(tag)] * WORLD)
 
     def rides(forged: bytearray) -> None:
