@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from concurrent.futures import wait
 from typing import Any
 from unittest import mock
 
@@ -262,10 +263,9 @@ def applied(rank: int, calls_a_part: bool = False, waits: bool = True) -> tuple[
     def look(_: Tensor) -> None:
         pending = sync._pending
         assert pending is not None
-        until = time.monotonic() + (20.0 if waits and pending.is_applying else 0.0)
-        while not pending.is_complete and time.monotonic() < until:
-            time.sleep(0.001)
-        done.append(pending.is_complete)
+        if waits and pending.applied is not None:
+            wait([pending.applied], timeout=20.0)
+        done.append(pending.applied is not None and pending.applied.done())
         ddp.eval()
         with torch.no_grad():
             seen.append(ddp(torch.ones(1, 8)))

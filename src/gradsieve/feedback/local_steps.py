@@ -31,7 +31,7 @@ from torch import Tensor
 
 from gradsieve.feedback.units import Slot, Unit, by_slot, parts_of
 from gradsieve.kernels import apply, rebase, select, waiting, waiting_above
-from gradsieve.kernels.fast import window
+from gradsieve.kernels.fast import divisor, window
 from gradsieve.types import Host, Outcome, Sparse
 
 WINDOWS = 3
@@ -144,10 +144,8 @@ class LocalSteps:
         own = self.own_at(parameters, spent)
         anchor = self.anchor.index_select(0, spent.indices)
         self.anchor.index_copy_(0, spent.indices, _marked(anchor, own, spent.values))
-        # Two roundings, not a fused one: replicas on different processors must keep the same bits. For
-        # the same reason the divisor is a tensor: for a number, CUDA multiplies with its inverse.
-        ranks = update.values.new_full((), world)
-        shared = self.shared.index_select(0, update.indices) - update.values / ranks
+        # Two roundings, not a fused one: replicas on different processors must keep the same bits.
+        shared = self.shared.index_select(0, update.indices) - update.values / divisor(world, update.values)
         self.shared.index_copy_(0, update.indices, shared)
 
     def _round(self, update: Sparse) -> None:

@@ -228,8 +228,7 @@ def apply(
     processors must keep the same bits.
     """
     own = own.detach()
-    # A tensor: for a number, CUDA multiplies with its inverse.
-    ranks = torch.full((), world, dtype=update.dtype, device=update.device)
+    ranks = divisor(world, update)
     for here in _pieces(shared):
         x = own[here].to(anchor.dtype)
         left = (anchor[here] - x).sub_(spent[here])
@@ -237,6 +236,11 @@ def apply(
         shared[here] -= update[here] / ranks
         if preview is not None:
             rebase(shared[here], own[here], anchor[here], preview)
+
+
+def divisor(number: float, of: Tensor) -> Tensor:
+    """A tensor to divide by: for a number, CUDA multiplies with its inverse, which rounds otherwise."""
+    return torch.full((), number, dtype=of.dtype, device=of.device)
 
 
 def select(x: Tensor, threshold: float, capacity: int, phase: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -48,6 +48,7 @@ import torch
 from torch import Tensor
 
 from gradsieve.kernels.blocks import BLOCK, Blocks, closed, even, lengths, spread
+from gradsieve.kernels.fast import divisor
 
 SHARE = 0.625
 """Of mean|x|, the lower of two levels."""
@@ -142,8 +143,7 @@ def _encode_blocks(bits: int, blocks: Tensor, true: Tensor) -> tuple[Tensor, Ten
     """The bytes of their scales, and of their codes."""
     inside = torch.arange(BLOCK, dtype=torch.int64, device=blocks.device) < true[:, None]
     if bits == 4:
-        # Divisors are tensors: for a number, CUDA multiplies with its inverse.
-        most = blocks.abs().amax(-1) / torch.full((), STEPS, dtype=blocks.dtype, device=blocks.device)
+        most = blocks.abs().amax(-1) / divisor(STEPS, blocks)
         halves = _bfloat16(most)
         codes = _four_bits(blocks, halves.view(torch.bfloat16).to(blocks.dtype)[:, None])
         return halves.view(torch.uint8), _pack(bits, codes * inside).flatten()

@@ -42,14 +42,19 @@ def wide(x):  # type: ignore[no-untyped-def]
     return x.to(tl.float32)
 
 
+@triton.jit
+def bits_of_bfloat16(x):  # type: ignore[no-untyped-def]
+    """The nearest, ties to even; one NaN for all."""
+    word = x.to(tl.uint32, bitcast=True)
+    nearest = (word + 0x7FFF + ((word >> 16) & 1)) >> 16
+    return tl.where((word & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, nearest)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _rounded(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """To nearest, ties to even."""
     if dtype == tl.bfloat16:
-        word = x.to(tl.uint32, bitcast=True)
-        half = (word + 0x7FFF + ((word >> 16) & 1)) >> 16
-        x = tl.where((word & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, half).to(tl.uint16)
-        x = x.to(tl.bfloat16, bitcast=True)
+        x = bits_of_bfloat16(x).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return x.to(dtype)
 
 

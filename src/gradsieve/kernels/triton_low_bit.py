@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradsieve.kernels import low_bit
 from gradsieve.kernels.blocks import BLOCK, Blocks, block_layout, even
-from gradsieve.kernels.triton_apply import on
+from gradsieve.kernels.triton_apply import bits_of_bfloat16, on
 
 __all__ = ["decode_low", "decode_low_sum", "encode_low", "try_out"]
 
@@ -35,13 +35,6 @@ def _sums_of_parities(magnitude):  # type: ignore[no-untyped-def]
     return tl.sum(tl.where(is_odd, 0.0, magnitude), 0), tl.sum(tl.where(is_odd, magnitude, 0.0), 0)
 
 
-@triton.jit
-def _half(scale):  # type: ignore[no-untyped-def]
-    """As the bits of bfloat16."""
-    word = scale.to(tl.int32, bitcast=True)
-    return tl.where((word & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, (word + 0x7FFF + ((word >> 16) & 1)) >> 16)
-
-
 @triton.jit(do_not_specialize=["values", "data", "edges", "places", "count", "size", "blocks"])  # type: ignore[untyped-decorator]
 def _encode(values, data, edges, places, count, size, blocks, bits: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
     block, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -52,7 +45,7 @@ def _encode(values, data, edges, places, count, size, blocks, bits: tl.constexpr
     x = tl.load(values + row * count + (begin - tl.load(edges)) + i, mask=inside, other=0.0)
     if bits == 4:
         most = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)  # by bits: every NaN is above all numbers
-        half = _half(tl.div_rn(most.to(tl.float32, bitcast=True), 7.0))
+        half = bits_of_bfloat16(tl.div_rn(most.to(tl.float32, bitcast=True), 7.0)).to(tl.int32)
         scale = (half << 16).to(tl.float32, bitcast=True)
         usable = (scale > 0.0) & (scale < float("inf"))
         steps = tl.div_rn(x, tl.where(usable, scale, 1.0))
@@ -76,7 +69,7 @@ def _encode(values, data, edges, places, count, size, blocks, bits: tl.constexpr
         )
         if bits == 2:
             scale = scale * 0.625
-        half = _half(scale)
+        half = bits_of_bfloat16(scale).to(tl.int32)
         with_zeros = mixed & (half > 0) & (half < 0x7F80)
         half = tl.where(with_zeros, (half & 0x7FFE) | parity | 0x8000, half)
         scale = ((half & 0x7FFF) << 16).to(tl.float32, bitcast=True)

@@ -246,7 +246,7 @@ class GradientSync:
     def complete_if_due(self, names: Set[str] = frozenset()) -> None:
         """In the step in which all ranks do; before it, nobody waits for the pending exchange."""
         pending = self._pending
-        if pending is None or pending.is_applying or self.pipeline.is_exchange_due:
+        if pending is None or pending.applied is not None or self.pipeline.is_exchange_due:
             self.complete(names)
         if self.pipeline.is_exchange_due:
             self._is_preempted = self.pipeline.heard_notice
@@ -260,14 +260,15 @@ class GradientSync:
         start = time.perf_counter()
         if pending is not None:
             self.timer.need()
-        done = self.engine.submit_call(lambda: self._apply(pending, names), self.replica.device)
+            self._apply(pending, names)
+        done = self.engine.submit_call(lambda: self._rebase(pending, names), self.replica.device)
         try:
             wait([done])
         finally:
             if done.done():
                 self._pending = None
         try:
-            done.result()
+            was_good = done.result()
         except UnmatchedError:
             assert pending is not None
             if pending.is_tentative:
@@ -280,7 +281,7 @@ class GradientSync:
         self.pipeline.stats.timeline.spans.append(Span("waiting", -1, start, time.perf_counter()))
         if self.exchanges_steps:
             self._compare()  # now, and not after an optimizer's step: a rank may skip its own
-        return pending.was_good
+        return was_good
 
     @property
     def has_begun_tentatively(self) -> bool:
@@ -294,32 +295,32 @@ class GradientSync:
     def apply_meanwhile(self) -> None:
         """Apply the pending exchange as soon as it ends, and do not wait. Until it is completed nobody may
         look at the shared model or at residuals."""
-        pending = self._pending
-        if pending is not None:
-            pending.is_applying = True
-            self.engine.submit_call(lambda: self._apply(pending, frozenset()), self.replica.device)
+        if self._pending is not None:
+            self._apply(self._pending, frozenset())
 
     def before_looking(self) -> None:
         """Complete what is being applied."""
-        if self._pending is not None and self._pending.is_applying:
+        if self._pending is not None and self._pending.applied is not None:
             self.complete()
 
-    def _apply(self, pending: Pending | None, names: Set[str]) -> None:
-        """On the engine's thread, after the programs of the exchange."""
-        if pending is not None and not pending.is_complete:
-            if pending.error is not None:
-                raise pending.error
-            try:
-                for future in pending.futures:
-                    future.result()
-                self.timer.got()
-                pending.was_good = self.pipeline.complete(pending.tensors, names)
-            except BaseException as error:
-                pending.error = error
-                raise
-            pending.is_complete = True
+    def _apply(self, pending: Pending, names: Set[str]) -> None:
+        """On the engine's thread, after the programs of the exchange; not a second time."""
+
+        def apply() -> bool:
+            for future in pending.futures:
+                future.result()
+            self.timer.got()
+            return self.pipeline.complete(pending.tensors, names)
+
+        if pending.applied is None:
+            pending.applied = self.engine.submit_call(apply, self.replica.device)
+
+    def _rebase(self, pending: Pending | None, names: Set[str]) -> bool:
+        """On the engine's thread, after the pending exchange was applied; what that found, or raised."""
+        was_good = pending is None or pending.applied is None or pending.applied.result()
         if names:
             self.pipeline.rebase(names)
+        return was_good
 
     def begin_step(self) -> None:
         self.replica.adapter.note_rate()

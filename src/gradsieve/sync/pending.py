@@ -16,9 +16,6 @@ class Pending:
     futures: list[Future[None]]
     is_tentative: bool = False
     """It began with a forward; no backward has shown yet that all ranks take part (`pipeline/tags.py`)."""
-    is_applying: bool = False
-    """While backward runs, on the thread that exchanges."""
-    is_complete: bool = False
-    was_good: bool = True
-    error: BaseException | None = None
-    """What applying it raised: nothing is applied twice."""
+    applied: Future[bool] | None = None
+    """Whether no sum overflowed, from the moment on at which it was to be applied: nothing is applied twice,
+    also where that raised or whoever waited for it was interrupted."""
