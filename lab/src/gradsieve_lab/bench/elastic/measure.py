@@ -46,7 +46,7 @@ class Faults:
 
 
 @dataclass(slots=True)
-class _Running:
+class Life:
     """One life of a replica."""
 
     name: str
@@ -109,7 +109,7 @@ class Campaign:
         self._context = multiprocessing.get_context("forkserver")
         # The first optimizer of a process would load dynamo.
         self._context.set_forkserver_preload([torch_names.LOADED_BEFORE_RANKS, live.__module__])
-        self._running: dict[int, _Running] = {}
+        self.running: dict[int, Life] = {}
         self._lives = dict.fromkeys(range(plan.replicas), 0)
         self._course = _Course()
         self._is_going = False
@@ -122,12 +122,12 @@ class Campaign:
             for number in range(self.plan.replicas):
                 self._start(number)
             start, done, heard = time.monotonic(), 0, time.monotonic()
-            while not self._is_over():
+            while not self.is_over():
                 for number, message in self._messages():
                     heard = time.monotonic()
                     if message["event"] == "ready" and not self._is_going and self._all_ready():
                         self._is_going, start = True, heard
-                        self._let_go(list(self._running))
+                        self._let_go(list(self.running))
                     if message["event"] == "step":
                         self._stepped(number, message["step"])
                         advance(max(0, message["step"] - done))
@@ -139,7 +139,7 @@ class Campaign:
                     raise GradsieveError(f"no replica has said anything for {_SILENCE:g} s:\n{self._logs()}")
             return self._row(time.monotonic() - start)
         finally:
-            for one in self._running.values():
+            for one in self.running.values():
                 one.process.kill()
                 one.process.join()
                 one.pipe.close()
@@ -156,20 +156,20 @@ class Campaign:
         )
         process.start()
         theirs.close()
-        self._running[number] = _Running(f"{number}.{life}", process, ours, log)
+        self.running[number] = Life(f"{number}.{life}", process, ours, log)
 
     def _all_ready(self) -> bool:
-        return all(one.step >= 0 for one in self._running.values())
+        return all(one.step >= 0 for one in self.running.values())
 
     def _let_go(self, numbers: list[int]) -> None:
         for number in numbers:
-            self._running[number].pipe.send_bytes(b"go")
+            self.running[number].pipe.send_bytes(b"go")
 
     def _messages(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        pipes = {one.pipe: number for number, one in self._running.items() if one.ended is None}
+        pipes = {one.pipe: number for number, one in self.running.items() if one.ended is None}
         for pipe in connection.wait(list(pipes), 0.01):
             number = pipes[pipe]  # type: ignore[index]  # these are all that it is given
-            one = self._running[number]
+            one = self.running[number]
             try:
                 message = json.loads(one.pipe.recv_bytes(1 << 20))
             except (EOFError, OSError):
@@ -187,26 +187,27 @@ class Campaign:
                 one.ended = message
             yield number, message
 
-    def _is_over(self) -> bool:
-        """All that made the last exchange have ended; who came back too late for it waits in vain."""
-        ended = {one.name: one.ended for one in self._running.values() if one.ended is not None}
-        return bool(ended) and all(set(message["present"]) <= ended.keys() for message in ended.values())
+    def is_over(self) -> bool:
+        """All that made the last exchange and live have ended. Who came back too late for it waits in vain,
+        and one that was killed right after it is present there and ends never."""
+        living = {one.name for one in self.running.values()}
+        ended = {one.name: one.ended for one in self.running.values() if one.ended is not None}
+        last = {name for message in ended.values() for name in message["present"]}
+        return bool(ended) and last & living <= ended.keys()
 
     def _logs(self) -> str:
-        for one in self._running.values():
+        for one in self.running.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(one.process.pid, signal.SIGUSR1)
         time.sleep(1.0)
-        return "\n".join(
-            f"-- {one.log.name}\n{one.log.read_text()[-3000:]}" for one in self._running.values()
-        )
+        return "\n".join(f"-- {one.log.name}\n{one.log.read_text()[-3000:]}" for one in self.running.values())
 
     # -- faults -----------------------------------------------------------------------------------------
 
     def _stepped(self, number: int, step: int) -> None:
         course, faults = self._course, self.faults
         if number in course.away:
-            if step >= max(one.step for one in self._running.values()):  # not what it had begun before
+            if step >= max(one.step for one in self.running.values()):  # not what it had begun before
                 del course.away[number]
                 course.back += 1
         elif course.struck is not None and step >= course.struck[1] + 2:
@@ -225,10 +226,10 @@ class Campaign:
         course = self._course
         if course.due is None or time.monotonic() < course.due:
             return
-        there = [number for number in self._running if number not in course.away]
+        there = [number for number in self.running if number not in course.away]
         number = there[(course.kills + course.stops) % len(there)]
-        one, now = self._running[number], time.monotonic()
-        course.due, course.struck = None, (now, max(each.step for each in self._running.values()))
+        one, now = self.running[number], time.monotonic()
+        course.due, course.struck = None, (now, max(each.step for each in self.running.values()))
         if one.ended is not None:
             return
         if not self._kills:
@@ -244,13 +245,13 @@ class Campaign:
 
     def _continue_stopped(self) -> None:
         for number, until in self._course.away.items():
-            one = self._running[number]
+            one = self.running[number]
             if one.is_stopped and time.monotonic() >= until:
                 os.kill(one.process.pid, signal.SIGCONT)
                 one.is_stopped = False
 
     def _row(self, seconds: float) -> dict[str, Any]:
-        ended = [one.ended for one in self._running.values() if one.ended is not None]
+        ended = [one.ended for one in self.running.values() if one.ended is not None]
         course, gone = self._course, self._course.gone
         return {
             "training": "disturbed" if course.kills + course.stops else "undisturbed",
