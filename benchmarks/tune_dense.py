@@ -33,7 +33,7 @@ class Grid:
     part: float = 0.25
     """Of the task's steps, to save time."""
     finalists: int = 1
-    """So many of the best are trained with all steps."""
+    """So many of the best are trained with all steps; 0: the grid's best is taken."""
 
 
 GRIDS = {
@@ -42,6 +42,7 @@ GRIDS = {
     "transformer": Grid((2e-3, 4e-3, 8e-3), (0.1,)),
     "lstm": Grid((2e-3, 4e-3, 8e-3, 16e-3, 32e-3, 64e-3), (0.1,), finalists=2),
     "recommender": Grid((5e-3, 10e-3, 20e-3, 40e-3), (0.01, 0.1), part=0.5),
+    "documentation": Grid((2e-3, 4e-3, 8e-3), (0.1,), part=0.075, finalists=0),
 }
 COLUMNS = ["task", "parameters", "rate", "decay", "steps", "metric", "value", "seconds"]
 
@@ -98,8 +99,9 @@ def tune(recipe: Recipe, grid: Grid, notes: Notes) -> Row:
         made = [notes.row(replace(recipe, rate=rate, decay=decay), part) for rate, decay in points]
         return sorted(made, key=itemgetter("value"), reverse=recipe.metric == "accuracy")
 
-    best = rows(product(grid.rates, grid.decays), grid.part)[: grid.finalists]
-    return rows([(row["rate"], row["decay"]) for row in best], part=1)[0]
+    best = rows(product(grid.rates, grid.decays), grid.part)
+    finalists = [(row["rate"], row["decay"]) for row in best[: grid.finalists]]
+    return rows(finalists, part=1)[0] if finalists else best[0]
 
 
 def main() -> None:
@@ -107,11 +109,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--tasks", nargs="+", choices=GRIDS, default=list(GRIDS), metavar="TASK")
     args = parser.parse_args()
     writable(args.json)
     notes = Notes(args.json)
     with one_thread():
-        best = [tune(TASKS[name], grid, notes) for name, grid in GRIDS.items()]
+        best = [tune(TASKS[name], GRIDS[name], notes) for name in args.tasks]
     print(table(best, COLUMNS))
 
 

@@ -101,7 +101,11 @@ def models(text: str) -> list[str]:
 def tasks(text: str) -> list[str]:
     from gradsieve_lab.bench.tasks.training import TASKS
 
-    names = list(TASKS) if text == "all" else list(dict.fromkeys(text.split(",")))
+    names = (
+        [name for name in TASKS if not TASKS[name].held_out]
+        if text == "all"
+        else list(dict.fromkeys(text.split(",")))
+    )
     unknown = [name for name in names if name not in TASKS]
     if unknown:
         raise argparse.ArgumentTypeError(

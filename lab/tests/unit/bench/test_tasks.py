@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
@@ -14,8 +15,10 @@ from torch import Tensor
 
 from gradsieve.errors import ConfigError
 from gradsieve_lab.bench.common.models import sources
+from gradsieve_lab.bench.tasks import documentation as documents
 from gradsieve_lab.bench.tasks.data import ITEMS, Data, DataSet, apart, fashion_mnist, ratings, source_text
 from gradsieve_lab.bench.tasks.training import TASKS, Training, batches, build, rate_at, shards
+from gradsieve_lab.commands.arguments import tasks as task_names
 
 IMAGES = {"train": 320, "t10k": 40}
 TEXT = 1_000_000
@@ -40,13 +43,36 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def manuals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, documents.Source]:
+    """Files as Debian's documentation has them: source files of Python, some of them packed."""
+    folder = tmp_path_factory.mktemp("manuals")
+    (folder / "translations").mkdir()
+    for number, content in enumerate(sources(TEXT)):
+        (folder / f"{number}.rst.gz").write_bytes(gzip.compress(content))
+        (folder / f"{number}.pod").write_bytes(content[::-1] + b"\xff")  # not UTF-8
+    (folder / "translations" / "1.rst.gz").write_bytes(gzip.compress(b"in another language"))
+    return {
+        "linux-doc": documents.Source("6", folder, "**/*.rst.gz"),
+        "perl-doc": documents.Source("5", folder, "*.pod"),
+    }
+
+
+@pytest.fixture(scope="module")
+def manual_data(manuals: dict[str, documents.Source]) -> DataSet:
+    text = documents.read(manuals, most_bytes=TEXT)
+    found = b"".join(part.numpy().tobytes() for part in documents.tokens(text))
+    return documents.learnable(text, text.sha256, hashlib.sha256(found).hexdigest(), windows=16)
+
+
 @pytest.fixture
-def less_data(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def less_data(images: Path, manual_data: DataSet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every task as it is, with little to learn from."""
     less: dict[Callable[[], DataSet], Callable[[], DataSet]] = {
         fashion_mnist: lambda: fashion_mnist(images),
         source_text: lambda: source_text(TEXT, windows=16),
         ratings: lambda: ratings(drawn=20_000, tested=500),
+        documents.documentation: lambda: manual_data,
     }
     for name, recipe in TASKS.items():
         monkeypatch.setitem(TASKS, name, replace(recipe, data=less[recipe.data]))
@@ -72,7 +98,8 @@ def test_a_seed_makes_a_model_and_leaves_the_callers_numbers_alone(name: str) ->
 @every_task
 def test_a_task_is_of_the_size_it_is_meant_to_be(name: str) -> None:
     training = build(name, 0)
-    assert 200_000 < training.n < 700_000
+    least, most = (1_000_000, 1_100_000) if TASKS[name].held_out else (200_000, 700_000)
+    assert least < training.n < most
     assert training.batch % 16 == 0
     assert training.steps >= 2000
 
@@ -145,6 +172,7 @@ def spread(values: Tensor, owned: list[Tensor]) -> float:
         ("cnn", lambda train: train.target),
         ("transformer", lambda train: torch.arange(len(train))),
         ("lstm", lambda train: torch.arange(len(train))),
+        ("documentation", lambda train: torch.arange(len(train))),
         ("recommender", lambda train: train.inputs[0]),
     ],
 )
@@ -181,6 +209,46 @@ def test_text_of_the_test_is_from_files_that_are_not_learned() -> None:
         text = b"".join(whole)
         windows = torch.cat([part.inputs[0], part.target[:, -1:]], 1)
         assert all(bytes(window) in text for window in windows[:: len(windows) // 8].tolist())
+
+
+def test_documentation_is_split_by_file_and_names_alone_decide(manuals: dict[str, documents.Source]) -> None:
+    text = documents.read(manuals, most_bytes=TEXT)
+    assert not text.learned.keys() & text.held_out.keys()
+    assert 0.02 < len(text.held_out) / len(text.learned) < 0.25
+    assert sum(len(part.encode()) for part in (*text.learned.values(), *text.held_out.values())) < 1.01 * TEXT
+    assert not [name for name in text.learned if "translations" in name]
+    less = documents.read(manuals, most_bytes=TEXT // 2)
+    assert less.learned.items() <= text.learned.items()
+    assert less.held_out.items() <= text.held_out.items()
+
+
+def test_byte_pairs_are_learned_from_the_training_files_alone(manuals: dict[str, documents.Source]) -> None:
+    text = documents.read(manuals, most_bytes=TEXT)
+    learned, _ = documents.tokens(text)
+    assert 300 < int(learned.max()) < documents.SYMBOLS
+    other = documents.Documentation(text.learned, {"one": "@@@@" * 100_000})
+    again, held_out = documents.tokens(other)
+    assert torch.equal(again, learned)
+    assert len(held_out) > 100_000, "a pair that only the test has was learned"
+
+
+def test_other_documentation_is_another_task_and_refused(manuals: dict[str, documents.Source]) -> None:
+    text = documents.read(manuals, most_bytes=TEXT // 4)
+    with pytest.raises(ConfigError, match=r"apt-get install linux-doc-6.1=6.1.192-1 perl-doc=.*snapshot"):
+        documents.learnable(text, "0" * 64, "0" * 64)
+    with pytest.raises(ConfigError, match="other byte pairs"):
+        documents.learnable(text, text.sha256, "0" * 64)
+
+
+def test_without_documentation_the_command_is_named(tmp_path: Path) -> None:
+    missing = {"perl-doc": documents.Source("5", tmp_path, "*.pod")}
+    with pytest.raises(ConfigError, match="to install it: apt-get install perl-doc=5"):
+        documents.read(missing)
+
+
+def test_no_setting_is_chosen_on_the_held_out_task() -> None:
+    assert "documentation" not in task_names("all")
+    assert task_names("documentation") == ["documentation"]
 
 
 def test_a_pair_is_rated_once_in_training_or_in_the_test() -> None:

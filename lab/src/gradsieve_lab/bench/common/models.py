@@ -84,9 +84,9 @@ def _idx(path: Path, header: int) -> Tensor:
 
 
 class Transformer(nn.Module):
-    def __init__(self, width: int, layers: int, context: int) -> None:
+    def __init__(self, width: int, layers: int, context: int, symbols: int = 256) -> None:
         super().__init__()
-        self.symbols = nn.Embedding(256, width)
+        self.symbols = nn.Embedding(symbols, width)
         places = torch.randn(context, width, dtype=torch.float32, device="cpu")
         self.places = nn.Parameter(places * 0.02)
         each = [
@@ -97,7 +97,7 @@ class Transformer(nn.Module):
         ]
         self.layers = nn.ModuleList(each)
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 256)
+        self.head = nn.Linear(width, symbols)
         self.past_only: Tensor
         self.register_buffer("past_only", nn.Transformer.generate_square_subsequent_mask(context))
 

@@ -61,10 +61,15 @@ def _images(folder: Path, part: str) -> Data:
 
 @cache
 def source_text(most_bytes: int = 16_000_000, windows: int = 1024) -> DataSet:
-    """Windows of CONTEXT bytes, each to be predicted from those before it. Test windows are `windows` ones,
-    from all over the files held out."""
+    """Windows of CONTEXT bytes."""
     learned, held_out = apart(sources(most_bytes))
-    train, test = _windows(learned), _windows(held_out)
+    return text_to_learn(_symbols(learned), _symbols(held_out), CONTEXT, windows)
+
+
+def text_to_learn(learned: Tensor, held_out: Tensor, context: int, windows: int) -> DataSet:
+    """Windows of `context` symbols, each to be predicted from those before it; `windows` of the test's, from
+    all over the text held out."""
+    train, test = _windows(learned, context), _windows(held_out, context)
     spread = torch.linspace(0, len(test) - 1, min(windows, len(test)), dtype=torch.float32, device=_CPU)
     place = torch.arange(len(train), dtype=torch.int64, device=_CPU)
     return DataSet(train, test.take(spread.long()), kind=place)
@@ -77,9 +82,12 @@ def apart(files: list[bytes]) -> tuple[list[bytes], list[bytes]]:
     return [file for file in files if file not in unseen], held_out
 
 
-def _windows(files: list[bytes]) -> Data:
-    text = torch.frombuffer(bytearray(b"".join(files)), dtype=torch.uint8).long()
-    windows = text[: len(text) - len(text) % (CONTEXT + 1)].view(-1, CONTEXT + 1)
+def _symbols(files: list[bytes]) -> Tensor:
+    return torch.frombuffer(bytearray(b"".join(files)), dtype=torch.uint8)
+
+
+def _windows(text: Tensor, context: int) -> Data:
+    windows = text[: len(text) - len(text) % (context + 1)].long().view(-1, context + 1)
     return Data((windows[:, :-1],), windows[:, 1:])
 
 

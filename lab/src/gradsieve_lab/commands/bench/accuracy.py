@@ -19,7 +19,8 @@ Whether a model ends as good as it would with dense exchange.
 
 Trains whole tasks for each sync, exchange settings, density and seed, on virtual ranks that go through the
 same pipeline as real ones. Rivals have neither exchange settings nor density but settings of their own
-(docs/rivals.md); torch's hooks among them, fp16 and powersgd, train in as many real processes.
+(docs/rivals.md); torch's hooks among them, fp16 and powersgd, train in as many real processes. On the task
+`documentation` nothing of gradsieve was chosen: it runs only by its name.
 Hyper-parameters were tuned for dense and are the same for all, but for the multiples of the learning rate
 that --rates asks for. Every training leaves a file in the folder and is not run again when it is there.
 
@@ -52,7 +53,7 @@ examples:
 def fill(parser: argparse.ArgumentParser) -> None:
     describe(parser, run, _DESCRIPTION, _EXAMPLES)
     add = parser.add_argument
-    add("--tasks", type=tasks, default="all", metavar="LIST", help="what is trained (default: all)")
+    add("--tasks", type=tasks, default="all", metavar="LIST", help="(default: all but documentation)")
     add(
         "--syncs",
         type=_syncs,
