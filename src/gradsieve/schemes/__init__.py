@@ -44,9 +44,11 @@ from gradsieve.types import (
     static,
     target_count,
 )
+from gradsieve.wire.indices import INDEX_CODECS
 from gradsieve.wire.values import VALUE_CODECS
 
 __all__ = [
+    "INDEX_CODECS",
     "SCHEMES",
     "VALUE_CODECS",
     "Agreed",

@@ -17,11 +17,13 @@ from gradsieve.types import Ctx
 from gradsieve_lab.bench.accuracy import measure as accuracy
 from gradsieve_lab.bench.accuracy.measure import Case
 from gradsieve_lab.bench.common import virtual
+from gradsieve_lab.bench.common.models import Transformer
 from gradsieve_lab.bench.rivals import runs as rival_runs
 from gradsieve_lab.bench.rivals.base import Part, RivalRun, flat
 from gradsieve_lab.bench.rivals.cser import Cser, CserPart
 from gradsieve_lab.bench.rivals.entries import Entries
 from gradsieve_lab.bench.rivals.runs import RIVALS, Member, parse
+from gradsieve_lab.bench.rivals.streaming import fragments, matrices
 from gradsieve_lab.bench.tasks import training as tasks
 from tiny_task import TASK, tiny
 
@@ -60,6 +62,16 @@ Transcript = Callable[[], Tensor]
 TRANSCRIBED: dict[str, tuple[Transcript, str]] = {
     "local-sgd:every=4": (lambda: transcripts.local_sgd(WORLD, STEPS, 4), "local-sgd:every=5"),
     "diloco:every=4": (lambda: transcripts.diloco(WORLD, STEPS, 4), "diloco:every=4+momentum=0.8"),
+    "streaming:every=4+fragments=2": (
+        lambda: transcripts.streaming(WORLD, STEPS, cut=40 * 64),
+        "streaming:every=4+fragments=2+delay=2",
+    ),
+    "muloco:every=4": (lambda: transcripts.muloco(WORLD, STEPS, 4), "muloco:every=4+decay=0"),
+    "one-bit-adam:freeze=0.3": (lambda: transcripts.one_bit_adam(WORLD, STEPS, 4), "one-bit-adam:freeze=0.4"),
+    "zero-one-adam:freeze=0.4+kappa=2+every=4+doubling=0.15": (
+        lambda: transcripts.zero_one_adam(WORLD, STEPS, 6, 2, 4, 2.1),
+        "zero-one-adam:freeze=0.4+kappa=3+every=4+doubling=0.15",
+    ),
     "one-shot": (lambda: transcripts.one_shot(WORLD, STEPS), "local-sgd:every=7"),
     "sparta:density=0.05": (lambda: transcripts.sparta(WORLD, STEPS, 0.05), "sparta:density=0.06"),
     "one-bit": (lambda: transcripts.one_bit(WORLD, STEPS), "one-bit:exchange=steps"),
@@ -85,6 +97,40 @@ def test_every_rival_has_a_transcript() -> None:
     assert {text.partition(":")[0] for text in TRANSCRIBED} == set(RIVALS)
 
 
+@pytest.mark.parametrize(
+    ("like", "unlike"),
+    [
+        ("demo:chunk=8+k=4+clip=1000", "demo:chunk=8+k=4+clip=0.01"),
+        ("demo:chunk=8+k=4+weight_decay=0.0001", "demo:chunk=8+k=4+weight_decay=0"),
+    ],
+)
+def test_demo_clips_and_has_a_weight_decay_of_its_own(like: str, unlike: str) -> None:
+    assert tasks.build(TASK, SEED).optimizer.param_groups[0]["weight_decay"] == 1e-4
+    wanted = trained("demo:chunk=8+k=4")
+    assert torch.equal(trained(like), wanted)
+    assert not torch.equal(trained(unlike), wanted)
+
+
+def test_one_fragment_without_delay_and_mixing_is_diloco() -> None:
+    plain = "streaming:every=4+fragments=1+delay=0+alpha=0+rate=0.7+values=exact"
+    assert torch.allclose(trained(plain), trained("diloco:every=4"), rtol=1e-4, atol=1e-5)
+
+
+def test_fragments_are_whole_tensors_and_about_equally_large() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(10, 10) for _ in range(12)))
+    found = fragments(model, 3)
+    assert [(part.start, part.stop) for part in found] == [(0, 440), (440, 880), (880, 1320)]
+    assert len(fragments(torch.nn.Linear(3, 1), 5)) == 2
+
+
+def test_muon_has_hidden_matrices_only() -> None:
+    model = Transformer(16, layers=1, context=8)
+    named = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert sorted(named[id(parameter)].removeprefix("layers.0.") for parameter in matrices(model)) == [
+        "linear1.weight", "linear2.weight", "self_attn.in_proj_weight", "self_attn.out_proj.weight"
+    ]  # fmt: skip
+
+
 # -- the law, and who is excepted -----------------------------------------------------------------------
 
 
@@ -105,7 +151,12 @@ def lost_by(text: str, monkeypatch: pytest.MonkeyPatch) -> float:
     return float((wanted - found).norm() / moved.mean(0).norm().clamp_min(1e-9))
 
 
-STEPPING = [text for text in TRANSCRIBED if text != "one-bit"] + ["one-bit:exchange=steps"]
+STEPPING = [
+    *(text for text in TRANSCRIBED if text != "one-bit"),
+    "one-bit:exchange=steps",
+    "one-bit:exchange=steps+every=4",
+    "local-sgd:every=4+values=int4",
+]
 """Of gradients the law is the pipeline's own."""
 
 
@@ -124,6 +175,7 @@ def test_nothing_is_lost_but_by_declaration(text: str, monkeypatch: pytest.Monke
         ("local-sgd:every=4", (7 / 8) / (3 / 4)),
         ("diloco:every=4", (7 / 8) / (3 / 4)),
         ("cser", (7 / 8) / (3 / 4)),
+        ("streaming:every=2+fragments=2+delay=0+values=exact", (7 / 8) / (3 / 4)),
         ("sparseloco:every=4", 7 / 3),
         ("demo", 7 / 3),
     ],
@@ -136,11 +188,13 @@ def test_who_gathers_receives_more_from_more_ranks(text: str, growth: float) -> 
     assert many / few == pytest.approx(growth, rel=0.02)
 
 
-def test_bytes_of_entries_are_12_bits_of_place_and_two_of_value() -> None:
+def test_bytes_of_entries_are_8_bits_of_place_and_two_of_value() -> None:
     entries = Entries(chunks=100, width=4096, k=64, values="int2")
     rows = torch.randn(100, 4096, generator=torch.Generator().manual_seed(0))
     message = entries.encode(rows)
-    assert message.numel() == entries.size == 100 * 64 * 12 // 8 + 100 * 64 * 2 // 8 + 2 * 25
+    places = message.numel() - 100 * 64 * 2 // 8 - 2 * 25
+    assert message.numel() == entries.size
+    assert places == pytest.approx(100 * 64 * 8 / 8, rel=0.001)
     back = entries.decode(message)
     assert int((back != 0).sum()) == 6400
     assert torch.equal((back != 0).sum(1), torch.full((100,), 64))
@@ -170,6 +224,13 @@ def test_entries_of_any_width(width: int, k: int) -> None:
         "sparseloco:k=5000",
         "cser:r1=0",
         "demo:k=0",
+        "streaming:delay=30",
+        "streaming:every=2+fragments=3",
+        "streaming:alpha=2",
+        "muloco:every=0",
+        "one-bit:every=4",
+        "zero-one-adam:kappa=0",
+        "one-bit-adam:freeze=-1",
         "one-shot:every=3",
         "one-bit:exchange=words",
     ],

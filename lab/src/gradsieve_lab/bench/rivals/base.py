@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsieve.errors import ConfigError
-from gradsieve.schemes import AllReduce, Ctx, Program
+from gradsieve.schemes import AllReduce, Ctx, Program, Stripes, Values
 from gradsieve_lab.bench.tasks.training import Training
 
 
@@ -91,3 +91,11 @@ def write(model: nn.Module, values: Tensor) -> None:
 def mean(values: Tensor, world: int) -> Program[Tensor]:
     total = yield AllReduce(values.clone())
     return total / world
+
+
+def rounded_mean(values: Tensor, kind: Values, ctx: Ctx) -> Program[tuple[Tensor, Tensor]]:
+    """The mean in few bits, there and back by way of owners; and what rounding left with this rank, of its
+    own values and of the sums that it owns."""
+    scheme = Stripes(density=1.0, values=kind)
+    outcome = yield from scheme.step(values, scheme.begin(values.numel(), ctx.world), ctx)
+    return outcome.update.to_dense() / ctx.world, values - outcome.spent.to_dense()

@@ -4,16 +4,17 @@
 2. Each tensor in blocks of up to 64 x 64 (vectors: 64), their discrete cosine transform,
    and of it the k = 32 largest of each block:         q = top-k(DCT(m)).
 3. What is sent is no longer this rank's own:          m = m - IDCT(q).
-4. Everybody gathers everybody's q:                    Q = IDCT(mean of q).
+4. Everybody gathers everybody's q, and takes the mean of each
+   coefficient over those who sent it:                 Q = IDCT(mean of q).
 5. Sign descent, decoupled weight decay:               w = (1 - rate decay) w - rate sign(Q).
 
 It is an optimizer of its own: a task's rate, schedule and weight decay are taken from its optimizer, which
 takes no step. All ranks have the same model at all times.
 
-Differences. Values travel as bfloat16 and places in 12 bits; what rounding leaves stays in m. Q is the mean
-over all ranks, as in the paper; the authors' code has the mean over those that sent the same place. Tensors
-of more than two dimensions are seen as matrices of their first one. Blocks are the largest up to 64 that
-divide a side.
+Differences. Values travel as bfloat16 and places coded; what rounding leaves stays in m. The authors' code
+has a weight decay of 0 by default, here `weight_decay=0`; the task's is taken where none is given. Their
+trainer clips gradients, here `clip`, of this rank's gradient alone. Tensors of more than two dimensions are
+seen as matrices of their first one.
 """
 
 from __future__ import annotations
@@ -37,12 +38,16 @@ class DeMo(Rival):
     chunk: int = 64
     k: int = 32
     decay: float = 0.999
+    weight_decay: float = -1.0
+    """Below 0: that of the task."""
+    clip: float = math.inf
+    """Largest norm of a rank's gradient."""
 
     loses: ClassVar[str] = "momentum that is not sent decays, and what is sent goes by its sign"
 
     def __post_init__(self) -> None:
         at_least(1, chunk=self.chunk, k=self.k)
-        at_least(0, decay=self.decay)
+        at_least(0, decay=self.decay, clip=self.clip)
 
     def begin(self, training: Training, ctx: Ctx) -> Part:
         return DeMoPart(self, training, ctx)
@@ -77,7 +82,7 @@ class Blocks:
 class DeMoPart(Part):
     def __init__(self, rival: DeMo, training: Training, ctx: Ctx) -> None:
         super().__init__(training, ctx)
-        self.decay = rival.decay
+        self.rival = rival
         self.parameters = list(training.model.parameters())
         self.momenta = [torch.zeros_like(parameter) for parameter in self.parameters]
         self.blocks = [Blocks(parameter.shape, rival.chunk) for parameter in self.parameters]
@@ -87,10 +92,12 @@ class DeMoPart(Part):
 
     def step(self, number: int) -> Program[None]:
         group = self.training.optimizer.param_groups[0]
-        rate, weight_decay, messages = group["lr"], group["weight_decay"], []
+        rate, weight_decay, messages = group["lr"], self.rival.weight_decay, []
+        weight_decay = group["weight_decay"] if weight_decay < 0 else weight_decay
+        torch.nn.utils.clip_grad_norm_(self.parameters, self.rival.clip)
         for parameter, momentum, blocks, entries in self._each():
             gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            momentum.mul_(self.decay).add_(gradient, alpha=rate)  # 1.
+            momentum.mul_(self.rival.decay).add_(gradient, alpha=rate)  # 1.
             message = entries.encode(blocks.transform(momentum))  # 2.
             momentum -= blocks.back(entries.decode(message)).view_as(momentum)  # 3.
             messages.append(message)
@@ -98,7 +105,8 @@ class DeMoPart(Part):
         parts = torch.split(gathered, [entries.size for entries in self.entries], dim=1)
         with torch.no_grad():
             for (parameter, _, blocks, entries), rows in zip(self._each(), parts, strict=True):
-                total = torch.stack([entries.decode(row) for row in rows]).sum(0) / self.world
+                sent = torch.stack([entries.decode(row) for row in rows])
+                total = sent.sum(0) / (sent != 0).sum(0).clamp_min(1)
                 parameter.mul_(1.0 - rate * weight_decay)  # 5.
                 parameter.sub_(blocks.back(total).sign_().view_as(parameter), alpha=rate)
         self.training.optimizer.zero_grad()

@@ -1,10 +1,11 @@
 """Rivals that are settings of gradsieve's own engine: what it exchanges, when, and what is made of the mean.
 
-    local-sgd   steps 1 to 3, all elements as they are         local SGD, arXiv 1805.09767
+    local-sgd   steps 1 to 3, all elements                     local SGD, arXiv 1805.09767; in few bits
+                                                               with error feedback: Qsparse, 1906.02367
     diloco      the same and an outer step, 4                  DiLoCo, arXiv 2311.08105
     one-shot    the same as local-sgd, once, at the end        one-shot averaging, Zinkevich et al. 2010
     sparta      1 to 3 in every step, a random few elements    SPARTA, EXO Labs 2025, no paper
-    one-bit     signs of gradients, all of them, every step    EF-SignSGD, arXiv 1901.09847; the
+    one-bit     signs of gradients, or of what steps moved     EF-SignSGD, arXiv 1901.09847; the
                                                                sum rounded too: DoubleSqueeze, 1905.05957
 
 1. Every rank's optimizer takes `every` steps on its own model.            DiLoCo: InnerOpt
@@ -16,8 +17,8 @@ The exchange stands where papers have it: right after the step, so that the next
 behind the next forward and backward, one step late.) Steps are as long as the optimizer makes them.
 
 Differences. SPARTA draws elements again in every step; here each is sent once in 1/density steps, in a
-random order. `values` in few bits has the mean rounded as well, as an owner sends it back; DiLoCo then drops
-what rounding left, as Streaming DiLoCo (2501.18512) does, which also staggers its fragments: this does not.
+random order. `values` in few bits has the mean rounded as well, as an owner sends it back; local SGD keeps
+what rounding left for the next time, DiLoCo drops it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from gradsieve import Gradients, Steps
+from gradsieve.errors import ConfigError
 from gradsieve.schemes import Ctx, RandomK, Stripes, Values, check_density
 from gradsieve.testing import Exchange
 from gradsieve_lab.bench.rivals.base import Part, Rival, at_least
@@ -36,12 +38,13 @@ from gradsieve_lab.bench.tasks.training import Training
 @dataclass(frozen=True, slots=True)
 class LocalSgd(Rival):
     every: int = 8
+    values: Values = "exact"
 
     def __post_init__(self) -> None:
         at_least(1, every=self.every)
 
     def begin(self, training: Training, ctx: Ctx) -> Part:
-        return EnginePart(training, ctx, Stripes(density=1.0, values="exact"), _steps(self.every))
+        return EnginePart(training, ctx, Stripes(density=1.0, values=self.values), _steps(self.every))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +87,16 @@ class Sparta(Rival):
 class OneBit(Rival):
     exchange: Literal["gradients", "steps"] = "gradients"
     """Papers have gradients; of steps, any optimizer's travel."""
+    every: int = 1
+    """Of steps alone: gradients are exchanged in every step."""
+
+    def __post_init__(self) -> None:
+        at_least(1, every=self.every)
+        if self.every > 1 and self.exchange == "gradients":
+            raise ConfigError(f"every={self.every} wants exchange=steps: gradients go in every step")
 
     def begin(self, training: Training, ctx: Ctx) -> Part:
-        exchange = _steps(1) if self.exchange == "steps" else Gradients(small=0)
+        exchange = _steps(self.every) if self.exchange == "steps" else Gradients(small=0)
         return EnginePart(training, ctx, Stripes(density=1.0, values="sign"), exchange)
 
 

@@ -13,18 +13,24 @@ from gradsieve_lab.bench.rivals.base import Rival, RivalRun
 from gradsieve_lab.bench.rivals.cser import Cser
 from gradsieve_lab.bench.rivals.demo import DeMo
 from gradsieve_lab.bench.rivals.local import DiLoCo, LocalSgd, OneBit, OneShot, Sparta
+from gradsieve_lab.bench.rivals.one_bit_adam import OneBitAdam, ZeroOneAdam
 from gradsieve_lab.bench.rivals.sparseloco import SparseLoCo
+from gradsieve_lab.bench.rivals.streaming import MuLoCo, Streaming
 from gradsieve_lab.bench.tasks import training as tasks
 
 RIVALS: dict[str, type[Rival]] = {
     "local-sgd": LocalSgd,
     "diloco": DiLoCo,
+    "streaming": Streaming,
+    "muloco": MuLoCo,
     "one-shot": OneShot,
     "cser": Cser,
     "sparseloco": SparseLoCo,
     "demo": DeMo,
     "sparta": Sparta,
     "one-bit": OneBit,
+    "one-bit-adam": OneBitAdam,
+    "zero-one-adam": ZeroOneAdam,
 }
 
 

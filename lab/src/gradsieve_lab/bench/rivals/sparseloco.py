@@ -9,7 +9,8 @@
 
 Differences. Chunks are cut from all parameters concatenated, not from each tensor as squares of 64 x 64.
 Q is our codec of two bits (sign, one of two magnitudes, a scale for 256 values), where the authors' has four
-levels at the means of bins. What is left in e at the end is dropped.
+levels at the means of bins. Their trainings clip a peer's message to the median norm of all, which is against
+hostile peers: nobody does here. What is left in e at the end is dropped.
 """
 
 from __future__ import annotations
