@@ -58,3 +58,12 @@ def test_budgets_have_rates_of_their_own() -> None:
     ]
     rates = {(case.bits, case.rate) for case in accuracy.at_own_rates([case for case, _ in found], found)}
     assert rates == {(0.75, 2.0), (0.35, 0.5)}
+
+
+def test_trials_are_all_settings_and_rates_of_a_sync_with_the_first_seed() -> None:
+    tried = kept({"dense": (3, 1, 2), "demo": (3, 2, 1), "demo:k=8": (3, 2, 1), "cser": (1, 2, 3)}, "lstm")
+    later = [(replace(case, seed=1), course) for case, course in tried]
+    longer = [(replace(case, steps=11), course) for case, course in tried]
+    rows = accuracy.rows([tried[1], tried[5], tried[9]], [*tried, *later, *longer])
+    assert [(row["sync"], row["trials"]) for row in rows] == [("dense", 3), ("demo", 6), ("cser", 3)]
+    assert [row["trials"] for row in accuracy.rows(tried[:1])] == [1]

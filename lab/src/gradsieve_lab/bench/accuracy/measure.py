@@ -297,8 +297,9 @@ def _read(path: Path) -> tuple[Case, dict[str, Any]]:
     return case, course
 
 
-def rows(found: Found) -> list[dict[str, Any]]:
-    """Means over seeds, with their spread, next to dense with the same seeds."""
+def rows(found: Found, tried: Found | None = None) -> list[dict[str, Any]]:
+    """Means over seeds, with their spread, next to dense with the same seeds. `tried` are the trainings among
+    which these were chosen, if there were others."""
     groups: dict[Case, list[tuple[Case, dict[str, Any]]]] = {}
     for case, course in found:
         groups.setdefault(replace(case, seed=0), []).append((case, course))
@@ -321,6 +322,7 @@ def rows(found: Found) -> list[dict[str, Any]]:
                 "shards": "mixed" if key.mixed else "own",
                 "steps": key.steps,
                 "seeds": len(final),
+                "trials": _trials(key, found if tried is None else tried),
                 "diverged": sum(not math.isfinite(value) for value in final.values()),
                 "metric": tasks.TASKS[key.task].metric,
                 "final": _mean(list(final.values()), 4),
@@ -341,9 +343,9 @@ def rows(found: Found) -> list[dict[str, Any]]:
 
 
 COLUMNS = (
-    "task", "sync", "treatment", "density", "budget", "bits", "rate", "world", "batch", "seeds", "final",
-    "spread", "unflushed", "unflushed_bits", "gap", "gap_spread", "fidelity", "age", "waiting", "apart",
-    "bytes",
+    "task", "sync", "treatment", "density", "budget", "bits", "rate", "world", "batch", "seeds", "trials",
+    "final", "spread", "unflushed", "unflushed_bits", "gap", "gap_spread", "fidelity", "age", "waiting",
+    "apart", "bytes",
 )  # fmt: skip
 
 
@@ -365,14 +367,24 @@ def _gap(task: str, value: float, dense: float) -> float:
 
 def _dense_like(key: Case, found: Found) -> dict[int, float]:
     """Dense's final value by seed, at the task's own rate, with the same number of ranks and steps."""
-    same = ("task", "world", "batch", "mixed", "steps")
     return {
         case.seed: course["values"][-1]
         for case, course in found
-        if case.sync == "dense"
-        and case.rate == 1.0
-        and all(getattr(case, name) == getattr(key, name) for name in same)
+        if case.sync == "dense" and case.rate == 1.0 and _is_like(case, key)
     }
+
+
+def _trials(key: Case, tried: Found) -> int:
+    """Trainings of the first seed with any settings and rate of the same sync."""
+    name = key.sync.partition(":")[0]
+    return sum(
+        case.seed == 0 and case.sync.partition(":")[0] == name and _is_like(case, key) for case, _ in tried
+    )
+
+
+def _is_like(case: Case, key: Case) -> bool:
+    same = ("task", "world", "batch", "mixed", "steps")
+    return all(getattr(case, name) == getattr(key, name) for name in same)
 
 
 def _mean(values: Sequence[float], digits: int) -> float | None:

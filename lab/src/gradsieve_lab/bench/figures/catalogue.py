@@ -99,6 +99,11 @@ _GAPS = Kind(
     data.rows,
     draw.gap_against_bits,
 )
+_HELD_OUT = replace(
+    _GAPS,
+    command="accuracy --tasks documentation --bits 0.15,0.75 --rates 0.5,1,2 --own-rates --folder runs "
+    "--json held-out.json --syncs {}",
+)
 
 _BUDGETS = Kind(
     "Budgets that are tried",
@@ -140,6 +145,7 @@ _ALL = [
     Figure("spardl-breakdown", _SPARDL, _BREAKDOWN, "topk,oktopk-paper@paper,spardl-paper@paper,spardl"),
     Figure("spardl-convergence", _SPARDL, _SECONDS, "dense,oktopk-paper@paper,spardl-paper@paper,spardl"),
     Figure("study-equal-bytes", _STUDY, _GAPS, "dense,local-sgd:every=64,diloco:every=9+values=int4,cser"),
+    Figure("study-held-out", "the study on a held-out task", _HELD_OUT, "dense,stripes,streaming,muloco"),
     Figure("study-budgets", "ADR 48", _BUDGETS, "noop,auto"),
 ]
 FIGURES = {figure.name: figure for figure in _ALL}

@@ -12,9 +12,9 @@ It is an optimizer of its own: a task's rate, schedule and weight decay are take
 takes no step. All ranks have the same model at all times.
 
 Differences. Values travel as bfloat16 and places coded; what rounding leaves stays in m. The authors' code
-has a weight decay of 0 by default, here `weight_decay=0`; the task's is taken where none is given. Their
-trainer clips gradients, here `clip`, of this rank's gradient alone. Tensors of more than two dimensions are
-seen as matrices of their first one.
+has a weight decay of 0 by default, here `weight_decay=0`; the task's is taken where none is given. It leaves
+clipping to trainers, here `clip`, of this rank's gradient alone. Tensors of more than two dimensions are seen
+as matrices of their first one.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ columns:
   bits        the same for one parameter
   unflushed   the metric of the model that all ranks share before the flush at the end; and the bits so far
   rate        times the task's learning rate
+  trials      trainings in the folder, with the first seed, of the same sync with any settings and rate
 """
 
 _EXAMPLES = """\
@@ -59,8 +60,8 @@ def fill(parser: argparse.ArgumentParser) -> None:
         type=_syncs,
         metavar="LIST",
         help="schemes (all: every one), and rivals: fp16, powersgd:rank=N, local-sgd:every=H, "
-        "diloco:every=H, one-shot, cser, sparseloco, demo, sparta, one-bit (default: dense,exdyna, with "
-        "--bits dense,stripes); exdyna@paper has exchange settings of its own",
+        "diloco:every=H and others (docs/rivals.md; default: dense,exdyna, with --bits dense,stripes); "
+        "exdyna@paper has exchange settings of its own",
     )
     add(
         "--treatments",
@@ -148,8 +149,9 @@ def run(args: argparse.Namespace) -> int:
         todo = accuracy.at_own_rates(todo, accuracy.read(args.folder))
     _train(todo, args)
     wanted = {case.file for case in todo}
-    found = [(case, course) for case, course in accuracy.read(args.folder) if case.file in wanted]
-    rows = accuracy.rows(found)
+    tried = accuracy.read(args.folder)
+    found = [(case, course) for case, course in tried if case.file in wanted]
+    rows = accuracy.rows(found, tried)
     print(results.table(rows, accuracy.COLUMNS))
     if args.json is not None:
         results.write(args.json, {"folder": str(args.folder)}, rows)
