@@ -288,11 +288,13 @@ def settled_after(steps: Sequence[Step]) -> int | None:
 
 
 def has_settled(steps: Sequence[Step]) -> bool:
-    """Whether f and words, in the mean of a window, have stayed where they were for several windows."""
+    """Whether f and words, in the mean of a window, have stayed where they were for several windows. Exact
+    steps are left out: some windows have one more of them than others."""
     if len(steps) < WINDOW * WINDOWS or len(steps) % WINDOW:
         return False
     starts = range(len(steps) - WINDOW * WINDOWS, len(steps), WINDOW)
     windows = [steps[start : start + WINDOW] for start in starts]
+    windows = [[step for step in window if not step.exact] or window for window in windows]
     words = [fmean(step.words for step in window) for window in windows]
     shares = [fmean(step.imbalance or 1.0 for step in window) for window in windows]
     return all(max(means) <= (1 + NEAR) * min(means) for means in (words, shares))

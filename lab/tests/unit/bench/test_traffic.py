@@ -191,6 +191,13 @@ def test_settled_is_words_too_and_asked_for_at_the_end_of_a_window() -> None:
     assert not traffic.has_settled(steps_of([2.0, 2.0, 2.0, 2.0])[1:])
 
 
+def test_a_window_with_one_exact_step_more_is_as_settled() -> None:
+    steps = steps_of([2.0, 2.0, 2.0])
+    dear = replace(STEP, imbalance=9.0, words=5000.0)
+    assert traffic.has_settled([*steps[:-1], replace(dear, exact=True)])
+    assert not traffic.has_settled([*steps[:-1], dear])
+
+
 def test_a_row_says_how_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traffic, "NEAR", 0.5)
     monkeypatch.setattr(traffic, "CAP", 200)
