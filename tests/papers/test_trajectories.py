@@ -1,4 +1,7 @@
-"""The first 200 steps of each published scheme are those of its paper's pseudo-code, and of no other."""
+"""The first 200 steps of each published scheme are those of a second program, and of no other.
+
+It is written straight from a description of the method; `test_released.py` has what released code chose.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A published scheme and the pseudo-code of its paper, side by side on the same gradients."""
+"""A published scheme and a straight program of its paper's method, side by side on the same gradients."""
 
 from __future__ import annotations
 

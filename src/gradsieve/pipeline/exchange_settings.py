@@ -21,7 +21,6 @@ from gradsieve.errors import ConfigError
 from gradsieve.schemes import make
 from gradsieve.schemes.base import Scheme
 from gradsieve.schemes.baselines.dgc import Dgc
-from gradsieve.schemes.oktopk_parts import Regional
 from gradsieve.schemes.settings import with_settings
 from gradsieve.schemes.stripes import Stripes
 
@@ -155,11 +154,10 @@ def choose_exchange(exchange: Exchange | None, scheme: Scheme[Any]) -> Exchange:
 
 
 def published(scheme: Scheme[Any]) -> Gradients:
-    """Error feedback on gradients, every tensor sparse; DGC corrects and clips as well, Ok-Topk has the
-    learning rate in its residuals."""
+    """Error feedback on gradients, every tensor sparse; DGC corrects and clips as well."""
     if isinstance(scheme, Dgc):
         return Gradients(momentum="masked", clip=1.0, small=0)
-    return Gradients(small=0, by_rate=isinstance(scheme, Regional))
+    return Gradients(small=0)
 
 
 def parse(text: str, scheme: Scheme[Any]) -> Exchange:

@@ -31,7 +31,7 @@ def test_a_published_scheme_brings_its_own_exchange(name: str) -> None:
     scheme = choose_scheme(f"{name}-paper", 0.02, None, None)
     assert type(scheme) is SCHEMES[f"{name}-paper"]
     assert scheme.density == 0.02
-    assert choose_exchange(None, scheme) == Gradients(small=0, by_rate=name == "oktopk")
+    assert choose_exchange(None, scheme) == Gradients(small=0)
     assert choose_exchange(Steps(), scheme) == Steps(), "but for who asks for something else"
 
 

@@ -2,9 +2,14 @@
 
     for every scheme and P:
         every step:  acc += skewed gradient -> scheme.exchange, counted by one Meter a rank -> acc -= spent
-        row       =  the worst step since it converged, and the published formula; and the mean of a period
+        row       =  the worst step since it converged, and the published formula; the mean of a period
 
 The vector is cut into the tensors of a real model, for schemes that look at layers (DEFT).
+
+A scheme that balances its partitions takes its time, most of all by published rules: ExDyna moves one block
+between neighbours in a step. It runs, as do other published rules with partitions, until the means of f and
+of words over 100 steps are within 1 % of each other in three windows on end, or up to a cap; a row says which
+it was, and is of the last 100 steps.
 
 The program of a rank commits its own outcome, so that one rank's outcome is alive at a time and memory is
 the residuals, P n floats. A scheme without state has nothing to converge: one step is enough.
@@ -40,9 +45,14 @@ WORD = 4
 PERIOD = 32
 """Steps in which Ok-Topk evaluates each threshold exactly once."""
 MOST_STEPS, FEWEST_STEPS = 40, PERIOD
+WINDOW, WINDOWS, NEAR, CAP = 100, 3, 0.01, 1500
+"""Partitions have settled when the means of so many windows are this near each other; they are given up after
+so many steps."""
 _CPU = torch.device("cpu")
 _WORK = 1.1e10
 """Elements accumulated by all ranks in all steps of one case, while that leaves enough steps."""
+_SETTLING_WORK = 1e11
+"""The same for a case that has to settle: the cap for a million parameters on 64 ranks."""
 _SELECTING = 8
 """A stateless step against one that tracks a threshold, in time: top-k looks at all n on every rank."""
 
@@ -59,6 +69,7 @@ COLUMNS = [
     "exact_words",
     "settled_after",
     "steps",
+    "ended",
     "density",
     "imbalance",
     "seconds",
@@ -108,9 +119,20 @@ class Case:
         return not parse(self.scheme, self.density).remembers
 
     @property
+    def settles(self) -> bool:
+        """ExDyna with its balance, and published rules that have partitions."""
+        scheme = parse(self.scheme, self.density)
+        has_partitions = "imbalance" in scheme.report(scheme.begin(self.n, self.world))
+        return has_partitions and getattr(scheme, "balance", scheme.whole_model)
+
+    @property
     def steps(self) -> int:
-        affordable = int(_WORK / (self.world * self.n))
-        return 1 if self.stateless else min(MOST_STEPS, max(FEWEST_STEPS, affordable))
+        """At most."""
+        if self.stateless:
+            return 1
+        if self.settles:
+            return min(CAP, max(MOST_STEPS, int(_SETTLING_WORK / (self.world * self.n))))
+        return min(MOST_STEPS, max(FEWEST_STEPS, int(_WORK / (self.world * self.n))))
 
     @property
     def work(self) -> int:
@@ -212,7 +234,14 @@ def measure_all(cases: Sequence[Case], advance: Callable[[float, str], None]) ->
     for case in cases:
         _fits(case)
     with one_thread():
-        return [measure(case, partial(_tell, case, advance)) for case in cases]
+        return [_measured(case, advance) for case in cases]
+
+
+def _measured(case: Case, advance: Callable[[float, str], None]) -> dict[str, Any]:
+    row = measure(case, partial(_tell, case, advance))
+    if row["steps"] < case.steps:
+        advance((case.steps - row["steps"]) * case.work, f"{case}, settled")
+    return row
 
 
 def _tell(case: Case, advance: Callable[[float, str], None], taken: int) -> None:
@@ -226,8 +255,12 @@ def measure(case: Case, after_step: Callable[[int], None] = lambda taken: None) 
     for _ in range(case.steps):
         steps.append(fleet.step())
         after_step(fleet.taken)
+        if case.settles and has_settled(steps):
+            break
     settled = settled_after(steps)
     seen = steps[len(steps) // 2 if settled is None else min(settled, len(steps) // 2) :]
+    if case.settles:
+        seen = steps[-WINDOW:]
     worst = max([step for step in seen if not step.exact] or seen, key=lambda step: step.words)
     exact = [step.words for step in steps if step.exact]
     unit = fleet.scheme.k(case.n) * (case.world - 1) / case.world
@@ -242,6 +275,7 @@ def measure(case: Case, after_step: Callable[[int], None] = lambda taken: None) 
         "exact_words": max(exact) if exact else None,
         "settled_after": settled,
         "steps": len(steps),
+        "ended": ("settled" if has_settled(steps) else "cap") if case.settles else "fixed",
         "seconds": time.perf_counter() - start,
     }
 
@@ -251,6 +285,19 @@ def settled_after(steps: Sequence[Step]) -> int | None:
     far = [index for index, step in enumerate(steps) if not step.near_formula]
     settled = far[-1] + 1 if far else 0
     return settled if settled < len(steps) else None
+
+
+def has_settled(steps: Sequence[Step]) -> bool:
+    """Whether f and words, in the mean of a window, have stayed where they were for several windows. Exact
+    steps are left out: some windows have one more of them than others."""
+    if len(steps) < WINDOW * WINDOWS or len(steps) % WINDOW:
+        return False
+    starts = range(len(steps) - WINDOW * WINDOWS, len(steps), WINDOW)
+    windows = [steps[start : start + WINDOW] for start in starts]
+    windows = [[step for step in window if not step.exact] or window for window in windows]
+    words = [fmean(step.words for step in window) for window in windows]
+    shares = [fmean(step.imbalance or 1.0 for step in window) for window in windows]
+    return all(max(means) <= (1 + NEAR) * min(means) for means in (words, shares))
 
 
 def _fits(case: Case) -> None:

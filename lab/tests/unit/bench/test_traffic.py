@@ -24,6 +24,12 @@ def bound(world: int) -> float:
     return 2.6 + 4 / (K / world) ** 0.5
 
 
+@pytest.fixture(autouse=True)
+def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traffic, "WINDOW", 20)
+    monkeypatch.setattr(traffic, "CAP", 60)
+
+
 def row(scheme: str, world: int) -> dict[str, Any]:
     return measure(Case(scheme, world, N, DENSITY))
 
@@ -161,6 +167,47 @@ def test_settled_means_near_the_formula_from_then_on(words: list[float], settled
     assert settled_after([replace(STEP, words=float(count)) for count in words]) == settled
 
 
+def steps_of(shares: list[float], words: float = 100.0) -> list[Step]:
+    """A window of each."""
+    return [replace(STEP, imbalance=share, words=words) for share in shares for _ in range(traffic.WINDOW)]
+
+
+@pytest.mark.parametrize(
+    ("shares", "settled"),
+    [
+        ([2.0, 2.0, 2.0], True),
+        ([9.0, 2.0, 2.01, 1.995], True),
+        ([2.0, 2.0], False),
+        ([2.0, 2.0, 1.97], False),
+        ([2.02, 2.01, 1.99], False),  # within 1 % of the one before each time, and on its way
+    ],
+)
+def test_settled_partitions_stay_for_three_windows(shares: list[float], settled: bool) -> None:
+    assert traffic.has_settled(steps_of(shares)) is settled
+
+
+def test_settled_is_words_too_and_asked_for_at_the_end_of_a_window() -> None:
+    assert not traffic.has_settled(steps_of([2.0, 2.0]) + steps_of([2.0], words=102.0))
+    assert not traffic.has_settled(steps_of([2.0, 2.0, 2.0, 2.0])[1:])
+
+
+def test_a_window_with_one_exact_step_more_is_as_settled() -> None:
+    steps = steps_of([2.0, 2.0, 2.0])
+    dear = replace(STEP, imbalance=9.0, words=5000.0)
+    assert traffic.has_settled([*steps[:-1], replace(dear, exact=True)])
+    assert not traffic.has_settled([*steps[:-1], dear])
+
+
+def test_a_row_says_how_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traffic, "NEAR", 0.5)
+    monkeypatch.setattr(traffic, "CAP", 200)
+    assert [row("exdyna-paper", 2)[what] for what in ("ended", "steps")] == ["settled", 80]
+    monkeypatch.setattr(traffic, "NEAR", 0.0)
+    assert [row("exdyna-paper", 2)[what] for what in ("ended", "steps")] == ["cap", 200]
+    assert [row("deft-paper", 2)[what] for what in ("ended", "steps")] == ["fixed", traffic.MOST_STEPS]
+    assert row("topk", 2)["ended"] == "fixed"
+
+
 def test_more_than_the_machine_holds_is_refused_before_anything_runs() -> None:
     small, large = Case("topk", 2, N, DENSITY), Case("exdyna", 65_536, 10**12, DENSITY)
     reported: list[str] = []
@@ -179,9 +226,12 @@ def test_reported_work_adds_up_and_threads_are_given_back() -> None:
     assert torch.get_num_threads() == threads
 
 
-def test_steps_become_fewer_where_they_are_dear() -> None:
-    assert Case("exdyna", 2, 10**6, 0.01).steps == traffic.MOST_STEPS
-    assert Case("exdyna", 1024, 10**6, 0.01).steps == traffic.FEWEST_STEPS
+def test_steps_become_fewer_where_they_are_dear(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Case("deft", 2, 10**6, 0.01).steps == traffic.MOST_STEPS
+    assert Case("deft", 1024, 10**6, 0.01).steps == traffic.FEWEST_STEPS
+    monkeypatch.setattr(traffic, "CAP", 1500)
+    assert Case("exdyna", 64, 10**6, 0.01).steps == 1500
+    assert Case("exdyna", 1024, 10**6, 0.01).steps == 97
     assert Case("topk", 1024, 10**6, 0.01).steps == 1
 
 

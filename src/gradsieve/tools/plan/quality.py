@@ -57,7 +57,7 @@ _SCHEMES = {
 _PUBLISHED = {
     "exdyna-paper": 16.9,
     "deft-paper": 25.3,
-    "oktopk-paper": 20.4,
+    "oktopk-paper": 25.8,
     "spardl-paper": 24.8,
 }
 _EXDYNA_AT_A_THOUSANDTH = 14.5

@@ -46,7 +46,7 @@ class Figure:
         axes.set_axisbelow(True)
         axes.grid(alpha=0.3)
         self.kind.draw(axes, found)
-        axes.set_title(f"{self.kind.shows}, as in {self.paper}", size=10)
+        axes.set_title(f"{self.kind.shows}, a figure of the kind in {self.paper}", size=10)
         axes.spines[["top", "right"]].set_visible(False)
         handles, labels = axes.get_legend_handles_labels()
         columns = 2 if max(map(len, labels)) > 30 else 4

@@ -27,6 +27,10 @@ columns:
   formula_rounds       the published latency
   settled_after        steps until words stay within a tenth of the formula (Ok-Topk: between 2k and 6k);
                        - for never
+  steps, ended         how many were run, and why no more. ExDyna with its balance and published rules with
+                       partitions run until the means of imbalance and words over 100 steps are within 1 % in
+                       three windows on end (settled) or for 1,500 steps, fewer where ranks times parameters
+                       exceed 64 million (cap); words are those of the last 100. Others: 40 or 1 (fixed)
   density, imbalance   elements in the update over all; longest selection over the mean,
                        before any row is cut
 """
