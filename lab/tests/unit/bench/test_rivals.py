@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -11,8 +11,10 @@ import transcripts
 from torch import Tensor
 from transcripts import SEED
 
+from gradsieve import Steps
 from gradsieve.comm import lockstep
 from gradsieve.errors import ConfigError
+from gradsieve.schemes import parse as parse_scheme
 from gradsieve.types import Ctx
 from gradsieve_lab.bench.accuracy import measure as accuracy
 from gradsieve_lab.bench.accuracy.measure import Case
@@ -58,6 +60,23 @@ def cser_transcript() -> Tensor:
     return transcripts.cser(WORLD, STEPS, 4, part._picked, r1=2, r2=4)
 
 
+def default_of_gradsieve(bits: float) -> Tensor:
+    """What `bench accuracy --syncs stripes --bits` trains."""
+    scheme = parse_scheme("stripes", 1.0)
+    run = virtual.Run(TASK, scheme, Steps(), SEED, WORLD, STEPS, bits=bits)
+    members = [virtual.Member(run, rank) for rank in range(WORLD)]
+    for _ in range(STEPS):
+        for member in members:
+            member.backward()
+        begun = [member.pipeline.begins_exchange() for member in members]
+        assert all(begun)
+        virtual.exchange(members)
+        for member in members:
+            member.step()
+    virtual.exchange(members, everything=True)
+    return flat(members[0].training.model)
+
+
 Transcript = Callable[[], Tensor]
 TRANSCRIBED: dict[str, tuple[Transcript, str]] = {
     "local-sgd:every=4": (lambda: transcripts.local_sgd(WORLD, STEPS, 4), "local-sgd:every=5"),
@@ -80,6 +99,7 @@ TRANSCRIBED: dict[str, tuple[Transcript, str]] = {
         "sparseloco:every=4+chunk=256+k=8+decay=1",
     ),
     "cser:every=4+r1=2+r2=4+block=64": (cser_transcript, "cser:every=2+r1=2+r2=4+block=64"),
+    "ablated:bits=4": (lambda: default_of_gradsieve(4.0), "ablated:bits=4+without=feedback"),
     "demo:chunk=8+k=4": (lambda: transcripts.demo(WORLD, STEPS, 8, 4), "demo:chunk=8+k=5"),
 }
 """Each with a rival that its transcript is not of."""
@@ -109,6 +129,14 @@ def test_demo_clips_and_has_a_weight_decay_of_its_own(like: str, unlike: str) ->
     wanted = trained("demo:chunk=8+k=4")
     assert torch.equal(trained(like), wanted)
     assert not torch.equal(trained(unlike), wanted)
+
+
+@pytest.mark.parametrize("part", ["length", "preview", "turns", "feedback", "lateness"])
+def test_every_part_of_the_default_can_be_left_out(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With AdamW: steps of SGD have their length already."""
+    recipe = tasks.TASKS[TASK]
+    monkeypatch.setitem(tasks.TASKS, TASK, replace(recipe, optimizer="adamw"))
+    assert not torch.allclose(trained(f"ablated:bits=4+without={part}"), trained("ablated:bits=4"), rtol=1e-3)
 
 
 def test_one_fragment_without_delay_and_mixing_is_diloco() -> None:

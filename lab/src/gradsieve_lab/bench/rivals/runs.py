@@ -9,6 +9,7 @@ import torch
 from gradsieve.schemes import Ctx, with_settings
 from gradsieve.testing import Meter, lockstep
 from gradsieve_lab.bench.common.virtual import Course, looks, own_batches
+from gradsieve_lab.bench.rivals.ablated import Ablated
 from gradsieve_lab.bench.rivals.base import Rival, RivalRun
 from gradsieve_lab.bench.rivals.cser import Cser
 from gradsieve_lab.bench.rivals.demo import DeMo
@@ -31,6 +32,7 @@ RIVALS: dict[str, type[Rival]] = {
     "one-bit": OneBit,
     "one-bit-adam": OneBitAdam,
     "zero-one-adam": ZeroOneAdam,
+    "ablated": Ablated,
 }
 
 

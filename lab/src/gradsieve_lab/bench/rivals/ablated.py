@@ -1,0 +1,88 @@
+"""gradsieve's default with one of its parts left out: which of them carries it?
+
+without=nothing    the default, as `stripes` with the same bits: what the others are compared with
+        length     steps are as long as the optimizer makes them                   (ADR 19)
+        preview    a rank's own model has of its residual the newest steps alone   (ADR 11)
+        turns      all elements, in signs, as seldom as the budget has it          (ADR 20)
+        feedback   what rounding left is dropped
+        lateness   the next gradient already knows the exchange, as nobody can hide it (not a part that
+                   could be had, but what its absence costs)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from gradsieve import Steps
+from gradsieve.errors import ConfigError
+from gradsieve.schemes import Ctx, Program, Stripes
+from gradsieve.testing import Fixed, StepPipeline, cost
+from gradsieve_lab.bench.rivals.base import Part, Rival
+from gradsieve_lab.bench.rivals.engine import EnginePart
+from gradsieve_lab.bench.tasks.training import Training
+
+Left = Literal["nothing", "length", "preview", "turns", "feedback", "lateness"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ablated(Rival):
+    without: Left = "nothing"
+    bits: float = 0.75
+    """A parameter and step, the flush at the end included."""
+
+    def begin(self, training: Training, ctx: Ctx) -> Part:
+        return AblatedPart(self, training, ctx)
+
+    def period(self, training: Training, world: int) -> int:
+        """Steps between two exchanges."""
+        if self.without != "turns":
+            return 1
+        return max(1, round(cost("sign", world) / (self.bits - flush_bits(training, world))))
+
+
+def flush_bits(training: Training, world: int) -> float:
+    return cost("exact", world) / training.steps
+
+
+class AblatedPart(EnginePart):
+    pipeline: StepPipeline
+
+    def __init__(self, rival: Ablated, training: Training, ctx: Ctx) -> None:
+        self.without, every = rival.without, rival.period(training, ctx.world)
+        steps = Steps(
+            every=every,
+            overlap=0 if self.without == "lateness" else 1,
+            preview=0.0 if self.without == "preview" else None,
+        )
+        density = 1.0 if self.without == "turns" else Stripes.density
+        super().__init__(training, ctx, Stripes(density=density, values="sign"), steps)
+        if self.without != "turns":
+            if not (left := rival.bits - flush_bits(training, ctx.world)) > 0:
+                raise ConfigError(f"{rival.bits:g} bits do not hold the flush of {training.steps} steps")
+            self.pipeline.budget = Fixed(left)
+
+    def step(self, number: int) -> Program[None]:
+        due = self.pipeline.begins_exchange()
+        if due and self.without != "lateness":
+            yield from self.exchange()
+        optimizer, adapter = self.training.optimizer, self.adapter
+        if self.without != "length":
+            adapter.before_update(optimizer, adapter.parameters.keys())
+        self.take_step()
+        adapter.after_update()
+        if due and self.without == "lateness":
+            yield from self.exchange()
+
+    def exchange(self, everything: bool = False) -> Program[None]:
+        yield from super().exchange(everything)
+        if self.without == "feedback" and not everything:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Where elements were sent the rank goes on from the shared model, as if all of it had arrived."""
+        for local, outcome in zip(self.pipeline.local, self.pipeline.outcomes, strict=True):
+            sent = outcome.update
+            for here, own in local.pieces(self.pipeline.own, sent.start, sent.stop):
+                own.copy_(local.shared[here])
+                local.anchor[here] = local.shared[here]
