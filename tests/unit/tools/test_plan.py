@@ -18,7 +18,16 @@ from gradsieve.tools.plan import choose
 from gradsieve.tools.plan.choose import Plan, make_plan, recommendation
 from gradsieve.tools.plan.options import Model, automatic, between_sites, dense, every_option, with_budget
 from gradsieve.tools.plan.predict import costs_of, predict
-from gradsieve.tools.plan.quality import BETWEEN_SITES, FP16, Gap, of_auto, of_bits, of_scheme
+from gradsieve.tools.plan.quality import (
+    BETWEEN_SITES,
+    FP16,
+    WITH_SIXTEEN,
+    Gap,
+    measured_with,
+    of_auto,
+    of_bits,
+    of_scheme,
+)
 from gradsieve.tools.profiles import ModelProfile, Profile, by_hand, write_profile
 
 ROOT = Path(__file__).parents[3]
@@ -330,6 +339,18 @@ def test_gaps_are_never_better_than_measured() -> None:
     assert of_bits(0.15).above == pytest.approx(3.59)
     assert 1.70 < (of_bits(0.4).above or 0) < 3.59
     assert of_bits(8.0).above == pytest.approx(1.70)
+
+
+def test_who_has_many_ranks_is_told_what_sixteen_ended_with() -> None:
+    rows = json.loads(
+        (ROOT / "benchmarks" / "results" / "accuracy-equal-bytes-16-2026-11-16.json").read_text()
+    )["rows"]
+    [ours] = [row for row in rows if row["sync"] == "stripes"]
+    assert (ours["world"], ours["budget"], ours["seeds"]) == (16, 0.75, 1)
+    assert pytest.approx(ours["gap"], abs=0.05) == WITH_SIXTEEN
+    assert measured_with(8).endswith("with 4 ranks.")
+    assert "10.4 % above dense" in measured_with(16)
+    assert "Nothing was measured with 64." in measured_with(64)
 
 
 @pytest.mark.parametrize(

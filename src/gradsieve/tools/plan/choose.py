@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradsieve.pipeline.costs import Costs
+from gradsieve.tools.plan import quality
 from gradsieve.tools.plan.options import Model, Option, dense, every_option
 from gradsieve.tools.plan.predict import Prediction, predict
 
@@ -142,4 +143,4 @@ def recommendation(plan: Plan) -> str:
     )
     if best.option.gap.above:
         words += f" After as many steps as dense its loss is above dense's by {best.option.gap}."
-    return f"{words} Steps needed and loss were measured on small transformers of ours."
+    return f"{words} {quality.measured_with(plan.costs.world)}"
