@@ -101,11 +101,8 @@ def models(text: str) -> list[str]:
 def tasks(text: str) -> list[str]:
     from gradsieve_lab.bench.tasks.training import TASKS
 
-    names = (
-        [name for name in TASKS if not TASKS[name].held_out]
-        if text == "all"
-        else list(dict.fromkeys(text.split(",")))
-    )
+    tuned_on = [name for name, recipe in TASKS.items() if not recipe.held_out]
+    names = tuned_on if text == "all" else list(dict.fromkeys(text.split(",")))
     unknown = [name for name in names if name not in TASKS]
     if unknown:
         raise argparse.ArgumentTypeError(

@@ -74,11 +74,11 @@ def measured_with(ranks: int) -> str:
     said = "Steps needed and loss were measured on small transformers of ours with 4 ranks"
     if ranks <= NEAR_FOUR:
         return f"{said}."
-    ranks_told = "" if ranks == 16 else f" Nothing was measured with {ranks}."
-    return (
-        f"{said}. With 16, which had a quarter of that batch each, 0.75 bits ended {WITH_SIXTEEN:g} % above "
-        f"dense (one seed).{ranks_told}"
+    said += (
+        f". With 16, which had a quarter of that batch each, 0.75 bits ended {WITH_SIXTEEN:g} % above dense "
+        "(one seed)."
     )
+    return said if ranks == 16 else f"{said} Nothing was measured with {ranks}."
 
 
 def of_bits(bits: float) -> Gap:

@@ -86,8 +86,7 @@ class Member:
         self.adapter = adapt(parameters, [optimizer], run.scheme, run.exchange, rank, run.world)
         self.pipeline = self.adapter.pipeline
         if run.bits is not None:
-            flush = cost("exact", run.world) / self.training.steps
-            self.pipeline.budget = Fixed(run.bits - flush)
+            self.pipeline.budget = budget(run.bits, self.training, run.world)
         self.batches = own_batches(self.training, rank, run.world, run.mixed, run.seed)
         self.recorder = None if run.record is None else Recorder(self.pipeline, run.record, RECORD_EVERY)
         self.loss = math.nan
@@ -108,6 +107,11 @@ class Member:
         self.training.schedule.step()
         if self.recorder is not None:
             self.recorder.note_loss(self.loss)
+
+
+def budget(bits: float, training: tasks.Training, world: int) -> Fixed:
+    """What is left for each step of so many bits once the flush at the end is paid for."""
+    return Fixed(bits - cost("exact", world) / training.steps)
 
 
 def own_batches(training: tasks.Training, rank: int, world: int, mixed: bool, seed: int) -> Iterator[Tensor]:

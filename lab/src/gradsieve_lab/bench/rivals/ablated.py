@@ -5,8 +5,8 @@ without=nothing    the default, as `stripes` with the same bits: what the others
         preview    a rank's own model has of its residual the newest steps alone   (ADR 11)
         turns      all elements, in signs, as seldom as the budget has it          (ADR 20)
         feedback   what rounding left is dropped
-        lateness   the next gradient already knows the exchange, as nobody can hide it (not a part that
-                   could be had, but what its absence costs)
+        lateness   the exchange ends before the next gradient: nothing hides it, so that nobody would
+                   choose this, but it shows what being late costs
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gradsieve import Steps
-from gradsieve.errors import ConfigError
 from gradsieve.schemes import Ctx, Program, Stripes
-from gradsieve.testing import Fixed, StepPipeline, cost
+from gradsieve.testing import StepPipeline, cost
+from gradsieve_lab.bench.common.virtual import budget
 from gradsieve_lab.bench.rivals.base import Part, Rival
 from gradsieve_lab.bench.rivals.engine import EnginePart
 from gradsieve_lab.bench.tasks.training import Training
@@ -34,33 +34,22 @@ class Ablated(Rival):
     def begin(self, training: Training, ctx: Ctx) -> Part:
         return AblatedPart(self, training, ctx)
 
-    def period(self, training: Training, world: int) -> int:
-        """Steps between two exchanges."""
-        if self.without != "turns":
-            return 1
-        return max(1, round(cost("sign", world) / (self.bits - flush_bits(training, world))))
-
-
-def flush_bits(training: Training, world: int) -> float:
-    return cost("exact", world) / training.steps
-
 
 class AblatedPart(EnginePart):
     pipeline: StepPipeline
 
     def __init__(self, rival: Ablated, training: Training, ctx: Ctx) -> None:
-        self.without, every = rival.without, rival.period(training, ctx.world)
+        self.without, has_turns = rival.without, rival.without != "turns"
+        within = budget(rival.bits, training, ctx.world)
         steps = Steps(
-            every=every,
+            every=1 if has_turns else max(1, round(cost("sign", ctx.world) / within.bits)),
             overlap=0 if self.without == "lateness" else 1,
             preview=0.0 if self.without == "preview" else None,
         )
-        density = 1.0 if self.without == "turns" else Stripes.density
-        super().__init__(training, ctx, Stripes(density=density, values="sign"), steps)
-        if self.without != "turns":
-            if not (left := rival.bits - flush_bits(training, ctx.world)) > 0:
-                raise ConfigError(f"{rival.bits:g} bits do not hold the flush of {training.steps} steps")
-            self.pipeline.budget = Fixed(left)
+        scheme = Stripes(density=Stripes.density if has_turns else 1.0, values="sign")
+        super().__init__(training, ctx, scheme, steps)
+        if has_turns:
+            self.pipeline.budget = within
 
     def step(self, number: int) -> Program[None]:
         due = self.pipeline.begins_exchange()

@@ -54,7 +54,7 @@ examples:
 def fill(parser: argparse.ArgumentParser) -> None:
     describe(parser, run, _DESCRIPTION, _EXAMPLES)
     add = parser.add_argument
-    add("--tasks", type=tasks, default="all", metavar="LIST", help="(default: all but documentation)")
+    add("--tasks", type=tasks, default="all", metavar="LIST", help="to train (default: all but the held-out)")
     add(
         "--syncs",
         type=_syncs,
