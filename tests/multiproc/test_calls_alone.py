@@ -24,8 +24,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "stripes": BUDGET,
     **{name: {"scheme": name, "density": 0.05} for name in ("topk", "exdyna", "oktopk", "spardl")},
 }
-SOON = 3.0
-"""Seconds: about half of one, and some more on a busy machine. The time-out is twenty."""
+SOON = 10.0
+"""Seconds: about half of one, and many more on a busy machine. The time-out is twenty."""
 
 
 def calls_of(run: Training, folder: Path) -> dict[str, Callable[[], None]]:
