@@ -204,7 +204,17 @@ def _export_order(name: str) -> tuple[int, str]:
 
 
 def undocumented(names: list[str], folder: Path) -> list[str]:
-    return [f"{name} has no {name}.md" for name in names if not (folder / f"{name}.md").is_file()]
+    """Schemes without a page or a section of their own: a heading with the name as its anchor."""
+    headings = [
+        heading
+        for page in sorted(folder.glob("*.md"))
+        for heading in re.findall(r"^#+ .*\{#([\w-]+)\}$", page.read_text(), re.MULTILINE)
+    ]
+    faults = [f"{name} has {headings.count(name)} sections" for name in names if headings.count(name) > 1]
+    pages = {page.stem for page in folder.glob("*.md")}
+    return faults + [
+        f"{name} has no {name}.md and no section" for name in names if name not in {*headings, *pages}
+    ]
 
 
 def recipe_faults(scheme_file: Path) -> list[str]:

@@ -314,9 +314,15 @@ def test_every_scheme_has_its_page() -> None:
     assert rules.undocumented(list(SCHEMES), ROOT / "docs" / "algorithms") == []
 
 
-def test_a_scheme_without_its_page_is_seen(tmp_path: Path) -> None:
+def test_a_scheme_without_its_page_or_section_is_seen(tmp_path: Path) -> None:
     (tmp_path / "one.md").touch()
-    assert rules.undocumented(["one", "two"], tmp_path) == ["two has no two.md"]
+    (tmp_path / "small.md").write_text(
+        "# Small\n\n## two: a section {#two}\n\nthree, [four](#four) {#four}\n"
+    )
+    missing = ["three has no three.md and no section", "four has no four.md and no section"]
+    assert rules.undocumented(["one", "two", "three", "four"], tmp_path) == missing
+    (tmp_path / "again.md").write_text("## two, once more {#two}\n")
+    assert rules.undocumented(["two"], tmp_path) == ["two has 2 sections"]
 
 
 def subclasses(kind: type) -> set[type]:
