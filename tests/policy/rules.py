@@ -217,6 +217,25 @@ def undocumented(names: list[str], folder: Path) -> list[str]:
     ]
 
 
+def decision_faults(cited: set[int], folder: Path) -> list[str]:
+    """A decision has one section with its number and a status below it, and a line in the index; all that
+    are cited are there."""
+    pages = [page.read_text() for page in sorted(folder.glob("*.md")) if page.stem != "index"]
+    headings = [
+        int(number) for page in pages for number in re.findall(r"^#+ ADR (\d+): ", page, re.MULTILINE)
+    ]
+    whole = r"^#+ ADR (\d+): .* \{#adr-\1\}\n\nStatus: (?:accepted|replaced by \[ADR \d+\])"
+    with_status = {int(number) for page in pages for number in re.findall(whole, page, re.MULTILINE)}
+    index = (folder / "index.md").read_text()
+    listed = {int(number) for number in re.findall(r"^\| (\d+) \| \[.*#adr-\1\)", index, re.MULTILINE)}
+    return [
+        *(f"ADR {number} is not there" for number in sorted(cited - {*headings})),
+        *(f"ADR {number} is there twice" for number in sorted({*headings}) if headings.count(number) > 1),
+        *(f"ADR {number} has no anchor or status" for number in sorted({*headings} - with_status)),
+        *(f"ADR {number} is not in the index" for number in sorted({*headings} ^ listed)),
+    ]
+
+
 def recipe_faults(scheme_file: Path) -> list[str]:
     """The numbered recipe of the docstring and the numbered comments of the code name the same steps."""
     text = scheme_file.read_text()
