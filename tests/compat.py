@@ -312,7 +312,7 @@ def page(results: Sequence[Result], cells: Sequence[str], command: str, seconds:
     parts = [
         "# Which optimizers are served",
         _filled(
-            "A number says that the cell is served. It is the loss on unseen data over that of plain DDP with "
+            "A number says that the cell is served. It is the loss on unseen data over plain DDP's with "
             "the same optimizer. Parameters and averages are the same bits on both ranks after every step. "
             "Nobody sees a setting of the optimizer changed, neither after the step nor in a hook of it."
         ),

@@ -29,7 +29,7 @@ def prose(text: str) -> str:
 def sentences(text: str) -> Iterator[list[str]]:
     """Each as its words. Colons and semicolons end none."""
     for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", prose(text)):
-        for each in re.split(r"(?<=[.!?])\s+(?=[A-Z\"'(]|code)", block):
+        for each in re.split(r"(?<=[.!?])[)\"]?\s+", block):
             words = re.findall(r"[A-Za-z][A-Za-z'-]*", each)
             if len(words) > 2:
                 yield words
