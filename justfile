@@ -35,5 +35,8 @@ bench:      # the headline measurement (needs root for the lab)
 docs:       # read the documentation at localhost:8000
     mkdocs serve
 
+release tag: # wheel and sdist of both distributions, checked: `just release v0.1.0`
+    python tools/release.py {{tag}}
+
 ci:         # the gate, as CI runs it
     bash .ci/run

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_TOP = ("README", "CONTRIBUTING", "RELEASE")
+PAGES = [*(ROOT / f"{name}.md" for name in _TOP), *sorted((ROOT / "docs").rglob("*.md"))]
 
 _FENCE = re.compile(
     r"(?:<!-- not run: (?P<reason>[^>]*) -->\n+)?^(?P<indent> *)```(?P<language>\w*)(?P<title>[^\n]*)\n"

@@ -11,6 +11,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 WIDTH = "100"
@@ -60,8 +61,17 @@ def _scheme(name: str, kind: type[Any]) -> str:
         f"| `{field.name}` | `{field.default!r}` | {texts.get(field.name, '')} |"
         for field in dataclasses.fields(kind)
     ]
-    title = f'## {kind.__name__}, "{name}"\n\n{first} [How it works](../algorithms/{name}.md).\n'
+    title = f'## {kind.__name__}, "{name}"\n\n{first} [How it works](../algorithms/{_place(name)}).\n'
     return "\n".join([title, "| setting | default | meaning |", "|---|---|---|", *rows, ""])
+
+
+def _place(name: str) -> str:
+    """The section that has a scheme's name as its anchor, or else its page."""
+    folder = Path(__file__).parent.parent / "docs" / "algorithms"
+    for page in sorted(folder.glob("*.md")):
+        if f"{{#{name}}}\n" in page.read_text():
+            return f"{page.name}#{name}"
+    return f"{name}.md"
 
 
 def _field_texts(kind: type[Any]) -> dict[str, str]:

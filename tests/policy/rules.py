@@ -204,7 +204,36 @@ def _export_order(name: str) -> tuple[int, str]:
 
 
 def undocumented(names: list[str], folder: Path) -> list[str]:
-    return [f"{name} has no {name}.md" for name in names if not (folder / f"{name}.md").is_file()]
+    """Schemes without a page or a section of their own: a heading with the name as its anchor."""
+    headings = [
+        heading
+        for page in sorted(folder.glob("*.md"))
+        for heading in re.findall(r"^#+ .*\{#([\w-]+)\}$", page.read_text(), re.MULTILINE)
+    ]
+    faults = [f"{name} has {headings.count(name)} sections" for name in names if headings.count(name) > 1]
+    pages = {page.stem for page in folder.glob("*.md")}
+    return faults + [
+        f"{name} has no {name}.md and no section" for name in names if name not in {*headings, *pages}
+    ]
+
+
+def decision_faults(cited: set[int], folder: Path) -> list[str]:
+    """A decision has one section with its number and a status below it, and a line in the index; all that
+    are cited are there."""
+    pages = [page.read_text() for page in sorted(folder.glob("*.md")) if page.stem != "index"]
+    headings = [
+        int(number) for page in pages for number in re.findall(r"^#+ ADR (\d+): ", page, re.MULTILINE)
+    ]
+    whole = r"^#+ ADR (\d+): .* \{#adr-\1\}\n\nStatus: (?:accepted|replaced by \[ADR \d+\])"
+    with_status = {int(number) for page in pages for number in re.findall(whole, page, re.MULTILINE)}
+    index = (folder / "index.md").read_text()
+    listed = {int(number) for number in re.findall(r"^\| (\d+) \| \[.*#adr-\1\)", index, re.MULTILINE)}
+    return [
+        *(f"ADR {number} is not there" for number in sorted(cited - {*headings})),
+        *(f"ADR {number} is there twice" for number in sorted({*headings}) if headings.count(number) > 1),
+        *(f"ADR {number} has no anchor or status" for number in sorted({*headings} - with_status)),
+        *(f"ADR {number} is not in the index" for number in sorted({*headings} ^ listed)),
+    ]
 
 
 def recipe_faults(scheme_file: Path) -> list[str]:

@@ -11,6 +11,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import lock
 import pytest
 
 import gradsieve
@@ -120,19 +121,57 @@ def test_an_installation_needs_torch_and_numpy_only(released: tuple[Path, Path])
 
 
 def unpinned(workflow: str) -> list[str]:
-    """Actions by a name that someone else can move, and not by a commit."""
-    used = re.findall(r"uses: (\S+)", workflow)
-    return [each for each in used if not each.startswith("./") and not re.search(r"@[0-9a-f]{40}$", each)]
+    """Actions by a name that someone else can move, and not by a commit with its version beside it."""
+    used = re.findall(r"uses: *(.+)", workflow)
+    pinned = re.compile(r"[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+")
+    return [each for each in used if not each.startswith("./") and not pinned.fullmatch(each)]
+
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").iterdir())
 
 
 def test_actions_are_pinned_by_commit() -> None:
-    workflows = list((ROOT / ".github" / "workflows").glob("*.yml"))
-    assert len(workflows) == 4
-    assert [each for path in workflows for each in unpinned(path.read_text())] == []
+    assert [path.stem for path in WORKFLOWS] == ["ci", "docs", "nightly", "release"]
+    assert [each for path in WORKFLOWS for each in unpinned(path.read_text())] == []
 
 
-def test_twin_a_tag_is_no_commit() -> None:
-    assert unpinned("uses: ./a.yml\n- uses: actions/checkout@v4\n") == ["actions/checkout@v4"]
+def test_an_action_by_its_tag_is_seen() -> None:
+    workflow = next(path for path in WORKFLOWS if path.stem == "release").read_text()
+    assert unpinned(re.sub(r"checkout@\S+ # \S+", "checkout@v4", workflow)) == ["actions/checkout@v4"] * 2
+    commit = f"actions/checkout@{'a' * 40}"
+    assert unpinned(f"uses: ./a.yml\nuses: {commit}\nuses: {commit}b # v1.2.3\n") == [
+        commit,
+        f"{commit}b # v1.2.3",
+    ]
+
+
+LOCKED = (
+    "--no-deps --require-hashes -r .ci/requirements.txt",
+    "--no-index",
+    "--no-deps --no-build-isolation",  # our own source, with what is installed
+    f"{lock.TORCH} ",  # indexes have different builds of it, with CUDA's libraries or without (tools/lock.py)
+    "installed/bin/pip install dist/gradsieve-*.whl ",  # what a user gets: listed, and no part of a release
+)
+"""How the gate and the workflows may install packages."""
+
+
+def unlocked(script: str) -> list[str]:
+    lines = re.sub(r"\\\n *", "", script).splitlines()
+    installs = [line.split("#")[0].strip() for line in lines if "pip install" in line.split("#")[0]]
+    return [each for each in installs if not any(way in f"{each} " for way in LOCKED)]
+
+
+def test_everything_that_is_installed_is_locked() -> None:
+    scripts = [path.read_text() for path in [ROOT / ".ci" / "run", *WORKFLOWS]]
+    assert sum(script.count("pip install") for script in scripts) >= 10
+    assert [each for script in scripts for each in unlocked(script)] == []
+
+
+@pytest.mark.parametrize(
+    "install", ["pip install twine", "pip install torch==2.13.1", "pip install -r .ci/requirements.txt"]
+)
+def test_a_package_without_a_hash_is_seen(install: str) -> None:
+    assert unlocked(f"      - run: {install}   # a reason\n") == [f"- run: {install}"]
 
 
 def test_packages_of_the_gate_have_a_version_and_a_hash() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -314,9 +315,33 @@ def test_every_scheme_has_its_page() -> None:
     assert rules.undocumented(list(SCHEMES), ROOT / "docs" / "algorithms") == []
 
 
-def test_a_scheme_without_its_page_is_seen(tmp_path: Path) -> None:
+def test_a_scheme_without_its_page_or_section_is_seen(tmp_path: Path) -> None:
     (tmp_path / "one.md").touch()
-    assert rules.undocumented(["one", "two"], tmp_path) == ["two has no two.md"]
+    (tmp_path / "small.md").write_text(
+        "# Small\n\n## two: a section {#two}\n\nthree, [four](#four) {#four}\n"
+    )
+    missing = ["three has no three.md and no section", "four has no four.md and no section"]
+    assert rules.undocumented(["one", "two", "three", "four"], tmp_path) == missing
+    (tmp_path / "again.md").write_text("## two, once more {#two}\n")
+    assert rules.undocumented(["two"], tmp_path) == ["two has 2 sections"]
+
+
+def test_every_decision_that_is_cited_can_be_found() -> None:
+    folders = [("src", "py"), ("lab/src", "py"), ("tests", "py"), ("tools", "py"), ("docs", "md")]
+    files = [path for folder, kind in folders for path in (ROOT / folder).rglob(f"*.{kind}")]
+    cited = {int(number) for path in files for number in re.findall(r"\bADR (\d+)", path.read_text())}
+    assert len(cited) > 40
+    assert rules.decision_faults(cited, ROOT / "docs" / "adr") == []
+
+
+def test_decisions_that_cannot_be_found_are_seen(tmp_path: Path) -> None:
+    one = "# ADR 1: One {#adr-1}\n\nStatus: accepted (2026-11-15)\n"
+    (tmp_path / "one.md").write_text(one + "\n## ADR 2: Two {#adr-2}\n\nNo status.\n")
+    (tmp_path / "index.md").write_text("| 1 | [One](one.md#adr-1) | accepted |\n")
+    missing = ["ADR 3 is not there", "ADR 2 has no anchor or status", "ADR 2 is not in the index"]
+    assert rules.decision_faults({1, 3}, tmp_path) == missing
+    (tmp_path / "again.md").write_text(one)
+    assert rules.decision_faults({1}, tmp_path)[0] == "ADR 1 is there twice"
 
 
 def subclasses(kind: type) -> set[type]:

@@ -3,4 +3,4 @@
 Nobody who trains imports it. No version of it promises anything about the next one.
 """
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"

@@ -2,7 +2,7 @@
 
 A handler only notes the signal, wherever the training is at that moment. The note goes along with the rank's
 next exchange (`pipeline/tags.py`), so that all ranks hear of it with the same exchange, and believe it where
-they all complete that one. What to save then, and where in the loop, is the user's to say: docs/adr/0043.
+they all complete that one. What to save then, and where in the loop, is the user's to say (ADR 43).
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def test_gtopk_hears_every_rank_of_a_group_that_is_no_power_of_two(world: int) -
 
 
 LOST = {2: 0.0, 4: 0.037, 8: 0.124, 16: 0.259, 32: 0.400}
-"""Lost over sent at density 0.05, the means of six seeds that docs/algorithms/gtopk.md gives."""
+"""Lost over sent at density 0.05, the means of six seeds that docs/algorithms/baselines.md gives."""
 
 
 def lost_share(scheme: GTopK, world: int) -> float:
