@@ -1,4 +1,4 @@
-"""The picture of docs/studies/networks.md, from the results of `gradsieve simulate` that it names.
+"""The picture of docs/simulate.md, from the results of `gradsieve simulate` that it names.
 
 python benchmarks/network_study.py --out benchmarks/results/networks-2026-11-16.png
 """

@@ -29,6 +29,7 @@ import re
 import shlex
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -296,21 +297,26 @@ COLUMNS = {
 }
 
 
+def _filled(text: str, width: int = 110) -> str:
+    """Lines of a page. What belongs to an item of a list is indented as it is."""
+    start = len(text) - len(text.lstrip(" -"))
+    return textwrap.fill(
+        text, width, subsequent_indent=" " * start, break_long_words=False, break_on_hyphens=False
+    )
+
+
 def page(results: Sequence[Result], cells: Sequence[str], command: str, seconds: float, steps: int) -> str:
     """For docs/compatibility.md."""
     kinds = ("served", "refused", "no dense", "not installed", "WRONG")
     counts = {kind: sum(result.kind == kind for result in results) for kind in kinds}
     parts = [
         "# Which optimizers are served",
-        f"Written by `{command}` on {date.today()}, in {seconds / 60:.0f} minutes: "
-        f"{', '.join(f'{name} {version}' for name, version in versions().items())}; two ranks with gloo "
-        f"on a CPU, {steps} steps of a small regression in which each rank has inputs of its own, "
-        "`attach(ddp, optimizer, bits=2.0, deterministic=True)`. "
-        f"Cells: {', '.join(f'{number} {kind}' for kind, number in counts.items() if number)}.",
-        "A number is the loss on unseen data in units of that of plain DDP with the same optimizer, and says "
-        "that the cell is served: parameters and averages are the same bits on both ranks after every step, "
-        "and nobody sees a setting of the optimizer changed, neither after the step nor in a hook of it. "
-        "*refused*: all ranks say why. *no dense*: plain DDP cannot do it either.",
+        _filled(
+            "A number says that the cell is served. It is the loss on unseen data over plain DDP's with "
+            "the same optimizer. Parameters and averages are the same bits on both ranks after every step. "
+            "Nobody sees a setting of the optimizer changed, neither after the step nor in a hook of it."
+        ),
+        _filled("*refused*: all ranks say why. *no dense*: plain DDP cannot do it either."),
         table(results, cells),
         "## The columns",
         "\n".join(f"- **{cell}**: {COLUMNS[cell]}" for cell in cells),
@@ -321,7 +327,15 @@ def page(results: Sequence[Result], cells: Sequence[str], command: str, seconds:
         ("WRONG", "Wrong"),
     ):
         if lines := reasons(results, kind):
-            parts += [f"## {heading}", "\n".join(lines)]
+            parts += [f"## {heading}", "\n".join(_filled(line) for line in lines)]
+    made = (
+        f"Written by `{command}` on {date.today()}, in {seconds / 60:.0f} minutes: "
+        f"{', '.join(f'{name} {version}' for name, version in versions().items())}. Two ranks with gloo on a "
+        f"CPU, {steps} steps of a small regression in which each rank has inputs of its own, "
+        "`attach(ddp, optimizer, bits=2.0, deterministic=True)`. "
+        f"Cells: {', '.join(f'{number} {kind}' for kind, number in counts.items() if number)}."
+    )
+    parts += ['??? note "Reproduce"', textwrap.indent(_filled(made, 106), "    ")]
     return "\n\n".join(parts) + "\n"
 
 

@@ -115,7 +115,7 @@ def test_what_plain_ddp_cannot_do_or_nobody_installed_is_said(two: Ranks) -> Non
 def test_the_page_has_the_table_and_the_reasons() -> None:
     results = [Result("sgd", "plain", "served", ratio=1.0), Result("lbfgs", "plain", "refused")]
     assert "| sgd | 1.00 |\n| lbfgs | refused |" in table(results, ["plain"])
-    text = page(results, ["plain"], "python tests/compat.py", 60.0, STEPS)
+    text = " ".join(page(results, ["plain"], "python tests/compat.py", 60.0, STEPS).split())
     assert "`python tests/compat.py`" in text
     assert "1 served, 1 refused." in text
 

@@ -146,7 +146,7 @@ def test_several_ranks_a_host_are_pointed_to_the_way_for_them(four: Ranks) -> No
     first, *others = four.run(on_hosts_of, "2")
     assert len(first) == 1
     assert "each of the 2 ranks of a host sends over the network by itself" in first[0]
-    assert first[0].endswith("docs/how-to/eight-gpus-a-host.md")
+    assert first[0].endswith("docs/hsdp.md")
     assert others == [[]] * 3
 
 

@@ -74,7 +74,7 @@ def test_links_of_the_readme_lead_somewhere() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 100
 
 
 def test_every_error_message_shown_is_in_the_code() -> None:

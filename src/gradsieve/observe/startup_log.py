@@ -74,7 +74,7 @@ def _warn_of_odd_settings(replica: Replica) -> None:
     if not replica.part and here.isdecimal() and 1 < int(here) < world:
         _log.warning(
             "rank 0: each of the %s ranks of a host sends over the network by itself. Average inside the "
-            "host first, and exchange once a host: docs/how-to/eight-gpus-a-host.md",
+            "host first, and exchange once a host: docs/hsdp.md",
             here,
         )
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and _may_restart():

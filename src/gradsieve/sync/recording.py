@@ -15,7 +15,7 @@ def record(
 ) -> Recorder:
     """Write one line of JSON a step to `path`.rank0.jsonl, and so on for each rank (of shards, to
     `path`.shard0.rank0.jsonl); norms every `every` steps. The lines go to `sinks` too. Call it on the ranks
-    that are to be recorded; docs/recording.md describes the fields, docs/telemetry.md the sinks."""
+    that are to be recorded; docs/recording.md describes the fields and the sinks."""
     sync.complete()
     stem, replica = Path(path), sync.replica
     return Recorder(replica.pipeline, stem.with_name(stem.name + replica.part), every, sinks)
