@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gradsieve.errors import ConfigError
+from gradsieve_lab.bench.race.rules import LINKS
 from gradsieve_lab.bench.time_to_accuracy.measure import Curve
 
 Key = tuple[str, str, int]
@@ -30,7 +31,6 @@ COLUMNS = [
     "steps",
     "reached",
     "step_ms",
-    "final",
 ]
 
 
@@ -82,7 +82,10 @@ def read(path: Path) -> Log | None:
 
 
 def read_all(folder: Path) -> list[Log]:
+    """In the order of the links in the rules, others after them."""
     found = [log for log in map(read, sorted(folder.glob("*.jsonl"))) if log is not None]
+    known = [*LINKS, *(log.facts["link"] for log in found)]
+    found.sort(key=lambda log: (log.facts["size"], known.index(log.facts["link"])))
     if not found:
         raise ConfigError(f"{folder} has no logs: gradsieve bench race --logs {folder} makes them")
     return found
@@ -90,7 +93,8 @@ def read_all(folder: Path) -> list[Log]:
 
 def targets(logs: Iterable[Log]) -> dict[Key, float]:
     """Of each size, link and seed: dense's loss at the end of its budget, mean of three evaluations."""
-    return {log.key: log.curve.smoothed[-1] for log in logs if log.name == "dense"}
+    dense = (log for log in logs if log.name == "dense" and log.end != "failed")
+    return {log.key: log.curve.smoothed[-1] for log in dense}
 
 
 def table(logs: Sequence[Log]) -> list[dict[str, Any]]:

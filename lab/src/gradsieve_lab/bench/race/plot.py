@@ -8,6 +8,7 @@ from typing import Any
 
 from gradsieve.errors import ConfigError
 from gradsieve_lab.bench.race.logs import Log, targets
+from gradsieve_lab.bench.time_to_accuracy.measure import SMOOTHED_OVER
 
 _WORSE, _BETTER = 0.5, 0.04
 """Parts of a target that are shown around it."""
@@ -18,7 +19,7 @@ def plot(logs: Sequence[Log], path: Path) -> None:
     from matplotlib.figure import Figure  # the `plot` extra, not needed to race
 
     wanted = targets(logs)
-    first = [log for log in logs if log.seed == 0 and log.key in wanted and log.curve.steps]
+    first = [log for log in logs if log.seed == 0 and log.key in wanted and log.curve.smoothed]
     groups = list(dict.fromkeys(log.group for log in first))
     if not groups:
         raise ConfigError("no log of seed 0 has its dense one beside it: there is nothing to draw")
@@ -27,9 +28,9 @@ def plot(logs: Sequence[Log], path: Path) -> None:
     names = sorted({log.name for log in first}, key=lambda name: (name != "dense", name != "auto", name))
     colours = {name: f"C{number}" for number, name in enumerate(n for n in names if n != "dense")}
     for panel, group in zip(axes, groups, strict=True):
-        for log in sorted(
-            (log for log in first if log.group == group), key=lambda log: names.index(log.name)
-        ):
+        own = [log for log in first if log.group == group]
+        target = wanted[own[0].key]
+        for log in sorted(own, key=lambda log: names.index(log.name)):
             _draw(panel, log, target, colours.get(log.name, "black"))
         panel.axhline(target, linestyle="--", linewidth=1, color="gray", label="target")
         panel.set_ylim(target * (1 - _BETTER), target * (1 + _WORSE))
@@ -38,18 +39,16 @@ def plot(logs: Sequence[Log], path: Path) -> None:
         panel.set_xlabel("seconds of training")
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("loss on unseen files")
-    handles = {
-        name: handle
-        for panel in axes
-        for handle, name in zip(*panel.get_legend_handles_labels(), strict=True)
-    }
+    axes[0].set_ylabel(f"loss on unseen files, mean of {SMOOTHED_OVER} evaluations")
+    labelled = [panel.get_legend_handles_labels() for panel in axes]
+    handles = {name: handle for pair in labelled for handle, name in zip(*pair, strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles))
     figure.savefig(path, dpi=150)
 
 
 def _draw(axes: Any, log: Log, target: float, colour: str) -> None:
-    curve, place = log.curve, log.at(target)
-    axes.plot(curve.seconds, curve.values, color=colour, linewidth=1.6, label=log.name)
-    at, mark = (len(curve.steps) - 1, "x") if place is None else (place, "o")
-    axes.plot(curve.seconds[at], curve.values[at], mark, color=colour, markersize=8)
+    place, begin = log.at(target), SMOOTHED_OVER - 1
+    seconds, values = log.curve.seconds[begin:], log.curve.smoothed
+    axes.plot(seconds, values, color=colour, linewidth=1.6, label=log.name)
+    at, mark = (-1, "x") if place is None else (place - begin, "o")
+    axes.plot(seconds[at], values[at], mark, color=colour, markersize=8)
