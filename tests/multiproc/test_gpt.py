@@ -3,6 +3,7 @@ is not, dense and sparse alike; and it trains on the text that the lab's held-ou
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import runpy
@@ -18,28 +19,29 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import multiproc.harness  # noqa: F401  # tells the fork server what to load
 from gradsieve import kernels
-from gradsieve_lab.bench.tasks import documentation
 
-pytest.importorskip("tokenizers")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt"
 sys.path.insert(0, str(EXAMPLE))
 
-import prepare
 import train
 from text import Text
 
 STEPS, EVERY, DEATH, NOTICE = 40, 8, 13, 27
+DRAW = Text.batch
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("tokenizers")
+    import prepare
+
     folder = tmp_path_factory.mktemp("text")
     files = {path.name: path.read_text() for path in sorted(Path(os.__file__).parent.glob("[a-d]*.py"))}
     prepare.write(files, folder, 300)
     return folder
 
 
-def launched(text: Path, out: Path, sync: str, restarts: int = 0, **disturbed: Any) -> None:
+def launched(text: Path, out: Path, sync: str, restarts: int = 0) -> None:
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -54,33 +56,24 @@ def launched(text: Path, out: Path, sync: str, restarts: int = 0, **disturbed: A
     given |= {"warm-up": 5, "evaluate-every": EVERY}
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"):
-        elastic_launch(config, one_rank)([*words, "--deterministic"], disturbed)
+        elastic_launch(config, one_rank)([*words, "--deterministic"], restarts > 0)
 
 
-def one_rank(words: list[str], disturbed: dict[str, bool]) -> None:
+def one_rank(words: list[str], is_disturbed: bool) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     args = train.parser("").parse_args(words)
-    with kernels.using("torch"):  # loading compiled ones would take longer than the rest
-        if disturbed:
-            life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-            with mock.patch.object(Text, "batch", drawing(life, **disturbed)):
-                train.main(args, train.sync_of(args))
-        else:
-            train.main(args, train.sync_of(args))
+    with kernels.using("torch"), contextlib.ExitStack() as stack:  # compiled ones take longer to load
+        if is_disturbed:
+            stack.enter_context(mock.patch.object(Text, "batch", deadly))
+        train.main(args, train.sync_of(args))
 
 
-def drawing(life: int, forgetful: bool = False) -> Any:
-    """Batches as ever, but rank 1 dies in its first life and is given notice in its second one. One that is
-    forgetful counts steps from where it was started."""
-    draw, begin = Text.batch, []
-
-    def batch(self: Text, seed: int, step: int, count: int) -> Any:
-        begin.append(step)
-        if os.environ["RANK"] == "1" and (life, step) in ((0, DEATH), (1, NOTICE)):
-            os.kill(os.getpid(), signal.SIGTERM if life else signal.SIGKILL)
-        return draw(self, seed, step - forgetful * begin[0], count)
-
-    return batch
+def deadly(text: Text, seed: int, step: int, count: int) -> Any:
+    """A batch as ever, but rank 1 dies in its first life and is given notice in its second one."""
+    life = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    if os.environ["RANK"] == "1" and (life, step) in (("0", DEATH), ("1", NOTICE)):
+        os.kill(os.getpid(), signal.SIGKILL if step == DEATH else signal.SIGTERM)
+    return DRAW(text, seed, step, count)
 
 
 def curve(out: Path) -> dict[int, set[float]]:
@@ -96,11 +89,18 @@ def model(out: Path) -> dict[str, Any]:
     return torch.load(out / f"step-{STEPS:06}" / "model.pt", weights_only=True)
 
 
-@pytest.fixture(scope="module", params=["dense", "auto"])
-def undisturbed(request: Any, text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    out = tmp_path_factory.mktemp(request.param) / "run"
-    launched(text, out, request.param)
-    return request.param, out
+@pytest.fixture(scope="module")
+def curves(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Undisturbed runs."""
+    made = {sync: tmp_path_factory.mktemp(sync) / "run" for sync in ("dense", "auto")}
+    for sync, out in made.items():
+        launched(text, out, sync)
+    return made
+
+
+@pytest.fixture(params=["dense", "auto"])
+def undisturbed(request: Any, curves: dict[str, Path]) -> tuple[str, Path]:
+    return request.param, curves[request.param]
 
 
 def test_it_learns_and_writes(undisturbed: tuple[str, Path], text: Path, capsys: Any) -> None:
@@ -120,7 +120,7 @@ def test_a_death_and_a_notice_leave_no_trace_in_the_curve(
     undisturbed: tuple[str, Path], text: Path, tmp_path: Path
 ) -> None:
     sync, out = undisturbed
-    launched(text, tmp_path / "run", sync, restarts=2, forgetful=False)
+    launched(text, tmp_path / "run", sync, restarts=2)
     found, wanted = curve(tmp_path / "run"), curve(out)
     (at_notice,) = found.keys() - wanted.keys()
     assert NOTICE < at_notice <= NOTICE + 3
@@ -129,17 +129,22 @@ def test_a_death_and_a_notice_leave_no_trace_in_the_curve(
         assert torch.equal(value, model(tmp_path / "run")[name]), name
 
 
-def test_one_that_draws_other_batches_after_a_restart_is_seen(
-    undisturbed: tuple[str, Path], text: Path, tmp_path: Path
-) -> None:
-    """Twin."""
-    sync, out = undisturbed
-    if sync == "auto":
-        pytest.skip("the same batches for every sync: dense shows it")
-    launched(text, tmp_path / "run", sync, restarts=2, forgetful=True)
-    found, wanted = curve(tmp_path / "run"), curve(out)
-    assert found[8] == wanted[8]
-    assert found[24] != wanted[24]
+def test_batches_are_by_step_and_rank_and_seed(text: Path) -> None:
+    """What makes a resumed curve the same; the seed or the rank alone makes others."""
+    tokens = Text(text, 32, torch.device("cpu"))
+
+    def drawn(seed: int, step: int, rank: int) -> list[int]:
+        with mock.patch("torch.distributed.get_rank", return_value=rank):
+            return tokens.batch(seed, step, 2)[0].flatten().tolist()
+
+    assert drawn(0, 5, 1) == drawn(0, 5, 1)
+    assert len({tuple(drawn(*each)) for each in ((0, 5, 1), (1, 5, 1), (0, 6, 1), (0, 5, 0))}) == 4
+
+
+def test_curves_that_are_not_the_same_differ_at_every_evaluation(curves: dict[str, Path]) -> None:
+    """The twin of the comparison above: of two syncs."""
+    dense, auto = (curve(curves[sync]) for sync in ("dense", "auto"))
+    assert all(dense[step] != auto[step] for step in dense)
 
 
 def test_a_run_of_another_recipe_is_refused(tmp_path: Path) -> None:
@@ -154,9 +159,14 @@ def test_a_run_of_another_recipe_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_text_is_that_of_the_held_out_task(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    import prepare  # ranks, which import this file, need none of it
+
+    from gradsieve_lab.bench.tasks import documentation
+
     assert (prepare.TEXT, prepare.TOKENS) == (documentation.TEXT, documentation.TOKENS)
     theirs = {name: (str(each.folder), each.pattern) for name, each in documentation.DEBIAN.items()}
-    assert prepare.PACKAGES == theirs
+    assert theirs == prepare.PACKAGES
     assert all(f"{name}={each.version}" in prepare.__doc__ for name, each in documentation.DEBIAN.items())
     for number in range(40):
         (tmp_path / f"{number}.pod").write_text(f"page {number}, which is on page {number + 1}\n" * 9)
