@@ -13,7 +13,7 @@ from typing import Any
 from gradsieve.errors import ConfigError
 
 LINKS = ("1gbit", "100mbit", "100mbit+20ms")
-WARM_UP, EVALUATE_EVERY, BATCH = 30, 20, 8
+WARM_UP, EVALUATE_EVERY, BATCH = 30, 20, 4
 PATIENCE = 2
 """Budgets of steps after which an entry that has not reached the target never will."""
 _RIVALS = ("fp16", "powersgd", "local-sgd", "diloco")

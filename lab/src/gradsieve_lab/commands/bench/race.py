@@ -54,7 +54,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
     add("--links", default=",".join(LINKS), metavar="LIST", help="rate+delay (default: %(default)s)")
     add("--seeds", type=size, default="3", metavar="N", help="repetitions (default: 3)")
     add("--size", default="1M", metavar="NAME", help="of examples/gpt (default: 1M)")
-    add("--steps", type=size, default="400", metavar="N", help="dense's budget (default: 400)")
+    add("--steps", type=size, default="600", metavar="N", help="dense's budget (default: 600)")
     add("--hosts", type=size, default="4", metavar="N", help="in the lab (default: 4)")
     add("--limit", type=float, default=900.0, metavar="SECONDS", help="of training (default: 900)")
     add("--table", action="store_true", help="only make the table of the logs that are there")
