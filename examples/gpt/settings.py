@@ -7,13 +7,13 @@ from pathlib import Path
 from model import SIZES
 
 
-def parser(description):
+def parser(description, syncs=("auto", "dense")):
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     add = made.add_argument
     add("--text", type=Path, required=True, help="folder that prepare.py has written")
     add("--out", type=Path, help="folder for the log and checkpoints, which all ranks see")
     add("--size", choices=SIZES, default="1M")
-    add("--sync", default="auto", help="auto: gradsieve; dense: plain DDP")
+    add("--sync", choices=syncs, default="auto", help="auto: gradsieve; dense: plain DDP")
     add("--deterministic", action="store_true", help="auto decides nothing by the clock: same bits again")
     add("--steps", type=int, default=2000)
     add("--batch", type=int, default=8, help="windows of a rank in a step")

@@ -132,7 +132,7 @@ def main() -> None:
     name, *words = sys.argv[1:]
     sys.path.insert(0, str(trainer().parent))
     train = importlib.import_module("train")
-    args = train.parser(__doc__).parse_args([*words, "--sync", name])
+    args = train.parser(__doc__, list(ATTACH)).parse_args([*words, "--sync", name])
 
     def attach(ddp: DistributedDataParallel, optimizer: Optimizer) -> Rival:
         return ATTACH[name](name, ddp, optimizer)
