@@ -11,7 +11,7 @@ from gradsieve_lab.bench.race.logs import Log, targets
 from gradsieve_lab.bench.time_to_accuracy.measure import SMOOTHED_OVER
 
 _WORSE, _BETTER = 0.5, 0.04
-"""Parts of a target that are shown around it."""
+"""Parts of the lowest target that are shown around it, if curves come from so far."""
 
 
 def plot(logs: Sequence[Log], path: Path) -> None:
@@ -33,12 +33,13 @@ def plot(logs: Sequence[Log], path: Path) -> None:
         for log in sorted(own, key=lambda log: names.index(log.name)):
             _draw(panel, log, target, colours.get(log.name, "black"))
         panel.axhline(target, linestyle="--", linewidth=1, color="gray", label="target")
-        panel.set_ylim(target * (1 - _BETTER), target * (1 + _WORSE))
         panel.set_xlim(left=0)
         panel.set_title(f"{group[1].replace('+', ', ')}, {group[0]} parameters", size=10)
         panel.set_xlabel("seconds of training")
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
+    low, high = min(wanted[log.key] for log in first), max(max(log.curve.smoothed) for log in first)
+    axes[0].set_ylim(low * (1 - _BETTER), min(high * (1 + _BETTER), low * (1 + _WORSE)))
     axes[0].set_ylabel(f"loss on unseen files, mean of {SMOOTHED_OVER} evaluations")
     labelled = [panel.get_legend_handles_labels() for panel in axes]
     handles = {name: handle for pair in labelled for handle, name in zip(*pair, strict=True)}
