@@ -53,6 +53,10 @@ BENCH = Command(
             "seconds to the accuracy or loss that dense ends with, on a lab network",
             _bench("time_to_accuracy"),
         ),
+        "race": Command(
+            "seconds until a GPT is as good as dense makes it, for any command that trains one",
+            _bench("race"),
+        ),
         "traffic": Command("words moved as the number of ranks grows, on virtual ranks", _bench("traffic")),
         "schemes": Command(
             "words and quality of every scheme on recorded gradients, on virtual ranks", _bench("schemes")

@@ -1,0 +1,1 @@
+"""Seconds until a GPT is as good as dense makes it, over slow links."""

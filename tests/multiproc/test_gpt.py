@@ -1,0 +1,181 @@
+"""examples/gpt under torchrun's own agent: a run that is killed and given notice has the curve of one that
+is not, dense and sparse alike; and it trains on the text that the lab's held-out task has."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+import multiproc.harness  # noqa: F401  # tells the fork server what to load
+from gradsieve import kernels
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "gpt"))
+
+import train
+from text import Text
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt"
+STEPS, EVERY, DEATH, NOTICE = 24, 6, 9, 13
+DRAW = Text.batch
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("tokenizers")
+    import prepare
+
+    folder = tmp_path_factory.mktemp("text")
+    files = {path.name: path.read_text() for path in sorted(Path(os.__file__).parent.glob("[a-d]*.py"))}
+    prepare.write(files, folder, 300)
+    return folder
+
+
+def launched(text: Path, out: Path, sync: str, restarts: int = 0) -> None:
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        max_restarts=restarts,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        start_method="forkserver",
+        monitor_interval=0.1,
+    )
+    given = {"text": text, "out": out, "sync": sync, "size": "tiny", "steps": STEPS, "batch": 2}
+    given |= {"warm-up": 5, "evaluate-every": EVERY}
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"):
+        elastic_launch(config, one_rank)([*words, "--deterministic"], restarts > 0)
+
+
+def one_rank(words: list[str], is_disturbed: bool) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    args = train.parser("").parse_args(words)
+    with kernels.using("torch"), contextlib.ExitStack() as stack:  # compiled ones take longer to load
+        if is_disturbed:
+            stack.enter_context(mock.patch.object(Text, "batch", deadly))
+        train.main(args, train.sync_of(args))
+
+
+def deadly(text: Text, seed: int, step: int, count: int) -> Any:
+    """A batch as ever, but rank 1 dies in its first life and is given notice in its second one."""
+    life = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    if os.environ["RANK"] == "1" and (life, step) in (("0", DEATH), ("1", NOTICE)):
+        os.kill(os.getpid(), signal.SIGKILL if step == DEATH else signal.SIGTERM)
+    return DRAW(text, seed, step, count)
+
+
+def curve(out: Path) -> dict[int, set[float]]:
+    """All losses that were told for a step."""
+    found: dict[int, set[float]] = {}
+    for line in (out / "log.jsonl").read_text().splitlines():
+        told = json.loads(line)
+        found.setdefault(told["step"], set()).add(told["loss"])
+    return found
+
+
+def model(out: Path) -> dict[str, Any]:
+    return torch.load(out / f"step-{STEPS:06}" / "model.pt", weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def curves(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Undisturbed runs."""
+    made = {sync: tmp_path_factory.mktemp(sync) / "run" for sync in ("dense", "auto")}
+    for sync, out in made.items():
+        launched(text, out, sync)
+    return made
+
+
+@pytest.fixture(params=["dense", "auto"])
+def undisturbed(request: Any, curves: dict[str, Path]) -> tuple[str, Path]:
+    return request.param, curves[request.param]
+
+
+def test_it_learns_and_writes(undisturbed: tuple[str, Path], text: Path, capsys: Any) -> None:
+    _, out = undisturbed
+    found = curve(out)
+    assert list(found) == [6, 12, 18, 24]
+    assert min(found[24]) < min(found[6]) - 0.3
+    words = ["sample.py", "import o", "--text", str(text), "--out", str(out), "--tokens", "20"]
+    with mock.patch.object(sys, "argv", words):
+        runpy.run_path(str(EXAMPLE / "sample.py"))
+    said = capsys.readouterr().out
+    assert said.startswith("import o")
+    assert len(said) > 20
+
+
+def test_a_death_and_a_notice_leave_no_trace_in_the_curve(
+    undisturbed: tuple[str, Path], text: Path, tmp_path: Path
+) -> None:
+    sync, out = undisturbed
+    launched(text, tmp_path / "run", sync, restarts=2)
+    found, wanted = curve(tmp_path / "run"), curve(out)
+    (at_notice,) = found.keys() - wanted.keys()
+    assert NOTICE < at_notice <= NOTICE + 3
+    assert {step: found[step] for step in wanted} == wanted
+    for name, value in model(out).items():
+        assert torch.equal(value, model(tmp_path / "run")[name]), name
+
+
+def test_batches_are_by_step_and_rank_and_seed(text: Path) -> None:
+    """What makes a resumed curve the same; the seed or the rank alone makes others."""
+    tokens = Text(text, 32, torch.device("cpu"))
+
+    def drawn(seed: int, step: int, rank: int) -> list[int]:
+        with mock.patch("torch.distributed.get_rank", return_value=rank):
+            return tokens.batch(seed, step, 2)[0].flatten().tolist()
+
+    assert drawn(0, 5, 1) == drawn(0, 5, 1)
+    assert len({tuple(drawn(*each)) for each in ((0, 5, 1), (1, 5, 1), (0, 6, 1), (0, 5, 0))}) == 4
+
+
+def test_curves_that_are_not_the_same_differ_at_every_evaluation(curves: dict[str, Path]) -> None:
+    """The twin of the comparison above: of two syncs."""
+    dense, auto = (curve(curves[sync]) for sync in ("dense", "auto"))
+    assert all(dense[step] != auto[step] for step in dense)
+
+
+def test_a_run_of_another_recipe_is_refused(tmp_path: Path) -> None:
+    from run import Run
+
+    (tmp_path / "step-000008").mkdir()
+    (tmp_path / "step-000008" / "manifest.json").write_text("{}")
+    facts = {"recipe": {"size": "1M", "seed": 0}, "step": 8, "seconds": 1.0}
+    (tmp_path / "step-000008" / "facts.json").write_text(json.dumps(facts))
+    with pytest.raises(SystemExit, match=r"trained with size 1M, not 3M: give the same, or another --out"):
+        Run(tmp_path, {"size": "3M", "seed": 0}).resume(None, None)
+
+
+def test_the_text_is_that_of_the_held_out_task(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    import prepare  # ranks, which import this file, need none of it
+
+    from gradsieve_lab.bench.tasks import documentation
+
+    assert (prepare.TEXT, prepare.TOKENS) == (documentation.TEXT, documentation.TOKENS)
+    theirs = {name: (str(each.folder), each.pattern) for name, each in documentation.DEBIAN.items()}
+    assert theirs == prepare.PACKAGES
+    assert all(f"{name}={each.version}" in prepare.__doc__ for name, each in documentation.DEBIAN.items())
+    for number in range(40):
+        (tmp_path / f"{number}.pod").write_text(f"page {number}, which is on page {number + 1}\n" * 9)
+    source = documentation.Source("1", tmp_path, "*.pod")
+    wanted = documentation.read({"perl-doc": source}, most_bytes=9_000)
+    files = prepare.read({"perl-doc": (str(tmp_path), "*.pod")}, most_bytes=9_000)
+    assert prepare.sha256_of(files) == wanted.sha256
+    assert {name for name in files if prepare.is_unseen(name)} == set(wanted.held_out)
+    made = prepare.write(files, tmp_path, 300)
+    tokens = documentation.tokens(wanted, 300)
+    assert made == prepare.sha256(b"".join(each.numpy().tobytes() for each in tokens))
+    assert made != prepare.write(files, tmp_path, 290)
