@@ -10,6 +10,8 @@ import pytest
 from multiproc.outside import torchrun
 
 SCRIPT = """
+import os
+import signal
 import sys
 import torch
 import torch.distributed as dist
@@ -23,6 +25,9 @@ def main(way):
     ddp = DistributedDataParallel(nn.Linear(64, 64))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     sync = gradsieve.attach(ddp, optimizer, bits=0.75)
+    if way == "preempted":
+        sync.heed_preemption()
+        os.kill(os.getpid(), signal.SIGUSR1)
     for _ in range(8):
         optimizer.zero_grad()
         ddp(torch.randn(4, 64)).square().mean().backward()
@@ -59,6 +64,6 @@ def test_an_end_without_flush_is_said_on_every_rank(script: Path) -> None:
     assert sorted(LINE.findall(torchrun(script, "plain").stderr)) == ["0", "1"]
 
 
-@pytest.mark.parametrize("way", ["flushed", "failed"])
-def test_twin_not_where_nothing_is_lacking_or_the_program_failed(script: Path, way: str) -> None:
+@pytest.mark.parametrize("way", ["flushed", "failed", "preempted"])
+def test_twin_not_where_nothing_is_lacking_or_the_program_failed_or_goes_on_elsewhere(script: Path, way: str) -> None:
     assert "the training ended with" not in torchrun(script, way).stderr

@@ -595,8 +595,8 @@ def _warn_at_exit(sync: GradientSync) -> None:
     def warn() -> None:
         alive = reference()
         failed = getattr(sys, "last_value", None) is not None
-        if alive is None or alive.is_closed or failed or alive.engine.world == 1:
-            return
+        if alive is None or alive.is_closed or failed or alive.is_preempted or alive.engine.world == 1:
+            return  # a training that was preempted goes on elsewhere
         with contextlib.suppress(Exception):  # whatever is gone already: it is only a line
             assert isinstance(alive.pipeline, StepPipeline)
             startup_log.warn_of_lost_steps(alive.pipeline)
