@@ -65,5 +65,5 @@ def test_an_end_without_flush_is_said_on_every_rank(script: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["flushed", "failed", "preempted"])
-def test_twin_not_where_nothing_is_lacking_or_the_program_failed_or_goes_on_elsewhere(script: Path, way: str) -> None:
+def test_twin_not_where_nothing_is_lacking_or_it_failed_or_goes_on_elsewhere(script: Path, way: str) -> None:
     assert "the training ended with" not in torchrun(script, way).stderr
