@@ -21,9 +21,12 @@ NAMES = ("dense", *_RIVALS, "auto")
 
 
 def trainer() -> Path:
-    path = Path(__file__).parents[5] / "examples" / "gpt" / "train.py"
+    """Of the repository, in which the race is started: an installed lab has no examples."""
+    path = Path.cwd() / "examples" / "gpt" / "train.py"
     if not path.is_file():
-        raise ConfigError(f"the race is run by examples/gpt of the repository, and {path} is not there")
+        raise ConfigError(
+            f"there is no {path}: start the race in a clone of the repository, whose GPT it trains"
+        )
     return path
 
 
