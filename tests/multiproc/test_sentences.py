@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
 from gradsieve import ConfigError, GradsieveError, MismatchError
+from gradsieve.sync import gradient_sync
 from gradsieve.sync.elastic import PreparedSync
 from multiproc.conftest import Pool
 from multiproc.harness import Ranks
@@ -31,6 +32,12 @@ def attached(rank: int, rates: list[float], **settings: Any) -> tuple[str, list[
     return "", said.lines
 
 
+def attached_without_group(rank: int, rates: list[float], **settings: Any) -> tuple[str, list[str]]:
+    """Whoever leaves a group to which others are still connecting fails them, with another error."""
+    with mock.patch.object(gradient_sync, "Engine", side_effect=GradsieveError("a group was made")):
+        return attached(rank, rates, **settings)
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -41,7 +48,7 @@ def attached(rank: int, rates: list[float], **settings: Any) -> tuple[str, list[
     ],
 )
 def test_what_cannot_work_is_refused(two: Ranks, settings: dict[str, Any], said: str) -> None:
-    for error, _ in two.run(attached, [0.1], **settings):
+    for error, _ in two.run(attached_without_group, [0.1], **settings):
         assert error.startswith(f"{ConfigError.__name__}: {said}")
 
 

@@ -110,6 +110,7 @@ class GradientSync:
         settings = choose_exchange(exchange, chosen)
         if deterministic and isinstance(chosen, Stripes) and scheme is None:
             bits = DETERMINISTIC_BITS if bits is None else bits
+        fixed = None if bits is None else Fixed(bits)
         optimizers = as_list(optimizer)
         refuse_sharded(optimizers, isinstance(settings, Steps))
         _refuse_taken(held, isinstance(settings, Steps))
@@ -129,7 +130,7 @@ class GradientSync:
             undo.callback(adapter.give_back)
             engine = Engine(group)
             undo.callback(engine.close)
-            self.replica = self.make_replica(engine, held, adapter, None if bits is None else Fixed(bits))
+            self.replica = self.make_replica(engine, held, adapter, fixed)
             undo.callback(self.leave)
             self.timer = Stopwatch(self.replica.device)
             chooses_period = self.may_choose_period and exchange is None
