@@ -106,10 +106,9 @@ def drawn(file: str, test: str, count: int = 20, seed: int = 0) -> list[Mutant]:
 def _is_changeable(node: ast.AST) -> bool:
     if isinstance(node, ast.Constant):
         return type(node.value) in (int, float)
-    operator = (
-        node.op if isinstance(node, ast.BinOp) else node.ops[0] if isinstance(node, ast.Compare) else None
-    )
-    return type(operator) in _OTHERS
+    if isinstance(node, ast.Compare):
+        return type(node.ops[0]) in _OTHERS
+    return isinstance(node, ast.BinOp) and type(node.op) in _OTHERS
 
 
 def _change(node: ast.AST) -> None:

@@ -58,6 +58,11 @@ class Log:
     def seed(self) -> int:
         return int(self.facts["seed"])
 
+    @property
+    def last(self) -> float:
+        """The loss in the end, mean of the last evaluations. Dense's is the target of all others."""
+        return self.curve.smoothed[-1]
+
     def at(self, target: float) -> int | None:
         """The place of the evaluation that reached it."""
         return None if self.end == "failed" else self.curve.crossing(target)
@@ -92,9 +97,9 @@ def read_all(folder: Path) -> list[Log]:
 
 
 def targets(logs: Iterable[Log]) -> dict[Key, float]:
-    """Of each size, link and seed: dense's loss at the end of its budget, mean of three evaluations."""
+    """Of each size, link and seed."""
     dense = (log for log in logs if log.name == "dense" and log.end != "failed")
-    return {log.key: log.curve.smoothed[-1] for log in dense}
+    return {log.key: log.last for log in dense}
 
 
 def table(logs: Sequence[Log]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from typing import Any
 from gradsieve.errors import GradsieveError
 from gradsieve.tools.cli import results
 from gradsieve_lab.bench.race import logs
-from gradsieve_lab.bench.race.rules import PATIENCE, Plan, rate_and_delay
+from gradsieve_lab.bench.race.rules import Plan, rate_and_delay
 from gradsieve_lab.bench.time_to_accuracy.measure import Curve
 from gradsieve_lab.emulation import Lab
 
@@ -48,15 +48,11 @@ def race(
                 if log is None or log.end == "failed":
                     log = _run(plan, name, words, link, seed, target, path, advance)
                 else:
-                    advance(most_steps(plan, name), f"{name} was there")
+                    advance(plan.most_steps(name), f"{name} was there")
                 if name == "dense":
-                    if log.end == "failed" or not math.isfinite(log.curve.smoothed[-1]):
+                    if log.end == "failed" or not math.isfinite(log.last):
                         raise GradsieveError(f"dense sets the target and failed: see the end of {path}")
-                    target = log.curve.smoothed[-1]
-
-
-def most_steps(plan: Plan, name: str) -> int:
-    return plan.steps if name == "dense" else PATIENCE * plan.steps
+                    target = log.last
 
 
 def _run(
@@ -94,7 +90,7 @@ def _run(
             _write(log, {"end": end, "words": str(failure)})
         else:
             _write(log, {"end": end})
-    advance(max(0, most_steps(plan, name) - done), f"{link}, {name}, seed {seed}: {end}")
+    advance(max(0, plan.most_steps(name) - done), f"{link}, {name}, seed {seed}: {end}")
     return logs.Log(facts, curve, end)
 
 

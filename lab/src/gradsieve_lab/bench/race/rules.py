@@ -78,6 +78,10 @@ class Plan:
                 f"{trainer().with_name('prepare.py')} {self.text}"
             ) from error
 
+    def most_steps(self, name: str) -> int:
+        """Dense has its budget; any other entry some more, since it may need more steps."""
+        return self.steps if name == "dense" else PATIENCE * self.steps
+
     def told(self, name: str, seed: int) -> list[str]:
         """What follows a command's own words. The rate rises and stays, so that nobody has to guess how many
         steps it will take."""
@@ -85,7 +89,7 @@ class Plan:
             "text": self.text.resolve(),
             "size": self.size,
             "seed": seed,
-            "steps": self.steps if name == "dense" else PATIENCE * self.steps,
+            "steps": self.most_steps(name),
             "batch": BATCH,
             "warm-up": WARM_UP,
             "floor": 1,

@@ -86,6 +86,6 @@ def _race(plan: Plan, entries: dict[str, list[str]], args: argparse.Namespace) -
     from gradsieve_lab.bench.race import measure
 
     links = args.links.split(",")
-    total = sum(measure.most_steps(plan, name) for name in entries) * len(links) * args.seeds
+    total = sum(map(plan.most_steps, entries)) * len(links) * args.seeds
     with progress(total) as advance:
         measure.race(plan, entries, links, args.seeds, args.logs, advance)
