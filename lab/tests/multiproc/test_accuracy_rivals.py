@@ -1,4 +1,4 @@
-"""torch's own hooks in `bench accuracy`: real ranks train as virtual ones do."""
+"""torch's own hooks and torchft in `bench accuracy`: real ranks train as virtual ones do."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gradsieve.errors import ConfigError
 from gradsieve_lab.bench.accuracy import measure as accuracy
 from gradsieve_lab.bench.accuracy import rivals
 from gradsieve_lab.bench.accuracy.measure import Case
@@ -107,3 +108,25 @@ def test_a_rival_is_measured_like_any_other_sync_and_steps_are_reported(tmp_path
     assert course["steps"] == [3]
     assert sum(reported) == case.work
     assert [path.name for path in tmp_path.iterdir()] == [case.file]
+
+
+def nothing() -> None:
+    """After a step; spawned ranks have to find it by name."""
+
+
+def ended(sync: str) -> float:
+    course = accuracy.train(Case(task="recommender", sync=sync, world=2, steps=6), nothing)
+    return course.values[-1]
+
+
+@pytest.mark.parametrize("name", ["local-sgd", "diloco"])
+def test_what_torchft_ships_ends_as_its_namesake_on_virtual_ranks(name: str) -> None:
+    pytest.importorskip("torchft", reason="torchft is not installed")
+    theirs = ended(f"torchft-{name}:every=2")
+    assert theirs == pytest.approx(ended(f"{name}:every=2"), rel=1e-6)
+    assert theirs != pytest.approx(ended(f"{name}:every=3"), rel=1e-6)  # the period matters
+
+
+def test_torchft_needs_a_period_that_ends_with_the_training() -> None:
+    with pytest.raises(ConfigError, match="every=4 has to divide 6 steps"):
+        ended("torchft-local-sgd:every=4")

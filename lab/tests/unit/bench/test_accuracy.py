@@ -23,6 +23,7 @@ from gradsieve_lab.bench.accuracy import rivals
 from gradsieve_lab.bench.accuracy.measure import Case
 from gradsieve_lab.bench.common import virtual
 from gradsieve_lab.bench.common.machine import one_thread
+from gradsieve_lab.bench.rivals.base import all_reduce_bytes
 from gradsieve_lab.bench.tasks import training as tasks
 from tiny_task import TASK, tiny
 
@@ -327,11 +328,12 @@ def test_powersgd_moves_both_factors_of_matrices_and_all_of_the_rest() -> None:
 
 def test_bytes_of_a_rivals_step() -> None:
     shapes = [(100, 50)]
-    dense = rivals.all_reduce_bytes(4 * 5000, 4)
+    dense = all_reduce_bytes(4 * 5000, 4)
     assert rivals.parse("fp16").bytes_sent(shapes, 4, 10) == dense / 2
     factors = rivals.powersgd_bytes(shapes, 3, 4)
     assert rivals.parse("powersgd:rank=3").bytes_sent(shapes, 4, 10) == (2 * dense + 8 * factors) / 10
     assert rivals.parse("powersgd").bytes_sent(shapes, 4, 1) == dense
+    assert rivals.parse("torchft-diloco:every=20").bytes_sent(shapes, 4, 100) == dense / 20
 
 
 def test_rivals_as_text() -> None:
@@ -345,6 +347,9 @@ def test_rivals_as_text() -> None:
         "powersgd:teams=2",
         "fp16:rank=2",
         "powersgd:name=x",
+        "torchft-diloco:every=0",
+        "torchft-diloco:name=x",
+        "torchft-local-sgd:momentum=0.5",
     ):
         with pytest.raises(ConfigError):
             rivals.parse(wrong)

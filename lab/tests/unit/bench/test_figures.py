@@ -15,7 +15,7 @@ from gradsieve.observe.records import Header, Line, Record, path_of, text_of
 from gradsieve.tools.cli.main import main, parsed
 from gradsieve_lab.bench.figures.catalogue import FIGURES, Figure
 from gradsieve_lab.bench.figures.data import Row, Training, labels, records
-from gradsieve_lab.bench.figures.draw import gap_against_bits, running_mean
+from gradsieve_lab.bench.figures.draw import gap_against_bits, gap_against_ranks, running_mean
 
 HEADER = Header(
     name="a", scheme="exdyna", exchange="gradients", density=0.1, rank=0, world=2, parameters=9, every=1
@@ -40,7 +40,7 @@ def files(tmp_path: Path) -> dict[str, list[Path]]:
     """By the kind of reader."""
     rows = [
         {"scheme": scheme, "sync": scheme, "world": world, "words": 10.0, "select_ms": 2.0, "step_ms": 5.0}
-        | {"gap": 1.0, "bits": 0.5, "budget": None}
+        | {"gap": 1.0, "bits": 0.5, "budget": 0.5, "batch": 64}
         for scheme in ("topk", "dense", "spardl", "spardl:teams=2")
         for world in (2, 4)
     ]
@@ -163,3 +163,24 @@ def test_a_setting_that_another_beats_with_as_many_bits_is_not_on_the_line() -> 
         (0.25, 2.0),
         (0.76, 1.0),
     ]
+
+
+def ranks(world: int, batch: int, gap: float, seeds: int = 1) -> Row:
+    return Row("stripes", world, {"budget": 0.75, "batch": batch, "gap": gap, "seeds": seeds})
+
+
+def test_lines_against_ranks_join_one_batch_in_all_or_one_a_rank() -> None:
+    from matplotlib.figure import Figure as Canvas
+
+    axes = Canvas().add_subplot()
+    gap_against_ranks(
+        axes, [ranks(4, 64, 3.0), ranks(4, 64, 2.5, seeds=3), ranks(16, 64, 9.0), ranks(4, 16, 1.0)]
+    )
+    lines = {
+        line.get_linestyle(): list(zip(line.get_xdata(), line.get_ydata(), strict=True))
+        for line in axes.lines
+        if line.get_marker() == "o"
+    }
+    assert lines == {"-": [(4, 2.5), (16, 9.0)], "--": [(4, 1.0), (16, 9.0)]}
+    with pytest.raises(ConfigError, match="ranks alone"):
+        gap_against_ranks(axes, [ranks(4, 64, 3.0), ranks(16, 32, 9.0)])

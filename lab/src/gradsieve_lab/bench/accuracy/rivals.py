@@ -1,6 +1,7 @@
 """A task trained by a rival. Most run on virtual ranks (`rivals/runs.py`).
 
-Virtual ranks cannot run torch's own communication hooks: these train in real processes on the loopback.
+Virtual ranks cannot run torch's own communication hooks, nor torchft: these train in real processes on the
+loopback.
 Model, shards, batches and evaluations are those of `common/virtual.py`.
 """
 
@@ -25,8 +26,10 @@ from gradsieve_lab.bench.common.machine import one_thread
 from gradsieve_lab.bench.common.ranks import leave, run_ranks
 from gradsieve_lab.bench.common.virtual import Course, looks, own_batches
 from gradsieve_lab.bench.rivals import runs as rival_runs
-from gradsieve_lab.bench.rivals.base import Rival, RivalRun
+from gradsieve_lab.bench.rivals.base import Rival, RivalRun, all_reduce_bytes
 from gradsieve_lab.bench.rivals.names import POWERSGD_FROM, POWERSGD_RANK, RIVALS, bucket_cap_mb, torch_hook
+from gradsieve_lab.bench.rivals.torchft import NAMES as TORCHFT
+from gradsieve_lab.bench.rivals.torchft import Torchft
 from gradsieve_lab.bench.tasks import training as tasks
 
 Shapes = Sequence[Sequence[int]]
@@ -45,6 +48,14 @@ class Hook:
         if self.rank < 1:
             raise ConfigError(f"{self.name}: rank is a number of columns, from 1 up, not {self.rank}")
 
+    def check(self, steps: int) -> None:
+        """It goes with any number."""
+
+    def attach(self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+        hook = torch_hook(self.name, self.rank)
+        assert hook is not None  # torch has all of them
+        ddp.register_comm_hook(*hook)
+
     def bytes_sent(self, shapes: Shapes, world: int, steps: int) -> float:
         """By the busiest rank, a step; as `Course` has it."""
         if self.name == "fp16":
@@ -55,16 +66,17 @@ class Hook:
 
 
 def is_rival(sync: str) -> bool:
-    return sync.partition(":")[0] in (*RIVALS, *rival_runs.RIVALS)
+    return sync.partition(":")[0] in (*RIVALS, *TORCHFT, *rival_runs.RIVALS)
 
 
-def parse(text: str) -> Hook | Rival:
-    """A rival as text: `fp16`, `powersgd:rank=4`, `diloco:every=32`."""
+def parse(text: str) -> Hook | Torchft | Rival:
+    """A rival as text: `fp16`, `powersgd:rank=4`, `diloco:every=32`, `torchft-diloco:every=32`."""
     name, colon, settings = text.partition(":")
     if name in rival_runs.RIVALS:
         return rival_runs.parse(text)
-    fixed = ["name"] if name == "powersgd" else ["name", "rank"]
-    return with_settings(Hook(name), name, settings, fixed) if colon else Hook(name)
+    rival: Hook | Torchft = Torchft(name) if name in TORCHFT else Hook(name)
+    fixed = {"fp16": ["name", "rank"], "torchft-local-sgd": ["name", "rate", "momentum"]}.get(name, ["name"])
+    return with_settings(rival, name, settings, fixed) if colon else rival
 
 
 def powersgd_bytes(shapes: Shapes, rank: int, world: int) -> float:
@@ -79,20 +91,16 @@ def _powersgd_elements(shape: Sequence[int], rank: int) -> int:
     return factors if 2 * factors < rows * columns else rows * columns
 
 
-def all_reduce_bytes(size: float, world: int) -> float:
-    """Moved by a rank, as `comm/meter.py` counts them."""
-    return 2 * size * (world - 1) / world
-
-
 def _elements(shapes: Shapes) -> int:
     return sum(map(math.prod, shapes))
 
 
 def train(run: RivalRun, after_step: Callable[[], None]) -> Course:
-    """Hooks in `world` processes of their own; `after_step` is called in that of rank 0."""
+    """Hooks and torchft in `world` processes of their own; `after_step` is called in that of rank 0."""
     if isinstance(run.rival, Rival):
         with one_thread():
             return rival_runs.train(run, run.rival, after_step)
+    run.rival.check(run.steps)
     with tempfile.TemporaryDirectory(prefix="gradsieve-rival-") as folder:
         run_ranks(_rank, (run, folder, after_step), run.world)
         return Course(**json.loads((Path(folder) / _COURSE).read_text()))
@@ -112,15 +120,13 @@ def learn(run: RivalRun, after_step: Callable[[], None]) -> Course:
     """One rank's part, in a process group; on rank 0, which is the one that is evaluated, the course."""
     rank, course = dist.get_rank(), Course(density=1.0)
     rival = run.rival
-    assert isinstance(rival, Hook)
+    assert isinstance(rival, Hook | Torchft)
     training = tasks.build(run.task, run.seed, run.steps, run.batch, run.rate)
     # Batch norm's running statistics are rank 0's without any broadcast: only its model is evaluated.
     ddp = DistributedDataParallel(
         training.model, bucket_cap_mb=bucket_cap_mb(rival.name), **torch_names.buffers_stay()
     )
-    hook = torch_hook(rival.name, rival.rank)
-    assert hook is not None  # torch has all of them
-    ddp.register_comm_hook(*hook)
+    keep = rival.attach(ddp, training.optimizer)
     batches = own_batches(training, rank, run.world, run.mixed, run.seed)
     evaluated = looks(run.steps)
     for step in range(1, run.steps + 1):
@@ -137,4 +143,5 @@ def learn(run: RivalRun, after_step: Callable[[], None]) -> Course:
     course.parameters = training.n
     shapes = [parameter.shape for parameter in training.model.parameters()]
     course.bytes_sent = rival.bytes_sent(shapes, run.world, run.steps)
+    del keep  # to the end of the training
     return course

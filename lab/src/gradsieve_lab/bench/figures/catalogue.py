@@ -105,6 +105,13 @@ _HELD_OUT = replace(
     "--json held-out.json --syncs {}",
 )
 
+_RANKS = Kind(
+    "Loss above dense's as ranks grow",
+    "accuracy --tasks transformer --batch 64 --world 4,16,64 --steps 400 --bits 0.15,0.75,2,4,8 --seeds 1 "
+    "--folder runs --json ranks.json --syncs {}",
+    data.rows,
+    draw.gap_against_ranks,
+)
 _BUDGETS = Kind(
     "Budgets that are tried",
     "step --workload idle --compute 300ms --hosts 2 --rate 1gbit --json idle.json --syncs {}",
@@ -146,6 +153,7 @@ _ALL = [
     Figure("spardl-convergence", _SPARDL, _SECONDS, "dense,oktopk-paper@paper,spardl-paper@paper,spardl"),
     Figure("study-equal-bytes", _STUDY, _GAPS, "dense,local-sgd:every=64,diloco:every=9+values=int4,cser"),
     Figure("study-held-out", "the study on a held-out task", _HELD_OUT, "dense,stripes,streaming,muloco"),
+    Figure("study-ranks", _STUDY, _RANKS, "dense,stripes"),
     Figure("study-budgets", "ADR 48", _BUDGETS, "noop,auto"),
 ]
 FIGURES = {figure.name: figure for figure in _ALL}

@@ -184,6 +184,36 @@ def gap_against_bits(axes: Any, rows: Sequence[Row]) -> None:
     axes.set_ylabel("worse than dense by: per cent of the loss, or points")
 
 
+def gap_against_ranks(axes: Any, rows: Sequence[Row]) -> None:
+    """A colour for each budget; lines join trainings that differ in ranks alone."""
+    best: dict[tuple[float, int, float], Row] = {}
+    for row in rows:
+        figures = row.figures
+        if figures.get("gap") is not None and figures.get("budget") and figures.get("batch"):
+            place = (figures["budget"], row.world, figures["batch"])
+            best[place] = max(row, best.get(place, row), key=_worth)
+    lines: dict[tuple[float, str, float], list[Row]] = {}
+    for (budget, world, batch), row in sorted(best.items(), key=lambda item: item[0]):
+        lines.setdefault((budget, "-", batch), []).append(row)
+        lines.setdefault((budget, "--", batch / world), []).append(row)
+    lines = {key: line for key, line in lines.items() if len(line) > 1}
+    if not lines:
+        raise ConfigError("no two rows differ in ranks alone: see gradsieve figure --list for the command")
+    budgets = sorted({budget for budget, _, _ in lines})
+    for (budget, style, _), line in lines.items():
+        number = budgets.index(budget)
+        axes.errorbar(
+            [row.world for row in line],
+            [row.figures["gap"] for row in line],
+            [row.figures.get("gap_spread") or 0.0 for row in line],
+            label=f"{budget:g} bits" + (", one batch a rank" if style == "--" else ""),
+            **_look("", number) | {"linestyle": style, "marker": _MARKERS[number % 5], "capsize": 3},
+        )
+    _rank_axis(axes, list(best.values()))
+    axes.axhline(0.0, color="black", linewidth=2.5, label="dense")
+    axes.set_ylabel("loss above dense's, per cent")
+
+
 def _worth(row: Row) -> tuple[float, float]:
     """Of two rows with one setting: more seeds say more, then the better rate."""
     return row.figures.get("seeds") or 1, -row.figures["gap"]

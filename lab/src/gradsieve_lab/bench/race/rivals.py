@@ -13,29 +13,21 @@ from __future__ import annotations
 
 import importlib
 import os
-import socket
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradsieve.errors import ConfigError
 from gradsieve_lab.bench.race.rules import WARM_UP, trainer
 from gradsieve_lab.bench.rivals.names import bucket_cap_mb, torch_hook
-from gradsieve_lab.emulation.stores import store_at
+from gradsieve_lab.bench.rivals.torchft import Torchft
 
 LOCAL_EVERY, DILOCO_EVERY = 10, 20
-_OUTER_RATE, _OUTER_MOMENTUM = 0.7, 0.9
-"""Of DiLoCo's outer optimizer, with Nesterov's momentum, as its paper found them."""
-_LIGHTHOUSE_PORT = 29510
-_PATIENCE = timedelta(minutes=5)
 
 
 class Rival:
@@ -73,51 +65,8 @@ def local_sgd(name: str, ddp: DistributedDataParallel, optimizer: Optimizer) -> 
 
 
 def diloco(name: str, ddp: DistributedDataParallel, optimizer: Optimizer) -> Rival:
-    try:
-        from torchft.coordination import LighthouseServer
-        from torchft.local_sgd import DiLoCo
-        from torchft.manager import Manager
-        from torchft.process_group import ProcessGroupGloo
-    except ImportError as error:
-        raise ConfigError(f"diloco is torchft's: pip install 'gradsieve[torchft]' ({error})") from error
-    rank, world, master = dist.get_rank(), dist.get_world_size(), os.environ["MASTER_ADDR"]
-    lighthouse = None
-    if rank == 0:
-        lighthouse = LighthouseServer(
-            bind=f"[::]:{_LIGHTHOUSE_PORT}", min_replicas=world, heartbeat_timeout_ms=60_000
-        )
-    dist.barrier()  # it answers from here on
-    here = _address_towards(master)
-    store = store_at(here)
-    manager = Manager(
-        pg=ProcessGroupGloo(timeout=_PATIENCE),
-        load_state_dict=None,
-        state_dict=None,
-        min_replica_size=world,
-        use_async_quorum=False,
-        timeout=_PATIENCE,
-        quorum_timeout=_PATIENCE,
-        rank=0,
-        world_size=1,
-        store_addr=here,
-        store_port=store.port,
-        lighthouse_addr=f"http://{master}:{_LIGHTHOUSE_PORT}",
-        replica_id=f"host_{rank}",
-        hostname=here,  # that of the machine is not that of the host
-        init_sync=False,  # all start with the same weights
-    )
-    ddp.register_comm_hook(None, debugging_hooks.noop_hook)
-    outer = torch.optim.SGD(ddp.parameters(), _OUTER_RATE, momentum=_OUTER_MOMENTUM, nesterov=True)
-    running = DiLoCo(manager, [ddp.module], optimizer, outer, DILOCO_EVERY, pin_memory=False)
-    running.__enter__()  # to the end of the process
-    return Rival(ddp, running, store, lighthouse)
-
-
-def _address_towards(host: str) -> str:
-    """This host's own, as the others see it. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
-        towards.connect((host, 9))
-        return str(towards.getsockname()[0])
+    theirs = Torchft("torchft-diloco", every=DILOCO_EVERY)
+    return Rival(ddp, theirs.attach(ddp, optimizer, os.environ["MASTER_ADDR"]))
 
 
 ATTACH: dict[str, Callable[[str, DistributedDataParallel, Optimizer], Rival]] = {

@@ -57,7 +57,7 @@ class RivalRun:
 
     task: str
     rival: Any
-    """A `Rival`, or one of torch's hooks."""
+    """A `Rival`, one of torch's hooks, or torchft's."""
     seed: int
     world: int
     steps: int
@@ -65,6 +65,11 @@ class RivalRun:
     batch: int | None = None
     rate: float = 1.0
     """Times the task's learning rate."""
+
+
+def all_reduce_bytes(size: float, world: int) -> float:
+    """Moved by a rank, as `comm/meter.py` counts them."""
+    return 2 * size * (world - 1) / world
 
 
 def at_least(least: float, **settings: float) -> None:
