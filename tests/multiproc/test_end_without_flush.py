@@ -25,7 +25,7 @@ def main(way):
     ddp = DistributedDataParallel(nn.Linear(64, 64))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     sync = gradsieve.attach(ddp, optimizer, bits=0.75)
-    if way == "preempted":
+    if way.startswith("preempted"):
         sync.heed_preemption()
         os.kill(os.getpid(), signal.SIGUSR1)
     for _ in range(8):
@@ -34,6 +34,8 @@ def main(way):
         optimizer.step()
     if way == "flushed":
         sync.flush()
+    if way.endswith("closed"):
+        sync.close()
     dist.barrier()
     dist.destroy_process_group()
     if way == "failed":
@@ -67,3 +69,8 @@ def test_an_end_without_flush_is_said_on_every_rank(script: Path) -> None:
 @pytest.mark.parametrize("way", ["flushed", "failed", "preempted"])
 def test_twin_not_where_nothing_is_lacking_or_it_failed_or_goes_on_elsewhere(script: Path, way: str) -> None:
     assert "the training ended with" not in torchrun(script, way).stderr
+
+
+def test_a_close_says_what_it_leaves_unless_the_training_goes_on_elsewhere(script: Path) -> None:
+    assert "close() leaves steps of norm" in torchrun(script, "closed").stderr
+    assert "close() leaves steps" not in torchrun(script, "preempted, closed").stderr

@@ -552,7 +552,7 @@ class GradientSync:
             self.forget_exchange()
         elif pending is not None and not wait(pending.futures, timeout=1.0).not_done:
             self.complete()
-        if isinstance(self.pipeline, StepPipeline):
+        if isinstance(self.pipeline, StepPipeline) and not self.is_preempted:  # else it goes on elsewhere
             startup_log.warn_of_residual(self.pipeline)
         self.replica.views.end()
         self.abandon()

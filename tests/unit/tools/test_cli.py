@@ -151,6 +151,19 @@ def test_an_interruption_while_arguments_are_read_is_no_traceback(monkeypatch: p
     assert code == 130
 
 
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    program = "import sys; from gradsieve.tools.cli.main import main; sys.exit(main())"
+    words = ["plan", "--world", "4", "--rate", "1gbit", "--params", "1e6", "--compute", "100ms"]
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        running.stdout.close()  # before anything is written
+        assert running.stderr.read() == ""
+    assert running.returncode == 128 + 13
+
+
 def test_plot_without_matplotlib_is_refused_before_measuring(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import signal
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 from gradsieve import __version__
 from gradsieve.errors import ConfigError, GradsieveError
@@ -21,12 +23,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _complete()
         words = sys.argv[1:] if argv is None else argv
         args = parsed(words)  # which may load torch, and take a while
-        return int(args.call(args))
+        code = int(args.call(args))
+        sys.stdout.flush()  # here, where it can be caught, that nobody reads any more
+        return code
+    except BrokenPipeError:
+        if _is_read(sys.stdout):
+            raise
+        return 128 + signal.SIGPIPE
     except GradsieveError as error:
         print(f"gradsieve: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _is_read(output: TextIO) -> bool:
+    """Not after `| head` has seen enough: then nothing more is written, not even by Python at its end."""
+    look = select.poll()
+    look.register(output.fileno(), 0)  # what a poll reports unasked: the other end of a pipe was closed
+    if not any(event & select.POLLERR for _, event in look.poll(0)):
+        return True
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
+    return False
 
 
 def parsed(words: Sequence[str]) -> argparse.Namespace:
