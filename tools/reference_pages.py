@@ -61,7 +61,7 @@ def _scheme(name: str, kind: type[Any]) -> str:
         f"| `{field.name}` | `{field.default!r}` | {texts.get(field.name, '')} |"
         for field in dataclasses.fields(kind)
     ]
-    title = f'## {kind.__name__}, "{name}"\n\n{first} [How it works](../algorithms/{_place(name)}).\n'
+    title = f'### {kind.__name__}, "{name}"\n\n{first} [How it works](../algorithms/{_place(name)}).\n'
     return "\n".join([title, "| setting | default | meaning |", "|---|---|---|", *rows, ""])
 
 
@@ -93,7 +93,7 @@ def _field_texts(kind: type[Any]) -> dict[str, str]:
 
 PLACES: dict[str, tuple[str, Callable[[], str]]] = {
     "reference/cli.md": ("<!-- every command -->", every_command),
-    "reference/schemes.md": ("<!-- every scheme -->", every_scheme),
+    "reference/api.md": ("<!-- every scheme -->", every_scheme),
 }
 """Of a page, what is replaced, and by what."""
 

@@ -215,8 +215,9 @@ def test_metrics_tell_of_the_last_step(two: Ranks, scheme: str) -> None:
 
 
 def documented_metrics() -> set[str]:
-    page = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
-    keys = [line.split("|")[1] for line in page.read_text().splitlines() if line.startswith("| `")]
+    page = Path(__file__).parents[2] / "docs" / "recording.md"
+    section = page.read_text().split("### All keys\n")[1].split("\n## ")[0]
+    keys = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     return set(re.findall(r"`(\w+)`", " ".join(keys)))
 
 

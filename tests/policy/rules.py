@@ -220,7 +220,7 @@ def undocumented(names: list[str], folder: Path) -> list[str]:
 def decision_faults(cited: set[int], folder: Path) -> list[str]:
     """A decision has one section with its number and a status below it, and a line in the index; all that
     are cited are there."""
-    pages = [page.read_text() for page in sorted(folder.glob("*.md")) if page.stem != "index"]
+    pages = [page.read_text() for page in sorted(folder.glob("*.md"))]
     headings = [
         int(number) for page in pages for number in re.findall(r"^#+ ADR (\d+): ", page, re.MULTILINE)
     ]

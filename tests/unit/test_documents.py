@@ -112,6 +112,6 @@ def test_every_command_and_scheme_is_in_the_reference() -> None:
     for name in ("doctor", "plan", "lab run", "bench step", "simulate", "figure", "watch", "report"):
         assert f"## gradsieve {name}\n" in commands_page
     for name, kind in SCHEMES.items():
-        assert f'## {kind.__name__}, "{name}"\n' in schemes_page
+        assert f'\n### {kind.__name__}, "{name}"\n' in f"\n{schemes_page}"
     untold = re.findall(r"^\| `(\w+)` \| .* \|  \|$", schemes_page, re.MULTILINE)
     assert untold == [], "settings without a docstring"

@@ -124,7 +124,7 @@ class Scheme(ABC, Generic[State]):
         demand      elements selected by all ranks, before anything is cut
         cut         share of the ranks that could not send all they selected
 
-        and such as only one scheme has. docs/reference/metrics.md names all.
+        and such as only one scheme has. docs/recording.md names all.
         """
         return {}
 
