@@ -73,6 +73,16 @@ def test_links_of_the_readme_lead_somewhere() -> None:
             assert anchor in {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
 
 
+def unprintable(text: str) -> list[str]:
+    """A character that nobody sees stands where a word was."""
+    return [repr(character) for character in text if not character.isprintable() and character != "\n"]
+
+
+def test_no_word_was_lost_to_a_control_character() -> None:
+    assert {page.name: found for page in PAGES if (found := unprintable(page.read_text()))} == {}
+    assert unprintable("as in [\x01 12]") == ["'\\x01'"]
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 100
 
