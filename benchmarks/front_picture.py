@@ -57,8 +57,11 @@ def draw_steps(axes: Any) -> None:
 
 
 def draw_loss(axes: Any) -> None:
-    for task, colour in (("transformer", "tab:blue"), ("lstm", "tab:green")):
-        found = [row for row in rows(f"accuracy-bits-{task}-2026-11-15", "budget").values() if row["budget"]]
+    for task, file, colour in (
+        ("transformer", "accuracy-ranks-4-2000-2026-11-18", "tab:blue"),
+        ("lstm", "accuracy-bits-lstm-2026-11-15", "tab:green"),
+    ):
+        found = [row for row in rows(file, "budget").values() if row["budget"] and row["budget"] <= 1]
         found.sort(key=lambda row: row["budget"])
         bits = [row["bits"] for row in found]
         gaps, spread = [row["gap"] for row in found], [row["gap_spread"] for row in found]
@@ -67,7 +70,7 @@ def draw_loss(axes: Any) -> None:
         axes.annotate(
             name,
             (bits[-1], gaps[-1]),
-            (-6, 20 if task == "lstm" else 36),
+            (-6, 20 if task == "lstm" else 46),
             textcoords="offset points",
             ha="right",
             color=colour,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
-from gradsieve.pipeline import StepPipeline
 from gradsieve.pipeline.budget import Adaptive
+from gradsieve.schemes import Stripes
 from multiproc.harness import Ranks
 from multiproc.models import Mlp, batch
 
@@ -27,8 +27,7 @@ class Learning:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE)
         self.ddp = DistributedDataParallel(self.model)
         self.sync = gradsieve.attach(self.ddp, self.optimizer, **asked)
-        assert isinstance(self.sync.pipeline, StepPipeline)
-        self.pipeline = self.sync.pipeline
+        self.pipeline: Any = self.sync.pipeline
 
     def backward(self, step: int) -> None:
         inputs, labels = batch(step, self.rank)
@@ -79,6 +78,23 @@ def test_so_many_bits_are_sent_and_the_same_run_gives_the_same_bits_again(two: R
     once, again = (two.run(with_bits, 0.5)[0] for _ in range(2))
     assert 0.2 < once[0] <= 0.7  # stretches are whole numbers of elements
     assert all(map(torch.equal, once[1], again[1]))
+
+
+def of_gradients(rank: int, **asked: Any) -> tuple[float, Tensor, Tensor]:
+    run = Learning(rank, exchange=gradsieve.Gradients(small=0), deterministic=True, **asked)
+    start = torch.cat([weight.flatten() for weight in run.weights])
+    sent = run.train(0, 20).sync.metrics()["bits"]
+    end = torch.cat([weight.flatten() for weight in run.weights])
+    return sent, end, end - start
+
+
+def test_gradients_in_four_bits_end_near_dense_on_all_ranks(two: Ranks) -> None:
+    (_, dense, way), _ = two.run(of_gradients, scheme="dense")
+    (sent, four_bits, _), (_, others, _) = two.run(of_gradients, bits=8)
+    assert 3.9 < sent < 4.5  # a half of 8: of two ranks each keeps its own half
+    assert torch.equal(four_bits, others)
+    (_, signs, _), _ = two.run(of_gradients, scheme=Stripes(density=1.0, values="sign"))
+    assert (four_bits - dense).norm() < 0.3 * way.norm() < (signs - dense).norm()
 
 
 def unlike(rank: int) -> str:

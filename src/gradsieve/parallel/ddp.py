@@ -184,7 +184,8 @@ def attach(
             paper over the whole model at once; it brings the settings of its exchange along and is never
             exchanged densely.
         density: Share of the elements to send in a step. Alone, it is ExDyna's.
-        bits: A fixed budget a parameter and step.
+        bits: A fixed budget a parameter and step. With `gradsieve.Gradients()` 8 or more: all gradients are
+            sent in every step, in 4 bits there and 4 back.
         exchange: `gradsieve.Steps(...)`: every rank steps its own model, and what the steps moved is
             exchanged; the default. Or `gradsieve.Gradients(...)`: gradients are, before the optimizer sees
             them.

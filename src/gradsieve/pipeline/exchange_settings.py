@@ -18,12 +18,16 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from gradsieve.errors import ConfigError
+from gradsieve.pipeline.budget import Fixed
 from gradsieve.schemes import make
+from gradsieve.schemes.agreed import Values
 from gradsieve.schemes.base import Scheme
 from gradsieve.schemes.baselines.dgc import Dgc
 from gradsieve.schemes.settings import with_settings
 from gradsieve.schemes.stripes import Stripes
 
+_GRADIENT_BITS: dict[Values, int] = {"int4": 8, "int8": 16, "bf16": 32, "exact": 64}
+"""Of a value, there and back; scales come on top, 3 % at 4 bits."""
 DETERMINISTIC_BITS = 0.75
 """The budget of a run that is to be the same again and was given none."""
 
@@ -123,7 +127,7 @@ def choose_scheme(
     scheme: str | Scheme[Any] | None, density: float | None, bits: float | None, exchange: Exchange | None
 ) -> Scheme[Any]:
     """What a run asks for: a scheme, at a density or at its own; or a budget, fixed or found while it runs,
-    which is spent by stripes."""
+    which is spent by stripes. Of gradients a budget buys all, in as many bits as it has."""
     if exchange is not None and not isinstance(exchange, Steps | Gradients):
         raise ConfigError(
             f"exchange={exchange!r}: give gradsieve.Steps(...) or gradsieve.Gradients(...), or leave it out"
@@ -133,14 +137,26 @@ def choose_scheme(
             raise ConfigError(
                 "bits= is a budget that follows no density and no other scheme: drop one of them"
             )
-        if isinstance(exchange, Gradients):
-            raise ConfigError("bits= is for gradsieve.Steps: with Gradients give a scheme and a density")
-        return Stripes()
+        return (
+            Stripes(density=1.0, values=_rounded_to(bits)) if isinstance(exchange, Gradients) else Stripes()
+        )
     if scheme is not None or density is not None or isinstance(exchange, Gradients):
         return make("exdyna" if scheme is None else scheme, density)
     if exchange is not None and not exchange.overlap:
         raise ConfigError("with overlap=0 nothing hides, which a budget is found by: give bits= or a scheme")
     return Stripes()
+
+
+def _rounded_to(bits: float) -> Values:
+    """How gradients travel there and back, all of them in every step. They are not sent in fewer bits: an
+    optimizer that adapts to each element does not stand what error feedback adds to them (ADR 49)."""
+    affordable = [values for values, needed in _GRADIENT_BITS.items() if needed <= Fixed(bits).bits]
+    if not affordable:
+        raise ConfigError(
+            f"bits={bits:g} with gradsieve.Gradients: gradients need 8, 4 there and 4 back. Drop exchange=, "
+            "since steps stand fewer bits, or give a scheme and a density"
+        )
+    return affordable[-1]
 
 
 def choose_exchange(exchange: Exchange | None, scheme: Scheme[Any]) -> Exchange:

@@ -50,6 +50,7 @@ from gradsieve.pipeline.budget import Fixed
 from gradsieve.pipeline.exchange_settings import (
     DETERMINISTIC_BITS,
     Exchange,
+    Gradients,
     Steps,
     choose_exchange,
     choose_scheme,
@@ -110,7 +111,7 @@ class GradientSync:
         settings = choose_exchange(exchange, chosen)
         if deterministic and isinstance(chosen, Stripes) and scheme is None:
             bits = DETERMINISTIC_BITS if bits is None else bits
-        fixed = None if bits is None else Fixed(bits)
+        fixed = None if bits is None or isinstance(settings, Gradients) else Fixed(bits)
         optimizers = as_list(optimizer)
         refuse_sharded(optimizers, isinstance(settings, Steps))
         _refuse_taken(held, isinstance(settings, Steps))

@@ -13,6 +13,7 @@ from gradsieve.errors import ConfigError
 from gradsieve.pipeline import StepPipeline
 from gradsieve.pipeline.budget import KEEP, LATE, LEAST, LOOK, Adaptive, Fixed, Times, cost, spend
 from gradsieve.pipeline.exchange_settings import Gradients, Steps, choose_scheme
+from gradsieve.schemes.agreed import Values
 from gradsieve.schemes.exdyna import ExDyna
 from gradsieve.schemes.stripes import Stripes
 
@@ -229,9 +230,18 @@ def test_gradients_are_exchanged_by_exdyna() -> None:
     assert choose_scheme(None, None, None, Gradients()) == ExDyna()
 
 
-def test_gradients_have_no_budget() -> None:
-    with pytest.raises(ConfigError, match=r"bits= is for gradsieve\.Steps"):
-        choose_scheme(None, None, 0.5, Gradients())
+@pytest.mark.parametrize(
+    ("bits", "values"),
+    [(8, "int4"), (15.9, "int4"), (16, "int8"), (32, "bf16"), (64, "exact"), (99, "exact")],
+)
+def test_a_budget_buys_all_gradients_in_as_many_bits_as_it_has(bits: float, values: Values) -> None:
+    assert choose_scheme(None, None, bits, Gradients()) == Stripes(density=1.0, values=values)
+
+
+@pytest.mark.parametrize("bits", [0.5, 7.9])
+def test_gradients_are_not_sent_in_fewer_than_four_bits(bits: float) -> None:
+    with pytest.raises(ConfigError, match=f"bits={bits:g} with gradsieve.Gradients: gradients need 8"):
+        choose_scheme(None, None, bits, Gradients())
 
 
 def test_a_density_alone_is_exdynas() -> None:

@@ -20,8 +20,8 @@ from gradsieve.tools.plan.options import Model, automatic, between_sites, dense,
 from gradsieve.tools.plan.predict import costs_of, predict
 from gradsieve.tools.plan.quality import (
     BETWEEN_SITES,
+    BY_RANKS,
     FP16,
-    WITH_SIXTEEN,
     Gap,
     measured_with,
     of_auto,
@@ -119,7 +119,7 @@ def test_what_counts_is_the_time_to_denses_loss(monkeypatch: pytest.MonkeyPatch)
     needing = replace(made.best.option.gap, steps=100.0)
     slow = [
         replace(each, option=replace(each.option, gap=needing))
-        if each.option.name.startswith(("stripes", "auto", "0.09", "exdyna 0"))
+        if each.option.name.startswith(("stripes", "auto", "0.09", "exdyna 0", "gradients"))
         else each
         for each in made.ranked
     ]
@@ -229,7 +229,7 @@ def test_launches_hide_behind_what_an_accelerator_computes() -> None:
     [
         (1e9, 41.0, 33.0, "stripes, 0.75 bits"),
         (10e9, 4.84, 3.58, "stripes, 0.75 bits"),
-        (25e9, 2.22, 1.58, "fp16 or bf16 hook"),
+        (25e9, 2.22, 1.84, "gradients, 8 bits"),
     ],
 )
 def test_what_it_is_worth_that_launches_hide(
@@ -335,35 +335,45 @@ def test_teams_are_formed_where_rounds_cost_much() -> None:
 
 
 def test_gaps_are_never_better_than_measured() -> None:
-    assert of_bits(0.05).above is None
-    assert of_bits(0.15).above == pytest.approx(3.59)
-    assert 1.70 < (of_bits(0.4).above or 0) < 3.59
-    assert of_bits(8.0).above == pytest.approx(1.70)
+    assert of_bits(0.05, 4).above is None
+    worst, best = BY_RANKS[4][0.15][0], BY_RANKS[4][0.75][0]
+    assert of_bits(0.15, 4).above == pytest.approx(worst)
+    assert best < (of_bits(0.4, 4).above or 0) < worst
+    assert of_bits(99.0, 4).above == pytest.approx(min(gap for gap, _ in BY_RANKS[4].values()))
 
 
-def test_who_has_many_ranks_is_told_what_sixteen_ended_with() -> None:
-    rows = json.loads(
-        (ROOT / "benchmarks" / "results" / "accuracy-equal-bytes-16-2026-11-16.json").read_text()
-    )["rows"]
-    [ours] = [row for row in rows if row["sync"] == "stripes"]
-    assert (ours["world"], ours["budget"], ours["seeds"]) == (16, 0.75, 1)
-    assert pytest.approx(ours["gap"], abs=0.05) == WITH_SIXTEEN
-    assert measured_with(8).endswith("with 4 ranks.")
-    assert "10.4 % above dense" in measured_with(16)
-    assert "Nothing was measured with 64." in measured_with(64)
+@pytest.mark.parametrize(("ranks", "near"), [(2, 4), (8, 4), (9, 16), (16, 16), (17, 16), (500, 16)])
+def test_whoever_has_many_ranks_is_told_what_as_many_ended_with(ranks: int, near: int) -> None:
+    assert of_bits(0.75, ranks).above == pytest.approx(BY_RANKS[near][0.75][0])
+    assert (near == 4) == ("budgets with" not in measured_with(ranks))
+    assert (near == 4) == (of_bits(0.75, ranks).steps is not None)
+    assert ("Nothing was measured" in measured_with(ranks)) == (ranks > 16)
+
+
+MEASURED = {4: "ranks-4-2000-2026-11-18", 16: "ranks-16-2026-11-18"}
+
+
+@pytest.mark.parametrize("ranks", BY_RANKS)
+def test_gaps_by_ranks_are_those_of_the_files(ranks: int) -> None:
+    file = ROOT / "benchmarks" / "results" / f"accuracy-{MEASURED[ranks]}.json"
+    rows = [row for row in json.loads(file.read_text())["rows"] if row["sync"] == "stripes"]
+    found = {row["budget"]: (row["gap"], row["seeds"]) for row in rows if row["world"] == ranks}
+    assert found.keys() == BY_RANKS[ranks].keys()
+    for bits, (gap, seeds) in BY_RANKS[ranks].items():
+        assert found[bits] == (pytest.approx(gap, abs=0.06), seeds)
 
 
 @pytest.mark.parametrize(
     ("file", "sync", "gap"),
     [
-        ("100mbit-20ms-2026-11-17", "stripes:density=0.0941+values=sign", of_bits(0.15)),
-        ("100mbit-20ms-2026-11-17", "stripes:density=0.4706+values=sign", of_bits(0.75)),
+        ("100mbit-20ms-2026-11-17", "stripes:density=0.0941+values=sign", of_bits(0.15, 4)),
+        ("100mbit-20ms-2026-11-17", "stripes:density=0.4706+values=sign", of_bits(0.75, 4)),
         (
             "100mbit-20ms-2026-11-17",
             "stripes:density=0.17+values=sign@steps:every=3+overlap=3",
             BETWEEN_SITES,
         ),
-        ("100mbit-2026-11-15", "auto", of_auto(0.157)),
+        ("100mbit-2026-11-15", "auto", of_auto(0.157, 4)),
         ("100mbit-2026-11-15", "exdyna", of_scheme("exdyna", 0.01, exact=True)),
         ("100mbit-2026-11-15", "fp16", FP16),
     ],

@@ -40,7 +40,8 @@ class Plan:
     model: Model
     costs: Costs
     ranked: Sequence[Prediction]
-    """The first to have dense's loss first, then those of which nobody knows when, the quickest first."""
+    """The first to have dense's loss first, then those of which nobody knows when: the quickest first of
+    those whose loss was measured, then of the others."""
     dense: Prediction
     best: Prediction
     reasons: Sequence[str]
@@ -82,8 +83,8 @@ def acceptable(prediction: Prediction, most_above: float) -> bool:
     return known and not prediction.option.refused
 
 
-def _rank(prediction: Prediction) -> tuple[float, float]:
-    return _to_loss(prediction), prediction.step
+def _rank(prediction: Prediction) -> tuple[float, bool, float]:
+    return _to_loss(prediction), prediction.option.gap.above is None, prediction.step
 
 
 def _to_loss(prediction: Prediction) -> float:

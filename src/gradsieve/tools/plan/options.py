@@ -97,6 +97,7 @@ def every_option(model: Model, costs: Costs, density: float, step: Step) -> list
     chosen = [_best(list(_of_scheme(name, model, costs.world, density)), step) for name in _SCHEMES]
     budgets = [with_budget(model, costs, bits) for bits in BUDGETS]
     periods = [automatic(model, costs, every) for every in (1, *EVERY)]
+    budgets.append(gradients_in_four_bits(model))
     return [*_of_torch(model), *_local_steps(model), *budgets, between_sites(model, costs), *periods, *chosen]
 
 
@@ -175,7 +176,21 @@ def _local_steps(model: Model) -> Iterator[Option]:
 def with_budget(model: Model, costs: Costs, bits: float) -> Option:
     values, share = spend(bits, costs.world)
     call = f"gradsieve.attach(ddp, optimizer, bits={bits:g})"
-    return _stripes(f"stripes, {bits:g} bits", call, model, values, share, quality.of_bits(bits))
+    return _stripes(f"stripes, {bits:g} bits", call, model, values, share, quality.of_bits(bits, costs.world))
+
+
+def gradients_in_four_bits(model: Model) -> Option:
+    """All of them in every step, bucket by bucket behind backward (ADR 49)."""
+    scheme, n, units = Stripes(density=1.0, values="int4"), model.parameters, model.units(UNIT_CAP_MB)
+    return Option(
+        "gradients, 8 bits",
+        "gradsieve.attach(ddp, optimizer, bits=8, exchange=gradsieve.Gradients())",
+        lambda costs: costs.of_scheme(scheme, n, units, PASSES_GRADIENTS),
+        "backward",
+        quality.GRADIENTS_IN_FOUR_BITS,
+        KEPT * WORD * n,
+        buckets=units,
+    )
 
 
 def between_sites(model: Model, costs: Costs) -> Option:
@@ -205,7 +220,7 @@ def automatic(model: Model, costs: Costs, every: int) -> Option:
     bits = bits_in(hidden, a_bit, LEAST, cost("exact", costs.world) / every)
     bits = min(bits, LEAST + _coded_in(ALLOWED * model.compute * every, model, costs) / every)
     values, share = spend(every * bits, costs.world)
-    sent = quality.of_auto(bits) if every == 1 else quality.UNKNOWN
+    sent = quality.of_auto(bits, costs.world) if every == 1 else quality.UNKNOWN
     option = _stripes(name, f"gradsieve.attach(ddp, optimizer{ask})", model, values, share, sent)
     return replace(option, every=every, overlap=overlap)
 

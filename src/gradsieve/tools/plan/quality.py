@@ -5,7 +5,7 @@ measured.
 figure in which all options can be compared. `steps` are those until dense's final loss, times dense's, of the
 transformer of `bench time-to-accuracy`, 4 ranks, one seed. Files in `benchmarks/results/`:
 
-    accuracy-bits-transformer-2026-11-15.json   budgets in bits, 2,000 steps, 3 seeds
+    accuracy-ranks-4-2000-2026-11-18.json       budgets in bits, 2,000 steps, 3 seeds
     accuracy-published-400-2026-11-16.json      schemes at density 0.01, 400 steps, one seed
     accuracy-oktopk-transformer-400-2026-11-18.json   oktopk-paper as released; dense as in the file above
     accuracy-2026-11-15.json                    ExDyna at 0.001, 2,000 steps, one seed, before ADR 19
@@ -13,17 +13,22 @@ transformer of `bench time-to-accuracy`, 4 ranks, one seed. Files in `benchmarks
     accuracy-internet-2026-11-16.json           every=3, overlap=3: loss 2.562 after 300 steps, 8 ranks, one
     accuracy-internet-dense-2026-11-17.json     seed; dense 2.311, and 2.456 with 0.15 bits every step
     accuracy-internet-0.15-2026-11-17.json
-    accuracy-equal-bytes-16-2026-11-16.json     0.75 bits with 16 ranks, 400 steps, one seed
+    accuracy-ranks-16-2026-11-18.json           budgets with 16 ranks, 400 steps, 3 seeds
+    accuracy-gradients-16-2026-11-18.json       all gradients in 4 bits, likewise
     time-to-accuracy-transformer-100mbit-2026-11-15.json        steps: 150 of dense, 150 of fp16, 235 of auto
                                                                 with 0.157 bits, 205 of ExDyna at 0.01
     time-to-accuracy-transformer-100mbit-20ms-2026-11-17.json   150 of dense, 180 of 0.75 bits, 200 of 0.15,
                                                                 220 of every=3, overlap=3
+    time-to-accuracy-gradients-1gbit-2026-11-18.json            150 of dense, 155 of gradients in 4 bits
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +48,19 @@ UNKNOWN = Gap(None, "not measured")
 FP16 = Gap(0.1, "none seen (one seed)", 1.0)
 BETWEEN_SITES = Gap(10.9, "10.9 % (one seed, 300 steps; 0.15 bits there: 6.3 %)", 220 / 150)
 POWERSGD = Gap(None, "CNN 0.7 points (one seed); loss not measured")
-NEAR_FOUR = 8
-"""Ranks up to which what four have shown is taken to hold."""
-WITH_SIXTEEN = 10.4
-"""`above`, of 0.75 bits, 400 steps, in all as large a batch as four ranks had."""
+GRADIENTS_IN_FOUR_BITS = Gap(0.47, "0.5 % (3 seeds, 16 ranks)", 155 / 150)
+BY_RANKS: dict[int, dict[float, tuple[float, int]]] = {
+    4: {0.15: (3.76, 3), 0.75: (1.72, 3), 8.0: (0.54, 3)},
+    16: {0.75: (12.7, 3), 2.0: (7.2, 3), 8.0: (4.0, 3)},
+}
+"""Of stripes, by the ranks that were measured and by bits: `above` and seeds. Four after 2,000 steps,
+sixteen after 400 and with 256 tokens each."""
+_HOLDS_UP_TO = {4: 8, 16: 16}
+"""Ranks up to which what some have shown is taken to hold."""
+_STEPS = {0.15: 200 / 150, 0.75: 180 / 150}
+"""Of stripes with four ranks: bits, and steps. With more they were not counted."""
+_SEEDS = {1: "one seed", 3: "3 seeds"}
 _DENSITY = 0.01
-_MEASURED_BITS = ((0.15, 3.59, 200 / 150), (0.75, 1.70, 180 / 150))
-"""Of stripes: bits, `above` (± 0.45 and 0.35), and steps."""
 _AUTO_STEPS, _EXDYNA_STEPS = 235 / 150, 205 / 150
 """The first with all that a budget tries before it is found."""
 _SCHEMES = {
@@ -72,29 +83,39 @@ _EXDYNA_AT_A_THOUSANDTH = 14.5
 def measured_with(ranks: int) -> str:
     """On what, and with how many ranks: a sentence for whoever has other ones."""
     said = "Steps needed and loss were measured on small transformers of ours with 4 ranks"
-    if ranks <= NEAR_FOUR:
+    if (near := _measured_near(ranks)) == 4:
         return f"{said}."
-    said += (
-        f". With 16, which had a quarter of that batch each, 0.75 bits ended {WITH_SIXTEEN:g} % above dense "
-        "(one seed)."
-    )
-    return said if ranks == 16 else f"{said} Nothing was measured with {ranks}."
+    said += f"; the loss of budgets with {near}, which had 256 tokens each"
+    return f"{said}." if ranks <= near else f"{said}. Nothing was measured with {ranks}."
 
 
-def of_bits(bits: float) -> Gap:
-    """Between two budgets that were measured, between their gaps; below the smaller one nothing is known."""
-    (low, worst, most_steps), (high, best, least_steps) = _MEASURED_BITS
-    if bits < low:
-        return Gap(None, f"below {low:g} bits not measured")
-    part = min(1.0, math.log(bits / low) / math.log(high / low))
-    above = worst + part * (best - worst)
-    said = f"{above:.1f} % (3 seeds)" if part in (0.0, 1.0) else f"about {above:.1f} %"
-    return Gap(above, said, most_steps + part * (least_steps - most_steps))
+def _measured_near(ranks: int) -> int:
+    """The fewest ranks that were measured and are not clearly fewer; the most, for whoever has more."""
+    return next((measured for measured, most in _HOLDS_UP_TO.items() if ranks <= most), max(BY_RANKS))
 
 
-def of_auto(bits: float) -> Gap:
+def of_bits(bits: float, ranks: int) -> Gap:
+    """Between two budgets that were measured, between their gaps; below the smallest one nothing is known."""
+    near = _measured_near(ranks)
+    measured = BY_RANKS[near]
+    if bits < (least := min(measured)):
+        return Gap(None, f"below {least:g} bits not measured")
+    above = _between({each: gap for each, (gap, _) in measured.items()}, bits)
+    words = f"{above:.1f} %" if bits in measured else f"about {above:.1f} %"
+    known = [_SEEDS[measured[bits][1]]] if bits in measured else []
+    known += [] if near == 4 else [f"{near} ranks"]
+    steps = _between(_STEPS, bits) if near == 4 else None
+    return Gap(above, f"{words} ({', '.join(known)})" if known else words, steps)
+
+
+def _between(measured: Mapping[float, float], bits: float) -> float:
+    """Along lines over the logarithm of bits; beyond the ends as at the ends."""
+    return float(np.interp(math.log(bits), [math.log(known) for known in measured], list(measured.values())))
+
+
+def of_auto(bits: float, ranks: int) -> Gap:
     """Of a budget that is found while training runs."""
-    gap = of_bits(bits)
+    gap = of_bits(bits, ranks)
     return gap if gap.steps is None else replace(gap, steps=_AUTO_STEPS)
 
 
