@@ -342,15 +342,15 @@ def test_gaps_are_never_better_than_measured() -> None:
     assert of_bits(99.0, 4).above == pytest.approx(min(gap for gap, _ in BY_RANKS[4].values()))
 
 
-@pytest.mark.parametrize(("ranks", "near"), [(2, 4), (8, 4), (9, 16), (16, 16), (17, 16), (500, 16)])
+@pytest.mark.parametrize(("ranks", "near"), [(2, 4), (8, 4), (9, 16), (16, 16), (17, 64), (500, 64)])
 def test_whoever_has_many_ranks_is_told_what_as_many_ended_with(ranks: int, near: int) -> None:
     assert of_bits(0.75, ranks).above == pytest.approx(BY_RANKS[near][0.75][0])
     assert (near == 4) == ("budgets with" not in measured_with(ranks))
     assert (near == 4) == (of_bits(0.75, ranks).steps is not None)
-    assert ("Nothing was measured" in measured_with(ranks)) == (ranks > 16)
+    assert ("Nothing was measured" in measured_with(ranks)) == (ranks > 64)
 
 
-MEASURED = {4: "ranks-4-2000-2026-11-18", 16: "ranks-16-2026-11-18"}
+MEASURED = {4: "ranks-4-2000-2026-11-18", 16: "ranks-16-2026-11-18", 64: "ranks-64-2026-11-18"}
 
 
 @pytest.mark.parametrize("ranks", BY_RANKS)

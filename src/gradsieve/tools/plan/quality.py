@@ -14,6 +14,7 @@ transformer of `bench time-to-accuracy`, 4 ranks, one seed. Files in `benchmarks
     accuracy-internet-dense-2026-11-17.json     seed; dense 2.311, and 2.456 with 0.15 bits every step
     accuracy-internet-0.15-2026-11-17.json
     accuracy-ranks-16-2026-11-18.json           budgets with 16 ranks, 400 steps, 3 seeds
+    accuracy-ranks-64-2026-11-18.json           0.75 bits with 64 ranks, 400 steps, one seed
     accuracy-gradients-16-2026-11-18.json       all gradients in 4 bits, likewise
     time-to-accuracy-transformer-100mbit-2026-11-15.json        steps: 150 of dense, 150 of fp16, 235 of auto
                                                                 with 0.157 bits, 205 of ExDyna at 0.01
@@ -52,10 +53,12 @@ GRADIENTS_IN_FOUR_BITS = Gap(0.47, "0.5 % (3 seeds, 16 ranks)", 155 / 150)
 BY_RANKS: dict[int, dict[float, tuple[float, int]]] = {
     4: {0.15: (3.76, 3), 0.75: (1.72, 3), 8.0: (0.54, 3)},
     16: {0.75: (12.7, 3), 2.0: (7.2, 3), 8.0: (4.0, 3)},
+    64: {0.75: (25.4, 1)},
 }
 """Of stripes, by the ranks that were measured and by bits: `above` and seeds. Four after 2,000 steps,
-sixteen after 400 and with 256 tokens each."""
-_HOLDS_UP_TO = {4: 8, 16: 16}
+the others after 400 and with 256 and 64 tokens each."""
+_TOKENS = {16: 256, 64: 64}
+_HOLDS_UP_TO = {4: 8, 16: 16, 64: 64}
 """Ranks up to which what some have shown is taken to hold."""
 _STEPS = {0.15: 200 / 150, 0.75: 180 / 150}
 """Of stripes with four ranks: bits, and steps. With more they were not counted."""
@@ -85,7 +88,7 @@ def measured_with(ranks: int) -> str:
     said = "Steps needed and loss were measured on small transformers of ours with 4 ranks"
     if (near := _measured_near(ranks)) == 4:
         return f"{said}."
-    said += f"; the loss of budgets with {near}, which had 256 tokens each"
+    said += f"; the loss of budgets with {near}, which had {_TOKENS[near]} tokens each"
     return f"{said}." if ranks <= near else f"{said}. Nothing was measured with {ranks}."
 
 
