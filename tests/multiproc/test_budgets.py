@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
+from gradsieve.pipeline import StepPipeline
 from gradsieve.pipeline.budget import Adaptive
 from gradsieve.schemes import Stripes
 from multiproc.harness import Ranks
@@ -27,6 +28,7 @@ class Learning:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE)
         self.ddp = DistributedDataParallel(self.model)
         self.sync = gradsieve.attach(self.ddp, self.optimizer, **asked)
+        assert isinstance(self.sync.pipeline, StepPipeline) == ("exchange" not in asked)
         self.pipeline: Any = self.sync.pipeline
 
     def backward(self, step: int) -> None:

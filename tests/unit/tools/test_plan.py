@@ -22,6 +22,7 @@ from gradsieve.tools.plan.quality import (
     BETWEEN_SITES,
     BY_RANKS,
     FP16,
+    GRADIENTS_IN_FOUR_BITS,
     Gap,
     measured_with,
     of_auto,
@@ -363,6 +364,13 @@ def test_gaps_by_ranks_are_those_of_the_files(ranks: int) -> None:
         assert found[bits] == (pytest.approx(gap, abs=0.06), seeds)
 
 
+def test_the_gap_of_gradients_is_that_of_its_file() -> None:
+    file = ROOT / "benchmarks" / "results" / "accuracy-gradients-16-2026-11-18.json"
+    [row] = [row for row in json.loads(file.read_text())["rows"] if row["sync"] != "dense"]
+    assert (row["world"], row["seeds"], row["treatment"]) == (16, 3, "gradients")
+    assert pytest.approx(row["gap"], abs=0.01) == GRADIENTS_IN_FOUR_BITS.above
+
+
 @pytest.mark.parametrize(
     ("file", "sync", "gap"),
     [
@@ -376,6 +384,11 @@ def test_gaps_by_ranks_are_those_of_the_files(ranks: int) -> None:
         ("100mbit-2026-11-15", "auto", of_auto(0.157, 4)),
         ("100mbit-2026-11-15", "exdyna", of_scheme("exdyna", 0.01, exact=True)),
         ("100mbit-2026-11-15", "fp16", FP16),
+        (
+            "gradients-1gbit-2026-11-18",
+            "stripes:density=1+values=int4@gradients",
+            GRADIENTS_IN_FOUR_BITS,
+        ),
     ],
 )
 def test_steps_to_denses_loss_are_those_of_their_files(file: str, sync: str, gap: Gap) -> None:

@@ -97,8 +97,8 @@ def every_option(model: Model, costs: Costs, density: float, step: Step) -> list
     chosen = [_best(list(_of_scheme(name, model, costs.world, density)), step) for name in _SCHEMES]
     budgets = [with_budget(model, costs, bits) for bits in BUDGETS]
     periods = [automatic(model, costs, every) for every in (1, *EVERY)]
-    budgets.append(gradients_in_four_bits(model))
-    return [*_of_torch(model), *_local_steps(model), *budgets, between_sites(model, costs), *periods, *chosen]
+    others = [gradients_in_four_bits(model), between_sites(model, costs)]
+    return [*_of_torch(model), *_local_steps(model), *budgets, *others, *periods, *chosen]
 
 
 def named(sync: str, model: Model, costs: Costs, density: float) -> Option:

@@ -14,13 +14,13 @@ transformer of `bench time-to-accuracy`, 4 ranks, one seed. Files in `benchmarks
     accuracy-internet-dense-2026-11-17.json     seed; dense 2.311, and 2.456 with 0.15 bits every step
     accuracy-internet-0.15-2026-11-17.json
     accuracy-ranks-16-2026-11-18.json           budgets with 16 ranks, 400 steps, 3 seeds
-    accuracy-ranks-64-2026-11-18.json           0.75 bits with 64 ranks, 400 steps, one seed
     accuracy-gradients-16-2026-11-18.json       all gradients in 4 bits, likewise
+    accuracy-ranks-64-2026-11-18.json           0.75 bits with 64 ranks, 400 steps, one seed
     time-to-accuracy-transformer-100mbit-2026-11-15.json        steps: 150 of dense, 150 of fp16, 235 of auto
                                                                 with 0.157 bits, 205 of ExDyna at 0.01
     time-to-accuracy-transformer-100mbit-20ms-2026-11-17.json   150 of dense, 180 of 0.75 bits, 200 of 0.15,
                                                                 220 of every=3, overlap=3
-    time-to-accuracy-gradients-1gbit-2026-11-18.json            150 of dense, 155 of gradients in 4 bits
+    time-to-accuracy-transformer-gradients-1gbit-2026-11-18.json   150 of dense, 155 of gradients in 4 bits
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ BY_RANKS: dict[int, dict[float, tuple[float, int]]] = {
     64: {0.75: (25.4, 1)},
 }
 """Of stripes, by the ranks that were measured and by bits: `above` and seeds. Four after 2,000 steps,
-the others after 400 and with 256 and 64 tokens each."""
-_TOKENS = {16: 256, 64: 64}
-_HOLDS_UP_TO = {4: 8, 16: 16, 64: 64}
-"""Ranks up to which what some have shown is taken to hold."""
+the others after 400 steps of 4,096 tokens in all."""
+_TOKENS = 4096
+_NEAR_FOUR = 8
+"""Ranks up to which what four have shown is taken to hold."""
 _STEPS = {0.15: 200 / 150, 0.75: 180 / 150}
 """Of stripes with four ranks: bits, and steps. With more they were not counted."""
 _SEEDS = {1: "one seed", 3: "3 seeds"}
@@ -88,13 +88,13 @@ def measured_with(ranks: int) -> str:
     said = "Steps needed and loss were measured on small transformers of ours with 4 ranks"
     if (near := _measured_near(ranks)) == 4:
         return f"{said}."
-    said += f"; the loss of budgets with {near}, which had {_TOKENS[near]} tokens each"
+    said += f"; the loss of budgets with {near}, which had {_TOKENS // near} tokens each"
     return f"{said}." if ranks <= near else f"{said}. Nothing was measured with {ranks}."
 
 
 def _measured_near(ranks: int) -> int:
     """The fewest ranks that were measured and are not clearly fewer; the most, for whoever has more."""
-    return next((measured for measured, most in _HOLDS_UP_TO.items() if ranks <= most), max(BY_RANKS))
+    return next((near for near in BY_RANKS if ranks <= max(near, _NEAR_FOUR)), max(BY_RANKS))
 
 
 def of_bits(bits: float, ranks: int) -> Gap:

@@ -1,8 +1,7 @@
 """A task trained by a rival. Most run on virtual ranks (`rivals/runs.py`).
 
 Virtual ranks cannot run torch's own communication hooks, nor torchft: these train in real processes on the
-loopback.
-Model, shards, batches and evaluations are those of `common/virtual.py`.
+loopback. Model, shards, batches and evaluations are those of `common/virtual.py`.
 """
 
 from __future__ import annotations
@@ -26,13 +25,12 @@ from gradsieve_lab.bench.common.machine import one_thread
 from gradsieve_lab.bench.common.ranks import leave, run_ranks
 from gradsieve_lab.bench.common.virtual import Course, looks, own_batches
 from gradsieve_lab.bench.rivals import runs as rival_runs
-from gradsieve_lab.bench.rivals.base import Rival, RivalRun, all_reduce_bytes
+from gradsieve_lab.bench.rivals.base import Rival, RivalRun, Shapes, all_reduce_bytes, elements
 from gradsieve_lab.bench.rivals.names import POWERSGD_FROM, POWERSGD_RANK, RIVALS, bucket_cap_mb, torch_hook
 from gradsieve_lab.bench.rivals.torchft import NAMES as TORCHFT
 from gradsieve_lab.bench.rivals.torchft import Torchft
 from gradsieve_lab.bench.tasks import training as tasks
 
-Shapes = Sequence[Sequence[int]]
 _COURSE = "course.json"
 
 
@@ -59,9 +57,9 @@ class Hook:
     def bytes_sent(self, shapes: Shapes, world: int, steps: int) -> float:
         """By the busiest rank, a step; as `Course` has it."""
         if self.name == "fp16":
-            return all_reduce_bytes(2 * _elements(shapes), world)
+            return all_reduce_bytes(2 * elements(shapes), world)
         whole = min(steps, POWERSGD_FROM)
-        dense = all_reduce_bytes(4 * _elements(shapes), world)
+        dense = all_reduce_bytes(4 * elements(shapes), world)
         return (whole * dense + (steps - whole) * powersgd_bytes(shapes, self.rank, world)) / steps
 
 
@@ -89,10 +87,6 @@ def _powersgd_elements(shape: Sequence[int], rank: int) -> int:
     rows, columns = shape[0], math.prod(shape[1:])
     factors = min(rows, columns, rank) * (rows + columns)
     return factors if 2 * factors < rows * columns else rows * columns
-
-
-def _elements(shapes: Shapes) -> int:
-    return sum(map(math.prod, shapes))
 
 
 def train(run: RivalRun, after_step: Callable[[], None]) -> Course:
@@ -126,7 +120,7 @@ def learn(run: RivalRun, after_step: Callable[[], None]) -> Course:
     ddp = DistributedDataParallel(
         training.model, bucket_cap_mb=bucket_cap_mb(rival.name), **torch_names.buffers_stay()
     )
-    keep = rival.attach(ddp, training.optimizer)
+    _running = rival.attach(ddp, training.optimizer)  # lives as long as the training
     batches = own_batches(training, rank, run.world, run.mixed, run.seed)
     evaluated = looks(run.steps)
     for step in range(1, run.steps + 1):
@@ -143,5 +137,4 @@ def learn(run: RivalRun, after_step: Callable[[], None]) -> Course:
     course.parameters = training.n
     shapes = [parameter.shape for parameter in training.model.parameters()]
     course.bytes_sent = rival.bytes_sent(shapes, run.world, run.steps)
-    del keep  # to the end of the training
     return course

@@ -9,9 +9,11 @@ A part asks for communication as schemes do, so that virtual ranks run it and by
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,9 @@ from torch import Tensor, nn
 from gradsieve.errors import ConfigError
 from gradsieve.schemes import AllReduce, Ctx, Program, Stripes, Values
 from gradsieve_lab.bench.tasks.training import Training
+
+Shapes: TypeAlias = Sequence[Sequence[int]]
+"""Of a model's parameters."""
 
 
 class Part(ABC):
@@ -65,6 +70,10 @@ class RivalRun:
     batch: int | None = None
     rate: float = 1.0
     """Times the task's learning rate."""
+
+
+def elements(shapes: Shapes) -> int:
+    return sum(map(math.prod, shapes))
 
 
 def all_reduce_bytes(size: float, world: int) -> float:

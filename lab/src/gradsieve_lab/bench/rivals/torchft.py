@@ -5,9 +5,7 @@ Every rank is a replica group of one. Nobody fails here; what is measured is wha
 
 from __future__ import annotations
 
-import math
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradsieve.errors import ConfigError
-from gradsieve_lab.bench.rivals.base import all_reduce_bytes
+from gradsieve_lab.bench.rivals.base import Shapes, all_reduce_bytes, elements
 from gradsieve_lab.emulation.stores import store_at
 
 NAMES = ("torchft-local-sgd", "torchft-diloco")
@@ -47,9 +45,9 @@ class Torchft:
                 f"{self.name} has no exchange at the end: every={self.every} has to divide {steps} steps"
             )
 
-    def bytes_sent(self, shapes: Sequence[Sequence[int]], world: int, steps: int) -> float:
+    def bytes_sent(self, shapes: Shapes, world: int, steps: int) -> float:
         """By the busiest rank, a step: all parameters once a period."""
-        return all_reduce_bytes(4 * sum(map(math.prod, shapes)), world) / self.every
+        return all_reduce_bytes(4 * elements(shapes), world) / self.every
 
     def attach(self, ddp: DistributedDataParallel, optimizer: Optimizer, master: str = "127.0.0.1") -> Any:
         """`master` is the address of rank 0, which runs the lighthouse. What is returned has to live as long
