@@ -88,10 +88,7 @@ def test_the_list_has_all_five_papers_and_commands_that_parse(capsys: pytest.Cap
         "study",
     }
     for figure in FIGURES.values():
-        assert (
-            f"{figure.name}\n  {figure.paper}, figure on: {figure.kind.shows}\n  {figure.command}\n"
-            in reported
-        )
+        assert f"{figure.name}\n  {figure.kind.shows}, {figure.source}\n  {figure.command}\n" in reported
         words = shlex.split(figure.command)
         parsed(words[1:])  # exits where a command does not exist
 

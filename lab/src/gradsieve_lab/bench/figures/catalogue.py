@@ -29,7 +29,8 @@ class Kind:
 @dataclass(frozen=True, slots=True)
 class Figure:
     name: str
-    paper: str
+    source: str
+    """Whose figure it is; of a paper only the kind."""
     kind: Kind
     syncs: str
 
@@ -46,7 +47,7 @@ class Figure:
         axes.set_axisbelow(True)
         axes.grid(alpha=0.3)
         self.kind.draw(axes, found)
-        axes.set_title(f"{self.kind.shows}, a figure of the kind in {self.paper}", size=10)
+        axes.set_title(f"{self.kind.shows}, {self.source}", size=10)
         axes.spines[["top", "right"]].set_visible(False)
         handles, labels = axes.get_legend_handles_labels()
         columns = 2 if max(map(len, labels)) > 30 else 4
@@ -119,8 +120,13 @@ _BUDGETS = Kind(
     draw.by_trial,
 )
 
-_EXDYNA, _MICRO, _DEFT = "ExDyna (CCGrid 2024)", "MiCRO (HiPC 2023)", "DEFT (ICPP 2023)"
-_OKTOPK, _SPARDL, _STUDY = "Ok-Topk (PPoPP 2022)", "SparDL", "the equal-bytes study"
+_LIKE = "a figure of the kind in "
+_EXDYNA, _MICRO, _DEFT = (
+    _LIKE + "ExDyna (CCGrid 2024)",
+    _LIKE + "MiCRO (HiPC 2023)",
+    _LIKE + "DEFT (ICPP 2023)",
+)
+_OKTOPK, _SPARDL, _STUDY = _LIKE + "Ok-Topk (PPoPP 2022)", _LIKE + "SparDL", "the equal-bytes study"
 
 _ALL = [
     Figure("exdyna-convergence", _EXDYNA, _LOSS, "dense,topk,exdyna-paper,exdyna"),
@@ -152,7 +158,7 @@ _ALL = [
     Figure("spardl-breakdown", _SPARDL, _BREAKDOWN, "topk,oktopk-paper@paper,spardl-paper@paper,spardl"),
     Figure("spardl-convergence", _SPARDL, _SECONDS, "dense,oktopk-paper@paper,spardl-paper@paper,spardl"),
     Figure("study-equal-bytes", _STUDY, _GAPS, "dense,local-sgd:every=64,diloco:every=9+values=int4,cser"),
-    Figure("study-held-out", "the study on a held-out task", _HELD_OUT, "dense,stripes,streaming,muloco"),
+    Figure("study-held-out", "the held-out task", _HELD_OUT, "dense,stripes,streaming,muloco"),
     Figure("study-ranks", _STUDY, _RANKS, "dense,stripes"),
     Figure("study-budgets", "ADR 48", _BUDGETS, "noop,auto"),
 ]
@@ -168,7 +174,7 @@ def named(name: str) -> Figure:
 def listing() -> str:
     """Every figure, its paper and how its data are made."""
     return "\n\n".join(
-        f"{figure.name}\n  {figure.paper}, figure on: {figure.kind.shows}\n  {figure.command}\n"
+        f"{figure.name}\n  {figure.kind.shows}, {figure.source}\n  {figure.command}\n"
         f"  gradsieve figure {figure.name} {_files(figure)} --out {figure.name}.png"
         for figure in _ALL
     )

@@ -43,7 +43,8 @@ def plot(logs: Sequence[Log], path: Path) -> None:
     axes[0].set_ylabel(f"loss on unseen files, mean of {SMOOTHED_OVER} evaluations")
     labelled = [panel.get_legend_handles_labels() for panel in axes]
     handles = {name: handle for pair in labelled for handle, name in zip(*pair, strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles))
+    columns = min(len(handles), 4 * len(axes))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
     figure.savefig(path, dpi=150)
 
 
