@@ -23,7 +23,7 @@ def plot(logs: Sequence[Log], path: Path) -> None:
     groups = list(dict.fromkeys(log.group for log in first))
     if not groups:
         raise ConfigError("no log of seed 0 has its dense one beside it: there is nothing to draw")
-    figure = Figure(figsize=(1.5 + 4.2 * len(groups), 4.6), layout="constrained")
+    figure = Figure(figsize=(max(5.7, 1.2 + 2.6 * len(groups)), 4.6), layout="constrained")
     axes = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
     names = sorted({log.name for log in first}, key=lambda name: (name != "dense", name != "auto", name))
     colours = {name: f"C{number}" for number, name in enumerate(n for n in names if n != "dense")}
@@ -34,7 +34,7 @@ def plot(logs: Sequence[Log], path: Path) -> None:
             _draw(panel, log, target, colours.get(log.name, "black"))
         panel.axhline(target, linestyle="--", linewidth=1, color="gray", label="target")
         panel.set_xlim(left=0)
-        panel.set_title(f"{group[1].replace('+', ', ')}, {group[0]} parameters", size=10)
+        panel.set_title(f"{group[1].replace('+', ', ')}, {group[0]}", size=10)
         panel.set_xlabel("seconds of training")
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
@@ -43,8 +43,7 @@ def plot(logs: Sequence[Log], path: Path) -> None:
     axes[0].set_ylabel(f"loss on unseen files, mean of {SMOOTHED_OVER} evaluations")
     labelled = [panel.get_legend_handles_labels() for panel in axes]
     handles = {name: handle for pair in labelled for handle, name in zip(*pair, strict=True)}
-    columns = min(len(handles), 4 * len(axes))
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=150)
 
 
