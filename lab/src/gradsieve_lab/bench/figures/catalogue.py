@@ -120,13 +120,13 @@ _BUDGETS = Kind(
     draw.by_trial,
 )
 
-_LIKE = "a figure of the kind in "
-_EXDYNA, _MICRO, _DEFT = (
-    _LIKE + "ExDyna (CCGrid 2024)",
-    _LIKE + "MiCRO (HiPC 2023)",
-    _LIKE + "DEFT (ICPP 2023)",
-)
-_OKTOPK, _SPARDL, _STUDY = _LIKE + "Ok-Topk (PPoPP 2022)", _LIKE + "SparDL", "the equal-bytes study"
+_LIKE = "a figure of the kind in"
+_EXDYNA = f"{_LIKE} ExDyna (CCGrid 2024)"
+_MICRO = f"{_LIKE} MiCRO (HiPC 2023)"
+_DEFT = f"{_LIKE} DEFT (ICPP 2023)"
+_OKTOPK = f"{_LIKE} Ok-Topk (PPoPP 2022)"
+_SPARDL = f"{_LIKE} SparDL"
+_STUDY = "the equal-bytes study"
 
 _ALL = [
     Figure("exdyna-convergence", _EXDYNA, _LOSS, "dense,topk,exdyna-paper,exdyna"),
@@ -172,7 +172,7 @@ def named(name: str) -> Figure:
 
 
 def listing() -> str:
-    """Every figure, its paper and how its data are made."""
+    """Every figure, its source and how its data are made."""
     return "\n\n".join(
         f"{figure.name}\n  {figure.kind.shows}, {figure.source}\n  {figure.command}\n"
         f"  gradsieve figure {figure.name} {_files(figure)} --out {figure.name}.png"
