@@ -23,7 +23,7 @@ recommend one, or plain DDP. From a profile that `gradsieve doctor --profile` me
 hand, which also replace those of a profile. Nothing is run.
 
 columns:
-  to_loss      times as soon as plain DDP to the loss that it ends with: the predicted step times the steps
+  to_loss      speedup over plain DDP to DDP's final loss: the predicted step times the steps
                that were measured on a small transformer; - where nobody measured them
   step_ms      predicted; gradsieve's exchange hides behind forward and backward, DDP's behind backward
   of_link      what a step sends over what the link carries during a step without communication

@@ -105,7 +105,7 @@ def why_not(each: Prediction, best: Prediction, model: Model, most_above: float)
         return f"ends {gap.above:.3g} % above dense's loss"
     later = each.to_loss / best.to_loss
     if later <= 1 + MARGIN and gap.above >= (best.option.gap.above or 0.0):
-        return "as soon, with more loss"
+        return "as fast, with more loss"
     why = _cause(each, model) if longer > 1 + MARGIN else f"{gap.steps:.3g}x the steps"
     return f"{later:.1f}x the time: {why}"
 
@@ -137,8 +137,8 @@ def recommendation(plan: Plan) -> str:
         )
     assert best.to_loss is not None  # acceptable
     words = (
-        f"Use {best.option.name}: {best.option.call}. It is predicted to have plain DDP's loss "
-        f"{plain.step / best.to_loss:.1f} times as soon. A step takes {_ms(best.step)} instead of "
+        f"Use {best.option.name}: {best.option.call}. It is predicted to reach plain DDP's loss "
+        f"{plain.step / best.to_loss:.1f} times as fast. A step takes {_ms(best.step)} instead of "
         f"{_ms(plain.step)}, {plain.step / best.step:.1f} times as fast ({_ms(limit)} without any "
         f"communication), and it needs {best.option.gap.steps:.3g} times as many steps."
     )
