@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 BLOCK = 256  # elements with a scale of their own; no block spans two tensors
 WINDOWS = 3  # of the vector: in each step, x is written anew in one of them
-MEMORY = 0.98  # weight of the past in what is measured: some fifty looks
+MEMORY = 0.96  # weight of the past in what is measured: some 25 looks
 
 
 def encode(values: Tensor, lengths: Tensor, size: int) -> Tensor:
