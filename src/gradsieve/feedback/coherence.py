@@ -27,8 +27,8 @@ FEWEST, MOST, APART = 16, 256, 8192
 """Elements of a unit that are looked at in a step: one in so many, within these bounds, so that looking costs
 little of what a small model sends."""
 MEMORY = 0.96
-"""Weight of the past at each look: the average is over some 25 looks, 50 steps. Ranks' gradients stop agreeing
-within the first hundreds of steps; a longer average knows that too late (ADR 41)."""
+"""Weight of the past at each look: the average is over some 25 looks, 50 steps. Ranks' gradients agree less
+and less in the first hundreds of steps; a longer average knows that too late (ADR 41)."""
 
 
 @dataclass(frozen=True, slots=True)
