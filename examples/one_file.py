@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 BLOCK = 256  # elements with a scale of their own; no block spans two tensors
 WINDOWS = 3  # of the vector: in each step, x is written anew in one of them
-MEMORY = 0.96  # weight of the past in what is measured: some 25 looks
 
 
 def encode(values: Tensor, lengths: Tensor, size: int) -> Tensor:
@@ -65,10 +64,11 @@ class Coherence:
 
     alike = all = 0.0
 
-    def look(self, total: Tensor, world: int) -> None:
+    def look(self, total: Tensor, world: int, step: int) -> None:
         """`total`: over ranks, of these elements, and last of the sum of their squares."""
-        self.alike = MEMORY * self.alike + float(total[:-1].double().square().sum()) / world
-        self.all = MEMORY * self.all + float(total[-1])
+        past = 1 - 1 / min(max(25, step // 2 / 10), 500)  # the average is over the last tenth
+        self.alike = past * self.alike + float(total[:-1].double().square().sum()) / world
+        self.all = past * self.all + float(total[-1])
 
     def share(self, world: int) -> float:
         return min(max(self.alike / self.all, 1 / world), 1.0) if self.all > 0 else 1.0
@@ -154,7 +154,7 @@ class Sync:
 
     def before_step(self) -> None:
         here, total, spent, probes = self.pending.result()
-        (self.gradients if self.step % 2 else self.residuals).look(probes, self.world)
+        (self.gradients if self.step % 2 else self.residuals).look(probes, self.world, self.step)
         self.m[here] = self.x[here] + ((self.m[here] - self.x[here]) - spent)
         self.w[here] -= total / self.world
         self.rebase(here)

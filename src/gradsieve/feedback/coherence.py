@@ -26,9 +26,11 @@ from gradsieve.types import Host, Vector, to_device
 FEWEST, MOST, APART = 16, 256, 8192
 """Elements of a unit that are looked at in a step: one in so many, within these bounds, so that looking costs
 little of what a small model sends."""
-MEMORY = 0.96
-"""Weight of the past at each look: the average is over some 25 looks, 50 steps. Ranks' gradients agree less
-and less in the first hundreds of steps; a longer average knows that too late (ADR 41)."""
+SHORTEST, LONGEST, PART = 25, 500, 10
+"""The average is over the last tenth of all looks, of which there is one in two steps: at least 25, 50 steps,
+and at most 500, as many steps as Adam averages over. Ranks' gradients agree less and less, fast in the first
+hundreds of steps and ever more slowly after them: a longer average knows that too late, and a shorter one is
+noise (ADR 41)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +62,17 @@ class Coherence:
         every = self.all * new / old
         return Coherence((alike + (1.0 - alike) / new) * every, every, self.seen * new / old)
 
-    def after(self, seen: NDArray[np.float64], world: int, count: int = 0) -> Coherence:
+    def after(self, seen: NDArray[np.float64], world: int, step: int, count: int = 0) -> Coherence:
         """With what `squares` gave of this step, one row a unit, of so many elements of each rank. Squares
         that overflow are ignored."""
         alike, every = seen.sum(0).tolist()
         if not math.isfinite(alike + every):
             return self
+        past = 1.0 - 1.0 / min(max(SHORTEST, step // 2 / PART), LONGEST)
         return Coherence(
-            MEMORY * self.alike + alike / world,
-            MEMORY * self.all + every,
-            MEMORY * self.seen + count * world,
+            past * self.alike + alike / world,
+            past * self.all + every,
+            past * self.seen + count * world,
         )
 
 

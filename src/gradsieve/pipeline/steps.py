@@ -232,9 +232,9 @@ class StepPipeline(Pipeline):
             return False
         if self.probes_gradients:
             places = sum(staged.probes.numel() - 1 for staged in self._staged)
-            self.agreement = self.agreement.after(seen, self.world, places)
+            self.agreement = self.agreement.after(seen, self.world, self.step, places)
         else:
-            self.coherence = self.coherence.after(seen, self.world)
+            self.coherence = self.coherence.after(seen, self.world, self.step)
         fixed = self.settings.preview
         self.preview = self.coherence.share(self.world) if fixed is None else fixed
         for index, (local, staged) in enumerate(zip(self.local, self._staged, strict=True)):

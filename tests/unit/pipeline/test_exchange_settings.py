@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -132,7 +133,7 @@ def preview(waiting: list[torch.Tensor], steps: int = 1) -> float:
     coherence = Coherence()
     for step in range(steps):
         total = torch.stack([probe(Whole(own), step) for own in waiting]).sum(0)
-        coherence = coherence.after(squares(total)[None].numpy(), len(waiting))
+        coherence = coherence.after(squares(total)[None].numpy(), len(waiting), step)
     return coherence.share(len(waiting))
 
 
@@ -161,6 +162,14 @@ def test_preview_where_nothing_waits_is_all_and_large_numbers_do_not_upset_it() 
 
 
 # -- clip -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("step", "looks"), [(0, 25), (500, 25), (2000, 100), (10_000, 500), (10**6, 500)])
+def test_averages_are_over_the_last_tenth_of_a_training(step: int, looks: int) -> None:
+    """One look's part in an average to which all looks were alike before it."""
+    before = Coherence(alike=0.0, all=1.0 * looks, seen=1.0)
+    after = before.after(np.array([[1.0, 1.0]]), 1, step)
+    assert after.alike / after.all == pytest.approx(1.0 / looks)
 
 
 @given(most=st.floats(1e-3, 1e3), size=st.floats(1e-3, 1e3), seed=st.integers(0, 99))
