@@ -58,7 +58,7 @@ def draw_steps(axes: Any) -> None:
 
 def draw_loss(axes: Any) -> None:
     for task, file, colour in (
-        ("transformer", "accuracy-ranks-4-2000-2026-11-18", "tab:blue"),
+        ("transformer", "accuracy-ranks-4-2000-2026-11-19", "tab:blue"),
         ("lstm", "accuracy-bits-lstm-2026-11-15", "tab:green"),
     ):
         found = [row for row in rows(file, "budget").values() if row["budget"] and row["budget"] <= 1]

@@ -351,7 +351,7 @@ def test_whoever_has_many_ranks_is_told_what_as_many_ended_with(ranks: int, near
     assert ("Nothing was measured" in measured_with(ranks)) == (ranks > 64)
 
 
-MEASURED = {4: "ranks-4-2000-2026-11-18", 16: "ranks-16-2026-11-18", 64: "ranks-64-2026-11-18"}
+MEASURED = {4: "ranks-4-2000-2026-11-19", 16: "ranks-16-2026-11-19", 64: "ranks-64-2026-11-19"}
 
 
 @pytest.mark.parametrize("ranks", BY_RANKS)

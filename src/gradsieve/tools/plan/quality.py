@@ -5,7 +5,7 @@ measured.
 figure in which all options can be compared. `steps` are those until dense's final loss, times dense's, of the
 transformer of `bench time-to-accuracy`, 4 ranks, one seed. Files in `benchmarks/results/`:
 
-    accuracy-ranks-4-2000-2026-11-18.json       budgets in bits, 2,000 steps, 3 seeds
+    accuracy-ranks-4-2000-2026-11-19.json       budgets in bits, 2,000 steps, 3 seeds
     accuracy-published-400-2026-11-16.json      schemes at density 0.01, 400 steps, one seed
     accuracy-oktopk-transformer-400-2026-11-18.json   oktopk-paper as released; dense as in the file above
     accuracy-2026-11-15.json                    ExDyna at 0.001, 2,000 steps, one seed, before ADR 19
@@ -13,9 +13,9 @@ transformer of `bench time-to-accuracy`, 4 ranks, one seed. Files in `benchmarks
     accuracy-internet-2026-11-16.json           every=3, overlap=3: loss 2.562 after 300 steps, 8 ranks, one
     accuracy-internet-dense-2026-11-17.json     seed; dense 2.311, and 2.456 with 0.15 bits every step
     accuracy-internet-0.15-2026-11-17.json
-    accuracy-ranks-16-2026-11-18.json           budgets with 16 ranks, 400 steps, 3 seeds
+    accuracy-ranks-16-2026-11-19.json           budgets with 16 ranks, 400 steps, 3 seeds
     accuracy-gradients-16-2026-11-18.json       all gradients in 4 bits, likewise
-    accuracy-ranks-64-2026-11-18.json           0.75 bits with 64 ranks, 400 steps, one seed
+    accuracy-ranks-64-2026-11-19.json           budgets with 64 ranks, 400 steps, one seed
     time-to-accuracy-transformer-100mbit-2026-11-15.json        steps: 150 of dense, 150 of fp16, 235 of auto
                                                                 with 0.157 bits, 205 of ExDyna at 0.01
     time-to-accuracy-transformer-100mbit-20ms-2026-11-17.json   150 of dense, 180 of 0.75 bits, 200 of 0.15,
@@ -51,9 +51,9 @@ BETWEEN_SITES = Gap(10.9, "10.9 % (one seed, 300 steps; 0.15 bits there: 6.3 %)"
 POWERSGD = Gap(None, "CNN 0.7 points (one seed); loss not measured")
 GRADIENTS_IN_FOUR_BITS = Gap(0.47, "0.5 % (3 seeds, 16 ranks)", 155 / 150)
 BY_RANKS: dict[int, dict[float, tuple[float, int]]] = {
-    4: {0.15: (3.76, 3), 0.75: (1.72, 3), 8.0: (0.54, 3)},
-    16: {0.75: (12.7, 3), 2.0: (7.2, 3), 8.0: (4.0, 3)},
-    64: {0.75: (25.4, 1)},
+    4: {0.15: (4.02, 3), 0.75: (1.74, 3), 8.0: (0.46, 3)},
+    16: {0.75: (11.6, 3), 2.0: (5.6, 3), 8.0: (2.5, 3)},
+    64: {0.75: (25.6, 1), 8.0: (8.9, 1)},
 }
 """Of stripes, by the ranks that were measured and by bits: `above` and seeds. Four after 2,000 steps,
 the others after 400 steps of 4,096 tokens in all."""
