@@ -7,6 +7,7 @@ Every rank's optimizer steps its own model, and a part of what its steps moved i
     w   the shared model: the same bits on every rank
     x   the model that this rank trains: the memory of its parameters
     m   an anchor; e = m - x is the residual: what this rank's steps moved and it has not sent yet
+    c   what e would be if this rank had moved as all ranks did in the mean; e - c is its own noise
 
 The law: P w - (sum of e over ranks) is changed by the optimizers alone. Nothing is lost, whatever is rounded.
 `tests/multiproc/test_one_file.py` holds this file to the library: the same losses.
@@ -47,15 +48,13 @@ def encode(values: Tensor, lengths: Tensor, size: int) -> Tensor:
 
 
 def decode(data: Tensor, lengths: Tensor) -> Tensor:
-    cut = 2 * len(lengths)
-    scales = data[:cut].clone().view(torch.int16)
-    signs = np.unpackbits(data[cut : cut + BLOCK // 8 * len(lengths)].numpy())
+    scales = data[: 2 * len(lengths)].clone().view(torch.int16)
+    signs = np.unpackbits(data[2 * len(lengths) :][: BLOCK // 8 * len(lengths)].numpy())
     first, second = torch.from_numpy(signs).view(-1, BLOCK // 2, 2).float().unbind(2)
     half, odd = first * (2 * second - 1), scales[:, None] & 1
     with_zeros = torch.stack([half * (1 - odd), half * odd], 2)
-    without = 2 * torch.stack([first, second], 2) - 1
-    blocks = torch.where((scales < 0)[:, None, None], with_zeros, without).flatten(1)
-    blocks *= (scales & 0x7FFF).view(torch.bfloat16)[:, None]
+    blocks = torch.where((scales < 0)[:, None, None], with_zeros, 2 * torch.stack([first, second], 2) - 1)
+    blocks = blocks.flatten(1) * (scales & 0x7FFF).view(torch.bfloat16)[:, None]
     return blocks[torch.arange(BLOCK) < lengths[:, None]]
 
 
@@ -65,8 +64,8 @@ class Coherence:
     alike = all = 0.0
 
     def look(self, total: Tensor, world: int, step: int) -> None:
-        """`total`: over ranks, of these elements, and last of the sum of their squares."""
-        past = 1 - 1 / min(max(25, step // 2 / 10), 500)  # the average is over the last tenth
+        """Sums over ranks: of these elements, and last of their squares. An average over the last tenth."""
+        past = 1 - 1 / min(max(25, step // 2 / 10), 500)
         self.alike = past * self.alike + float(total[:-1].double().square().sum()) / world
         self.all = past * self.all + float(total[-1])
 
@@ -81,11 +80,11 @@ class Sync:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.parameters = list(model.parameters())[::-1]  # as backward reaches them
         self.x = torch.cat([p.detach().flatten() for p in self.parameters])
-        self.w, self.m, self.n = self.x.clone(), self.x.clone(), len(self.x)
-        stops = np.cumsum([p.numel() for p in self.parameters]).tolist()
-        for p, stop in zip(self.parameters, stops, strict=True):  # parameters become views of x
-            p.data = self.x[stop - p.numel() : stop].view_as(p)
-        self.edges = [e for span in pairwise([0, *stops]) for e in range(*span, BLOCK)] + [self.n]
+        self.w, self.m, self.c, self.n = self.x.clone(), self.x.clone(), 0 * self.x, len(self.x)
+        self.spans = list(pairwise([0, *np.cumsum([p.numel() for p in self.parameters]).tolist()]))
+        for p, (start, stop) in zip(self.parameters, self.spans, strict=True):  # they become views of x
+            p.data = self.x[start:stop].view_as(p)
+        self.edges = [edge for span in self.spans for edge in range(*span, BLOCK)] + [self.n]
         self.k = max(1, int(density * self.n))
         self.step = self.cursor = self.ahead = 0
         self.residuals, self.gradients = Coherence(), Coherence()
@@ -97,10 +96,8 @@ class Sync:
         optimizer.register_step_post_hook(lambda *_: self.after_step())
 
     # -- 1. Exchange, while forward and backward compute -----------------------------------------------------
-
     def begin(self) -> None:
-        # Gradients and residuals take turns to be looked at.
-        probe = self.noted if self.step % 2 else (self.m - self.x)[self.places()]
+        probe = self.noted if self.step % 2 else (self.m - self.x)[self.places()]  # these take turns
         self.pending = self.thread.submit(self.exchange, probe)
 
     def exchange(self, probe: Tensor) -> tuple[slice, Tensor, Tensor, Tensor]:
@@ -114,32 +111,25 @@ class Sync:
         cuts = [nearest(before, before[-1] * row // self.world) for row in range(self.world + 1)]
         rows = [lengths[start:stop] for start, stop in pairwise(cuts)]
         size = (2 + BLOCK // 8) * max(map(len, rows))
-        parts = e.split([int(row.sum()) for row in rows])
-        codes = torch.stack([encode(part, row, size) for part, row in zip(parts, rows, strict=True)])
-        # Owners take turns, and so does what their rounding leaves.
-        turn = self.step % self.world
+        parts = zip(e.split([int(row.sum()) for row in rows]), rows, strict=True)
+        codes = torch.stack([encode(part, row, size) for part, row in parts])
+        turn = self.step % self.world  # of owners, and so of what their rounding leaves
         own = (self.rank + turn) % self.world
-        arrived = torch.empty_like(codes)
-        dist.all_to_all_single(arrived, codes.roll(-turn, 0), group=self.group)
-        exact = decode(arrived[0], rows[own])
-        for code in arrived[1:]:
-            exact += decode(code, rows[own])
+        dist.all_to_all_single(arrived := torch.empty_like(codes), codes.roll(-turn, 0), group=self.group)
+        exact = sum((decode(code, rows[own]) for code in arrived[1:]), decode(arrived[0], rows[own]))
         rounded = encode(exact, rows[own], size)
-        sums = [torch.empty_like(rounded) for _ in rows]
-        dist.all_gather(sums, rounded, group=self.group)
+        dist.all_gather(sums := [torch.empty_like(rounded) for _ in rows], rounded, group=self.group)
         total = torch.cat([decode(sums[row - turn], rows[row]) for row in range(self.world)])
         # Who rounds keeps the error: of its own values, and the owner that of the sum.
         spent = [decode(code, row) for code, row in zip(codes, rows, strict=True)]
         spent[own] += decode(rounded, rows[own]) - exact
-        probes = torch.cat([probe, probe.square().sum()[None]])
-        dist.all_reduce(probes, group=self.group)
+        dist.all_reduce(probes := torch.cat([probe, probe.square().sum()[None]]), group=self.group)
         return here, total, torch.cat(spent), probes
 
     def stretch(self) -> tuple[int, int]:
         """From where the last one ended: whole blocks, as many for each owner, k elements in the long run."""
         first = self.edges.index(self.cursor)
-        left = len(self.edges) - 1 - first
-        turns = max(1, (self.n - self.cursor + self.ahead) // self.k)
+        left, turns = len(self.edges) - 1 - first, max(1, (self.n - self.cursor + self.ahead) // self.k)
         number = max(1, nearest(self.edges, self.cursor - (self.cursor - self.n) // turns) - first)
         if self.world <= number < left:
             number = min(left, (number + self.world // 2) // self.world * self.world)
@@ -151,16 +141,17 @@ class Sync:
         return torch.from_numpy(np.sort(np.random.default_rng(self.step).integers(self.n, size=count)))
 
     # -- 2. Apply and rebase, before the optimizer steps -----------------------------------------------------
-
     def before_step(self) -> None:
         here, total, spent, probes = self.pending.result()
         (self.gradients if self.step % 2 else self.residuals).look(probes, self.world, self.step)
         self.m[here] = self.x[here] + ((self.m[here] - self.x[here]) - spent)
         self.w[here] -= total / self.world
+        self.c[here] += total / self.world - spent
         self.rebase(here)
         if len(total) * WINDOWS < self.n:
-            turn = self.step % WINDOWS
-            self.rebase(slice(self.n * turn // WINDOWS, self.n * (turn + 1) // WINDOWS))
+            self.rebase(slice(*(self.n * (self.step % WINDOWS + end) // WINDOWS for end in (0, 1))))
+        if self.step * len(total) // self.n % (turns := max(1, round(3 * len(total) / self.n))) == turns - 1:
+            self.take_noise_out(here)  # of three steps at least: in one there is more rounding than noise
         self.ahead = min(self.n, max(-self.k, self.ahead + len(total) - self.k))
         self.cursor, self.step = here.stop % self.n, self.step + 1
         self.noted = torch.cat([p.grad.flatten() for p in self.parameters])[self.places()]
@@ -172,8 +163,19 @@ class Sync:
         self.x[here] = self.w[here] - self.residuals.share(self.world) * e
         self.m[here] = self.x[here] + e
 
-    # -- 3. Make the step longer, after the optimizer has taken it -------------------------------------------
+    def take_noise_out(self, here: slice) -> None:
+        """Momentum goes on for ten steps where this rank's own batches led it. It is made to lead less in the
+        direction of what this rank moved and the others did not."""
+        noise = self.m[here] - self.x[here] - self.c[here]
+        self.c[here] += noise
+        for p, (first, last) in zip(self.parameters, self.spans, strict=True):
+            start, stop = max(first, here.start), min(last, here.stop)
+            if start < stop and (state := self.optimizer.state[p]):
+                m, v = (state[k].flatten()[start - first : stop - first] for k in ("exp_avg", "exp_avg_sq"))
+                d, scale = noise[start - here.start : stop - here.start], v.sqrt() + 1e-8
+                m -= 0.75 * ((m / scale) @ d / (d @ d)).clamp_min(0).nan_to_num(0) * scale * d
 
+    # -- 3. Make the step longer, after the optimizer has taken it -------------------------------------------
     def after_step(self) -> None:
         """Adam divides by gradients that have the noise of this rank's batch in them. A mean over ranks has
         less, so that its steps are longer. Weight decay, which divides by nothing, is left as it is."""
@@ -193,20 +195,18 @@ def nearest(edges: list[int], place: int) -> int:
 
 def own_gradient(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """DDP averages nothing: each rank keeps its own gradient."""
-    future = torch.futures.Future[Tensor]()
-    future.set_result(bucket.buffer())
+    (future := torch.futures.Future[Tensor]()).set_result(bucket.buffer())
     return future
 
 
 def main() -> None:
     dist.init_process_group("gloo")
-    torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     sync = Sync(model, optimizer, density=0.3)
-    data = torch.Generator().manual_seed(sync.rank)  # every rank has its own
+    torch.manual_seed(sync.rank)  # every rank has its own data
     for _ in range(200):
-        inputs = torch.randn(32, 64, generator=data)
+        inputs = torch.randn(32, 64)
         loss = (model(inputs) - inputs.sin()).square().mean()
         optimizer.zero_grad()
         loss.backward()

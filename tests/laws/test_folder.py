@@ -146,9 +146,22 @@ def test_after_a_flush_only_what_a_flushed_run_needs_is_saved(
             assert all(torch.equal(part, state[key]) for key, part in hand.sync.state_dict().items())
 
 
-def test_what_adam_remembers_is_two_vectors_more() -> None:
+def test_what_adam_remembers_is_two_vectors_more_and_what_its_noise_is_measured_from_a_third() -> None:
     with Crew(2, adamw, bits=0.8) as crew:
-        assert elements(crew.train(0, 3).hands[1], optimizers=True) == 5 * ELEMENTS
+        assert elements(crew.train(0, 3).hands[1], optimizers=True) == 6 * ELEMENTS
+        crew.everyone(lambda hand: hand.sync.flush())
+        assert elements(crew.hands[1], optimizers=True) == 3 * ELEMENTS
+
+
+def test_a_checkpoint_from_before_noise_was_measured_loads() -> None:
+    with Crew(2, adamw, bits=0.8) as crew, Crew(2, adamw, bits=0.8) as later:
+        states = crew.train(0, 4).states()
+        older = {key: part for key, part in states.items() if "/common/" not in key}
+        assert len(older) < len(states)
+        for hand in later.load(older).train(0, 0).hands:
+            common = torch.cat([vector.flatten() for vector in hand.sync.pipeline.common()])
+            assert common.norm().item() == pytest.approx(hand.waiting().norm().item(), rel=1e-5)
+            assert common.any()
 
 
 def test_a_closed_sync_neither_saves_nor_loads(tmp_path: Path) -> None:

@@ -116,6 +116,8 @@ def _tensors(replica: Replica, without: frozenset[str]) -> dict[str, Tensor]:
         if kind not in without:
             out[key] = shaped_like(part, replica.parameters[name])
     out |= {f"noted/{index}": vector for index, vector in enumerate(pipeline.noted())}
+    if not without or any(bool(vector.any()) for vector in pipeline.common()):
+        out |= {f"common/{index}": vector for index, vector in enumerate(pipeline.common())}
     for index, state in enumerate(pipeline.states):
         out.update(checkpoint.fields_to_tensors(state, f"unit/{index}/"))
     return {f"rank{replica.rank}/{key}": value for key, value in out.items()}
@@ -188,7 +190,11 @@ def part_of(replica: Replica, stored: Mapping[str, Tensor], rank: int, world: in
         checkpoint.take(stored, f"{prefix}noted/{index}", tuple(like.shape), like.dtype)
         for index, like in enumerate(pipeline.noted())
     ]
-    return RankState(step, figures, _memories(replica, stored, prefix), states, noted)
+    common = [
+        checkpoint.take(stored, f"{prefix}common/{index}", tuple(like.shape), like.dtype)
+        for index, like in enumerate(pipeline.common() if f"{prefix}common/0" in stored else ())
+    ]
+    return RankState(step, figures, _memories(replica, stored, prefix), states, noted, common)
 
 
 def head_of(

@@ -7,6 +7,7 @@
     rank3/own/<parameter>           its own model of it; likewise shared, mark, velocity, estimate, total
     rank3/figure/<name>             numbers of the pipeline
     rank3/noted/0                   gradients of unit 0 in the last step, which the next exchange sends
+    rank3/common/0                  what its residual would be, had the rank moved as all did; later
     rank3/unit/0/<field>            fields of the scheme's State for unit 0
 
 Rank-unique keys matter: distributed checkpointing keeps one of equal keys, which would lose all residuals

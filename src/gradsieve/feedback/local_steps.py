@@ -4,11 +4,13 @@
     x   the model this rank trains: its parameters, which its optimizer steps
     m   the anchor that x is compared with
     e   the residual: m - x, all that this rank's steps moved and it has not sent to the others yet
+    c   what e would be if this rank had moved as all ranks did in the mean; only where somebody asks for it
 
     waiting   e, wherever it is asked for: nothing is accumulated, a step is in x the moment it is made
     apply     where elements were sent: w -= update / P, e -= spent, whatever x is by then; x is only read
     rebase    x = w - a e, and m follows, so that the residual stays the same; a is the preview. It is due
               where something was applied, and in one window of the vector a step
+    noise     e - c, what this rank moved and the others did not; after that c = e (`shared_momentum.py`)
 
 An exchange can be applied whenever no optimizer steps. Rebasing writes x, so it waits until an optimizer is
 about to write x too, and is done for the parameters of that optimizer alone.
@@ -17,8 +19,8 @@ A window comes round every WINDOWS steps, so that x has the last few steps in fu
 part a. The law: P w - sum over ranks of e is changed by the optimizers alone; neither the exchange, whether
 it succeeds or not, nor applying it, nor rebasing changes it.
 
-Memory: 2 n elements, and n more of their own type for parameters narrower than w. An exchange is lent
-as much as it reads at once, which stays: of a stretch in few bits a piece, n where everything is sent.
+Memory: 2 n elements, n more with c, and n of their own type for parameters narrower than w. An exchange is
+lent as much as it reads at once, which stays: of a stretch in few bits a piece, n where everything is sent.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ from gradsieve.types import Host, Outcome, Sparse
 
 WINDOWS = 3
 """Windows of the vector, one of which is rebased in each step."""
+_MOST_NOISY = 64
+"""Stretches that wait for optimizers which do not step. In older ones noise is found when they come round."""
 
 
 @dataclass(slots=True)
@@ -60,6 +64,10 @@ class LocalSteps:
         self._rooms: list[Tensor] = []
         self._due: list[Due] = []
         self._due_whole: Set[str] = frozenset()
+        self.common: Tensor | None = None
+        """c, of the sparse slots."""
+        self._noisy: list[tuple[slice, Set[str]]] = []
+        """Where own noise is to be looked at, and the parameters in which that was not done yet."""
 
     def waiting(self, parameters: Mapping[str, Tensor], exchanged: bool = False) -> Waiting:
         """`exchanged`: for an exchange, of which there is one at a time: it is lent memory that stays."""
@@ -134,6 +142,8 @@ class LocalSteps:
                 inside = slice(here.start - start, here.stop - start)
                 factor = preview if slot.name in names else None
                 apply(shared[here], own, anchor[here], total[inside], given[inside], world, factor)
+            if sparse and self.common is not None:
+                self.common[start:stop].add_(total, alpha=1 / world).sub_(given)
             start = stop
 
     def _apply_some(
@@ -242,6 +252,47 @@ class LocalSteps:
         none = places.values.new_empty(0)
         return Sparse(torch.cat([none.long(), *indices]), torch.cat([none, *values]), places.numel)
 
+    # -- own noise --------------------------------------------------------------------------------------
+
+    def follow_others(self) -> None:
+        """From now on; nothing was moved yet."""
+        self.common = torch.zeros_like(self.anchor)
+
+    def look_for_noise(self, here: slice) -> None:
+        """There, in each parameter before its next step."""
+        if self.common is not None:
+            self._noisy = [*self._noisy[1 - _MOST_NOISY :], (here, self._all)]
+
+    def noise(
+        self, parameters: Mapping[str, Tensor], names: Set[str], chunk: int
+    ) -> Iterator[tuple[str, slice, Tensor]]:
+        """e - c where it is to be looked at in these parameters: name, place in it and so many elements at
+        most, in memory of their own."""
+        left: list[tuple[slice, Set[str]]] = []
+        for run, waiting_for in self._noisy:
+            for slot, both in _overlaps(self.unit.sparse, run) if names & waiting_for else ():
+                for start in range(both.start, both.stop, chunk) if slot.name in names & waiting_for else ():
+                    here = slice(start, min(start + chunk, both.stop))
+                    inside = slice(here.start - slot.start, here.stop - slot.start)
+                    yield slot.name, inside, self._noise_at(here, parameters[slot.name][inside])
+            if waiting_for - names:
+                left.append((run, waiting_for - names))
+        self._noisy = left
+
+    def _noise_at(self, here: slice, own: Tensor) -> Tensor:
+        assert self.common is not None
+        now = torch.empty_like(self.anchor[here])
+        waiting(self.anchor[here], own, now)
+        noise = now - self.common[here]
+        self.common[here] = now
+        return noise
+
+    def agree_with_others(self, parameters: Mapping[str, Tensor]) -> None:
+        """There is no noise to be found in what was moved until now."""
+        if self.common is not None:
+            self.common.copy_(self.waiting(parameters).between(0, self.unit.n))
+            self._noisy = []
+
     # -- from outside -----------------------------------------------------------------------------------
 
     def adopt(self, parameters: Mapping[str, Tensor], names: Set[str]) -> None:
@@ -252,6 +303,8 @@ class LocalSteps:
                 if slot.name in names:
                     here = slice(slot.start, slot.stop)
                     anchor[here] = parameters[slot.name].copy_(shared[here])
+                    if slot.sparse and self.common is not None:
+                        self.common[here] = 0.0
         for due in self._due:
             due.names -= names
         self._due_whole -= names
@@ -300,7 +353,7 @@ class LocalSteps:
 
     def renew(self) -> None:
         """After the shared model, the anchor and the own model were loaded."""
-        self._due, self._due_whole = [], frozenset()
+        self._due, self._due_whole, self._noisy = [], frozenset(), []
         shared = self.by_kind()["shared"]
         for name, narrow in self._narrow.items():
             narrow.copy_(shared[name])

@@ -232,6 +232,10 @@ class Pipeline(ABC):
         """What was seen and the next exchange sends: for each unit a vector, as long in every step."""
         return []
 
+    def common(self) -> list[Tensor]:
+        """For each unit what the residual would be, had this rank moved as all did: `shared_momentum.py`."""
+        return []
+
     @abstractmethod
     def remembering(self) -> Sequence[Memory]: ...
 

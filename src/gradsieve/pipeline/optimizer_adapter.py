@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradsieve.errors import ConfigError
+from gradsieve.feedback.shared_momentum import Moments, has_moments
 from gradsieve.feedback.step_length import StepLength
 from gradsieve.feedback.units import flat_view
 from gradsieve.feedback.velocity import MovedMomentum
@@ -57,7 +58,8 @@ class OptimizerAdapter(ABC):
 
 
 class StepAdapter(OptimizerAdapter):
-    """The optimizers step this rank's own model, by steps as long as the mean gradient's would be."""
+    """The optimizers step this rank's own model, by steps as long as the mean gradient's would be and with a
+    momentum that has less of this rank's own noise."""
 
     pipeline: StepPipeline
 
@@ -74,6 +76,9 @@ class StepAdapter(OptimizerAdapter):
         self._length = StepLength(pipeline.own)
         for one in optimizers:
             self._length.refuse_elsewhere(one)
+        self._moments = Moments(held)
+        if any(map(has_moments, optimizers)):
+            pipeline.follow_others()
 
     def tensors(self) -> dict[str, Tensor]:
         self._refuse_sparse_gradients()
@@ -87,6 +92,7 @@ class StepAdapter(OptimizerAdapter):
         every = {name: _flat_gradient(self.parameters[name]) for name in names}
         self.pipeline.note_gradients(every, 1.0 if scale is None else 1.0 / float(scale))
         self._length.bring_along(optimizer)
+        self._moments.take_out(optimizer, self.pipeline.noise(names))
         moving = [
             [name for name in self._names_in(group) if every.get(name) is not None]
             for group in optimizer.param_groups

@@ -10,8 +10,9 @@ model that all of it leads to: w - mean e stays where it was. The sum itself gro
 and is the same again when that is. As all ranks hold the same, x is w - e'. Likewise u, momentum before the
 exchange, and h, EF21's estimates, whose sum H follows from them.
 
-Replicated state is rebuilt for the new number; what holds for every number (thresholds, the place in the
-round robin) is kept by the scheme (`Scheme.begin`). How alike gradients are is counted over.
+What only one rank moved is forgotten. Replicated state is rebuilt for the new number; what holds for every
+number (thresholds, the place in the round robin) is kept by the scheme (`Scheme.begin`). How alike gradients
+are is counted over.
 """
 
 from __future__ import annotations
@@ -41,11 +42,16 @@ class RankState:
     states: list[Any]
     noted: Sequence[Tensor] = ()
     """As `Pipeline.noted`; where ranks are others, nothing."""
+    common: Sequence[Tensor] = ()
+    """As `Pipeline.common`, likewise."""
 
 
 def capture(pipeline: Pipeline) -> RankState:
     memories = {key: part.clone() for key, part in pipeline.kept().items()}
-    return RankState(pipeline.step, pipeline.figures(), memories, list(pipeline.states), pipeline.noted())
+    common = [vector.clone() for vector in pipeline.common()]
+    return RankState(
+        pipeline.step, pipeline.figures(), memories, list(pipeline.states), pipeline.noted(), common
+    )
 
 
 def restore(pipeline: Pipeline, part: RankState) -> None:
@@ -56,6 +62,7 @@ def restore(pipeline: Pipeline, part: RankState) -> None:
     if isinstance(pipeline, StepPipeline):
         pipeline.set_noted(part.noted)
         pipeline.renew()
+        pipeline.set_common(part.common)
 
 
 # -- the residual is empty ------------------------------------------------------------------------------

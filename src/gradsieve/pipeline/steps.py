@@ -25,6 +25,7 @@ from torch import Tensor
 from gradsieve.comm.meter import Meter
 from gradsieve.feedback.coherence import Coherence, count, places_in, probe, squares, with_square
 from gradsieve.feedback.local_steps import WINDOWS, LocalSteps
+from gradsieve.feedback.shared_momentum import CHUNK, LEAST_STEPS
 from gradsieve.feedback.units import Slot, flat_view
 from gradsieve.kernels import finite, is_finite
 from gradsieve.kernels.blocks import block_layout
@@ -245,10 +246,43 @@ class StepPipeline(Pipeline):
                 local.apply(update, spent, dense, tensors, self.world, window, self.preview, names)
                 if self.settings.every > 1:  # windows would come round only every WINDOWS periods
                     local.allow_rebase_all()
+                if self._is_noise_due(update):
+                    local.look_for_noise(slice(update.start, update.stop))
         with stats.timeline.stage("commit"):
             self.apply([staged.outcome.state for staged in self._staged])
             self._follow_budget()
+        if self._flushes:
+            self.set_common(())
         return True
+
+    def follow_others(self) -> None:
+        """From the first step on, find out what only this rank moved. It takes a scheme in which all elements
+        come round after equally many steps."""
+        for local in self.local if self.scheme.round_robin else ():
+            local.follow_others()
+
+    def _is_noise_due(self, update: Sparse) -> bool:
+        """In a stretch that comes round more often than every LEAST_STEPS, in some of its turns."""
+        if update.indices is not None or not update.count:
+            return False
+        turns = max(1, round(LEAST_STEPS * update.count / (update.numel * self.settings.every)))
+        return (self.step * update.count // update.numel) % turns == turns - 1
+
+    def noise(self, names: Set[str]) -> Iterator[tuple[str, slice, Tensor]]:
+        """What only this rank moved in these parameters: name, place in it and a few elements of it."""
+        for local in self.local:
+            yield from local.noise(self.own, names, CHUNK)
+
+    def common(self) -> list[Tensor]:
+        return [local.common for local in self.local if local.common is not None]
+
+    def set_common(self, vectors: Sequence[Tensor]) -> None:
+        """After residuals were set. With nothing, as of a run that had none or of other ranks, what was moved
+        until now was moved by all."""
+        for local in self.local:
+            local.agree_with_others(self.own)
+        for mine, vector in zip(self.common() if vectors else (), vectors, strict=True):
+            mine.copy_(vector)
 
     def _follow_budget(self) -> None:
         """Exchange as seldom as the budget found out that it takes. All ranks complete an exchange before the

@@ -109,8 +109,13 @@ TRANSCRIBED: dict[str, tuple[Transcript, str]] = {
 def test_a_rival_is_its_transcript(text: str) -> None:
     wanted, (transcript, other) = trained(text), TRANSCRIBED[text]
     found = transcript()
+    another = trained(other)
+    if text.startswith("muloco"):
+        # In bfloat16 a gradient's last bit, in which machines differ, moves a step by one part in 256.
+        assert (wanted - found).norm() < 0.3 * (another - found).norm()
+        return
     assert torch.allclose(wanted, found, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(trained(other), found, rtol=1e-4, atol=1e-5), "any rival would have passed"
+    assert not torch.allclose(another, found, rtol=1e-4, atol=1e-5), "any rival would have passed"
 
 
 def test_every_rival_has_a_transcript() -> None:
@@ -131,7 +136,7 @@ def test_demo_clips_and_has_a_weight_decay_of_its_own(like: str, unlike: str) ->
     assert not torch.equal(trained(unlike), wanted)
 
 
-@pytest.mark.parametrize("part", ["length", "preview", "turns", "feedback", "lateness"])
+@pytest.mark.parametrize("part", ["length", "momentum", "preview", "turns", "feedback", "lateness"])
 def test_every_part_of_the_default_can_be_left_out(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With AdamW: steps of SGD have their length already."""
     recipe = tasks.TASKS[TASK]

@@ -1,7 +1,8 @@
 """gradsieve's default with one of its parts left out: which of them carries it?
 
 without=nothing    the default, as `stripes` with the same bits: what the others are compared with
-        length     steps are as long as the optimizer makes them                   (ADR 19)
+        length     steps are as long as the optimizer makes them                   (ADR 41)
+        momentum   a rank's momentum keeps what its own batches led it to          (ADR 50)
         preview    a rank's own model has of its residual the newest steps alone   (ADR 11)
         turns      all elements, in signs, as seldom as the budget has it          (ADR 20)
         feedback   what rounding left is dropped
@@ -22,7 +23,7 @@ from gradsieve_lab.bench.rivals.base import Part, Rival
 from gradsieve_lab.bench.rivals.engine import EnginePart
 from gradsieve_lab.bench.tasks.training import Training
 
-Left = Literal["nothing", "length", "preview", "turns", "feedback", "lateness"]
+Left = Literal["nothing", "length", "momentum", "preview", "turns", "feedback", "lateness"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +51,18 @@ class AblatedPart(EnginePart):
         super().__init__(training, ctx, scheme, steps)
         if has_turns:
             self.pipeline.budget = within
+        for local in self.pipeline.local if self.without == "momentum" else ():
+            local.common = None
 
     def step(self, number: int) -> Program[None]:
         due = self.pipeline.begins_exchange()
         if due and self.without != "lateness":
             yield from self.exchange()
         optimizer, adapter = self.training.optimizer, self.adapter
-        if self.without != "length":
-            adapter.before_update(optimizer, adapter.parameters.keys())
+        adapter.before_update(optimizer, adapter.parameters.keys())
         self.take_step()
-        adapter.after_update()
+        if self.without != "length":
+            adapter.after_update()
         if due and self.without == "lateness":
             yield from self.exchange()
 
