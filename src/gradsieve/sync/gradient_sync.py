@@ -409,6 +409,7 @@ class GradientSync:
             )
         if call is not None or not self.has_begun_tentatively:
             self.complete(self.writable_at_rest())
+        self.replica.adapter.at_rest()
         if call is not None and not self.scheme.no_comm:
             self.handshake(call)
 
