@@ -48,9 +48,9 @@ class OptimizerAdapter(ABC):
     def after_update(self) -> None:
         """It has."""
 
-    def at_rest(self) -> None:
-        """No optimizer is stepping: what is due in their states before the next step is done now, so that
-        whoever saves them has it."""
+    def at_rest(self, names: Set[str]) -> None:
+        """No optimizer is stepping these parameters, of which nothing else is due: what is due in their
+        states before the next step is done now, so that whoever saves them has it."""
 
     def give_back(self) -> None:
         """Leave the optimizers as the user made them."""
@@ -106,10 +106,10 @@ class StepAdapter(OptimizerAdapter):
     def after_update(self) -> None:
         self._length.end()
 
-    def at_rest(self) -> None:
+    def at_rest(self, names: Set[str]) -> None:
         for optimizer in self.optimizers:
-            names = {name for group in optimizer.param_groups for name in self._names_in(group)}
-            self._moments.take_out(optimizer, self.pipeline.noise(names))
+            stepped = {name for group in optimizer.param_groups for name in self._names_in(group)}
+            self._moments.take_out(optimizer, self.pipeline.noise(names & stepped))
 
     def _names_in(self, group: Mapping[str, Any]) -> list[str]:
         return [self._names[id(each)] for each in group["params"] if id(each) in self._names]

@@ -407,9 +407,10 @@ class GradientSync:
             raise ConfigError(
                 f"{self.replica.where}: the sync is closed, and has nothing to save or to load into"
             )
+        names = self.writable_at_rest()
         if call is not None or not self.has_begun_tentatively:
-            self.complete(self.writable_at_rest())
-        self.replica.adapter.at_rest()
+            self.complete(names)
+        self.replica.adapter.at_rest(names)
         if call is not None and not self.scheme.no_comm:
             self.handshake(call)
 
