@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,12 +22,14 @@ import gradsieve
 from accelerator.detector import Line
 from accelerator.recorder import recording
 from accelerator.trainings import device_called, group_for, kernels_of_a_device
-from gradsieve import kernels, types
+from gradsieve import kernels, torch_names, types
+from gradsieve.feedback import shared_momentum, step_length
 from gradsieve.kernels import fast, low_bit
 from multiproc.harness import Ranks
 
-MOST, MOST_A_PARAMETER, MOST_WAITS = 140, 5.0, 3
+MOST, MOST_WITH_MOMENTUM, MOST_A_PARAMETER, MOST_WAITS = 140, 170, 5.0, 3
 """Launches with six parameters, and for each one more: they lie apart, and kernels take one at a time."""
+TOGETHER = ("copy_all", "lerp_all", "scale_all")
 STAGED = "staging.py"
 """Gloo reads memory of the host: there is one wait for each of its messages, which are few."""
 
@@ -69,22 +72,28 @@ def counted(lines: Iterable[Line]) -> Counter[str]:
     return found
 
 
-def launches(rank: int, library: Path, layers: int, pageable: bool = False) -> list[Counter[str]]:
+def launches(
+    rank: int, library: Path, layers: int, momentum: bool = False, pageable: bool = False
+) -> list[Counter[str]]:
     """Of two steps, of which the second sends probes of gradients and the first does not."""
     device = device_called("fake", library)
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(layers)]).to(device)
     ddp = DistributedDataParallel(model, process_group=group_for(device))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, foreach=False)
-    sync = gradsieve.attach(ddp, optimizer, bits=0.75)
+    kind = torch.optim.AdamW if momentum else torch.optim.SGD
+    optimizer = kind(model.parameters(), lr=1e-4, foreach=False)
+    sync = gradsieve.attach(ddp, optimizer, bits=0.3 if momentum else 0.75)  # little enough for noise in each
     assert len(sync.pipeline.units) == 1
     plain, packed = InOneLaunch(fast), InOneLaunch(low_bit)
     norm = as_one("foreach", torch.nn.utils.get_total_norm)
+    together = {name: as_one("foreach", getattr(torch_names, name)) for name in TOGETHER}
     found, lines = [], []
     with (
         kernels_of_a_device(),
         mock.patch.object(kernels, "form_for", return_value=plain),
         mock.patch.object(kernels, "low_bit_form_for", return_value=packed),
         mock.patch.object(torch.nn.utils, "get_total_norm", norm),
+        mock.patch.multiple(step_length, **together),
+        mock.patch.object(shared_momentum, "copy_all", together["copy_all"]),
         mock.patch.object(types, "can_pin", return_value=not pageable),
         mock.patch("accelerator.recorder.Detector.read", lambda _, read: lines.extend(read)),
     ):
@@ -100,15 +109,16 @@ def launches(rank: int, library: Path, layers: int, pageable: bool = False) -> l
     return found
 
 
-def test_a_step_launches_little_and_waits_seldom(two: Ranks, library: Path) -> None:
-    few, many = (two.run(launches, library, layers)[0] for layers in (3, 12))
+@pytest.mark.parametrize("momentum", [False, True], ids=["SGD", "AdamW"])
+def test_a_step_launches_little_and_waits_seldom(two: Ranks, library: Path, momentum: bool) -> None:
+    few, many = (two.run(launches, library, layers, momentum)[0] for layers in (3, 12))
     for six, more in zip(few, many, strict=True):
         print(f"6 parameters: {dict(six)}; 24 parameters: {dict(more)}")
-        assert 0 < six["launches"] <= MOST
+        assert 0 < six["launches"] <= (MOST_WITH_MOMENTUM if momentum else MOST)
         assert (more["launches"] - six["launches"]) / 18 <= MOST_A_PARAMETER
         assert six["waits"] == more["waits"] <= MOST_WAITS
 
 
 def test_copies_from_pageable_memory_would_be_seen(two: Ranks, library: Path) -> None:
-    for step in two.run(launches, library, 3, True)[0]:
+    for step in two.run(launches, library, 3, False, True)[0]:
         assert step["waits"] > MOST_WAITS

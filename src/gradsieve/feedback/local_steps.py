@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from gradsieve.feedback.shared_momentum import Noise
 from gradsieve.feedback.units import Slot, Unit, by_slot, parts_of
 from gradsieve.kernels import apply, rebase, select, waiting, waiting_above
 from gradsieve.kernels.fast import divisor, window
@@ -263,29 +264,43 @@ class LocalSteps:
         if self.common is not None:
             self._noisy = [*self._noisy[1 - _MOST_NOISY :], (here, self._all)]
 
-    def noise(
-        self, parameters: Mapping[str, Tensor], names: Set[str], chunk: int
-    ) -> Iterator[tuple[str, slice, Tensor]]:
-        """e - c where it is to be looked at in these parameters: name, place in it and so many elements at
-        most, in memory of their own."""
+    def noise(self, parameters: Mapping[str, Tensor], names: Set[str], most: int) -> Iterator[Noise]:
+        """e - c where it is to be looked at in these parameters, so many elements at a time at most."""
         left: list[tuple[slice, Set[str]]] = []
         for run, waiting_for in self._noisy:
-            for slot, both in _overlaps(self.unit.sparse, run) if names & waiting_for else ():
-                for start in range(both.start, both.stop, chunk) if slot.name in names & waiting_for else ():
-                    here = slice(start, min(start + chunk, both.stop))
-                    inside = slice(here.start - slot.start, here.stop - slot.start)
-                    yield slot.name, inside, self._noise_at(here, parameters[slot.name][inside])
+            for together in self._together(run, names & waiting_for, most):
+                yield self._noise_in(together, parameters)
             if waiting_for - names:
                 left.append((run, waiting_for - names))
         self._noisy = left
 
-    def _noise_at(self, here: slice, own: Tensor) -> Tensor:
+    def _together(self, run: slice, names: Set[str], most: int) -> Iterator[list[tuple[Slot, slice]]]:
+        """Pieces of these parameters, one after the other in the vector."""
+        found: list[tuple[Slot, slice]] = []
+        for slot, both in _overlaps(self.unit.sparse, run) if names else ():
+            for start in range(both.start, both.stop, most) if slot.name in names else ():
+                here = slice(start, min(start + most, both.stop))
+                if found and (found[-1][1].stop < start or here.stop - found[0][1].start > most):
+                    yield found
+                    found = []
+                found.append((slot, here))
+        if found:
+            yield found
+
+    def _noise_in(self, together: list[tuple[Slot, slice]], parameters: Mapping[str, Tensor]) -> Noise:
         assert self.common is not None
-        now = torch.empty_like(self.anchor[here])
-        waiting(self.anchor[here], own, now)
-        noise = now - self.common[here]
-        self.common[here] = now
-        return noise
+        start, stop = together[0][1].start, together[-1][1].stop
+        now, before = torch.empty_like(self.anchor[start:stop]), self.common[start:stop]
+        pieces: list[tuple[str, slice]] = []
+        for slot, here in together:
+            inside = slice(here.start - slot.start, here.stop - slot.start)
+            waiting(
+                self.anchor[here], parameters[slot.name][inside], now[here.start - start : here.stop - start]
+            )
+            pieces.append((slot.name, inside))
+        noise = now - before
+        before.copy_(now)
+        return pieces, noise
 
     def agree_with_others(self, parameters: Mapping[str, Tensor]) -> None:
         """There is no noise to be found in what was moved until now."""

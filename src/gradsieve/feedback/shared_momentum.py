@@ -16,12 +16,14 @@ since what all ranks moved was rounded, and that error is in d on all of them. A
 so that no momentum grows. Nothing travels for it, and no rule of an exchange knows of it: only optimizers'
 later steps are others.
 
-Shares are measured for every CHUNK elements of a parameter. Memory: n elements (`LocalSteps.common`).
+Shares are measured for each parameter, in pieces of at most CHUNK elements. Memory: n elements
+(`LocalSteps.common`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,16 +31,20 @@ from torch import Tensor
 
 from gradsieve.feedback.step_length import state_made_by
 from gradsieve.feedback.units import flat_view
-from gradsieve.torch_names import plain_part_of
+from gradsieve.torch_names import copy_all, plain_part_of
 
 PART = 0.75
 """c: from 0.6 to 0.8 16 ranks end alike, with 1 higher (ADR 50)."""
 LEAST_STEPS = 3
 """Own noise is looked at over so many steps at least: in one step the rounding of the sum is as large as what
 was moved."""
-CHUNK = 1 << 16
-"""Elements that are in a processor's cache from the first pass to the last."""
+CHUNK, LARGE_CHUNK = 1 << 16, 1 << 22
+"""Elements that are looked at together: on a processor as many as stay in its cache from the first pass to
+the last, on an accelerator more, where what counts is launches."""
 _FIRST, _SECOND = "exp_avg", "exp_avg_sq"
+
+Noise = tuple[list[tuple[str, slice]], Tensor]
+"""Pieces of parameters (name and place in it), and their own noise end to end."""
 
 
 def has_moments(optimizer: Any) -> bool:
@@ -61,28 +67,41 @@ class Moments:
         """`held`: by name, what the optimizers have."""
         self._held = held
 
-    def take_out(self, optimizer: Any, noise: Iterable[tuple[str, slice, Tensor]]) -> None:
-        """Own noise of parameters that the optimizer is about to step: name, place in it and d, which is
-        written to."""
+    def take_out(self, optimizer: Any, noise: Iterable[Noise]) -> None:
+        """Own noise of parameters that the optimizer is about to step."""
         groups = optimizer.param_groups
         eps = {id(each): group.get("eps", 0.0) for group in groups for each in group["params"]}
         known: dict[str, tuple[Tensor, Tensor] | None] = {}
-        for name, here, own in noise:
-            parameter = self._held[name]
-            if name not in known:
-                known[name] = _of(optimizer.state.get(parameter, {}), plain_part_of(parameter.detach()))
-            if (moments := known[name]) is not None:
-                first, second = moments
-                take_out(first[here], second[here], eps.get(id(parameter), 0.0), own)
+        for pieces, own in noise:
+            alike: defaultdict[float, list[tuple[Tensor, Tensor, Tensor]]] = defaultdict(list)
+            parts = torch.split(own, [here.stop - here.start for _, here in pieces])
+            for (name, here), part in zip(pieces, parts, strict=True):
+                parameter = self._held[name]
+                if name not in known:
+                    known[name] = _of(optimizer.state.get(parameter, {}), plain_part_of(parameter.detach()))
+                if (moments := known[name]) is not None:
+                    first, second = moments
+                    alike[float(eps.get(id(parameter), 0.0))].append((first[here], second[here], part))
+            for size, together in alike.items():
+                take_out(together, size)
 
 
-def take_out(first: Tensor, second: Tensor, eps: float, noise: Tensor) -> None:
-    """Of these elements; `noise` is written to."""
-    scale = second.to(noise.dtype, copy=True).sqrt_().add_(eps)
-    leads = first.to(noise.dtype) / scale
-    share = torch.dot(leads, noise) / torch.dot(noise, noise)
-    share = torch.nan_to_num(share.clamp_min(0.0), 0.0, 0.0, 0.0)  # 0 / 0 where nothing was moved
-    first.sub_(noise.mul_(scale).mul_(share * PART))
+def take_out(pieces: Sequence[tuple[Tensor, Tensor, Tensor]], eps: float) -> None:
+    """Of pieces with both moments and own noise, each by a share of its own. On an accelerator most launches
+    are for all of them."""
+    firsts, seconds, noises = zip(*pieces, strict=True)
+    sizes = [each.numel() for each in noises]
+    noise = torch.cat(noises)
+    scale = torch.cat(seconds).to(noise.dtype).sqrt_().add_(eps)
+    first = torch.cat(firsts).to(noise.dtype)
+    leads = torch.split(first / scale, sizes)
+    shares = torch.stack([torch.dot(*pair) for pair in zip(leads, noises, strict=True)])
+    shares /= torch.stack([torch.dot(own, own) for own in noises])
+    shares = torch.nan_to_num(shares.clamp_min_(0.0), 0.0, 0.0, 0.0)  # 0 / 0 where nothing was moved
+    noise.mul_(scale)
+    for part, share in zip(torch.split(noise, sizes), shares.mul_(PART), strict=True):
+        part.mul_(share)
+    copy_all(firsts, torch.split(first.sub_(noise), sizes))
 
 
 def _of(state: Mapping[str, Any], parameter: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from gradsieve.comm.meter import Meter
 from gradsieve.feedback.coherence import Coherence, count, places_in, probe, squares, with_square
 from gradsieve.feedback.local_steps import WINDOWS, LocalSteps
-from gradsieve.feedback.shared_momentum import CHUNK, LEAST_STEPS
+from gradsieve.feedback.shared_momentum import CHUNK, LARGE_CHUNK, LEAST_STEPS, Noise
 from gradsieve.feedback.units import Slot, flat_view
 from gradsieve.kernels import finite, is_finite
 from gradsieve.kernels.blocks import block_layout
@@ -268,10 +268,11 @@ class StepPipeline(Pipeline):
         turns = max(1, round(LEAST_STEPS * update.count / (update.numel * self.settings.every)))
         return (self.step * update.count // update.numel) % turns == turns - 1
 
-    def noise(self, names: Set[str]) -> Iterator[tuple[str, slice, Tensor]]:
-        """What only this rank moved in these parameters: name, place in it and a few elements of it."""
+    def noise(self, names: Set[str]) -> Iterator[Noise]:
+        """What only this rank moved in these parameters, a few elements at a time."""
         for local in self.local:
-            yield from local.noise(self.own, names, CHUNK)
+            most = CHUNK if local.anchor.is_cpu else LARGE_CHUNK
+            yield from local.noise(self.own, names, most)
 
     def common(self) -> list[Tensor]:
         return [local.common for local in self.local if local.common is not None]

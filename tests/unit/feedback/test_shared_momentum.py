@@ -40,7 +40,7 @@ def test_of_where_momentum_leads_a_part_of_its_noise_is_left_and_nothing_grows(
     leads, direction = first / second.sqrt(), noise / noise.norm()
     before = float(leads @ direction)
     rest = leads - before * direction
-    take_out(first, second, 0.0, noise.clone())
+    take_out([(first, second, noise)], 0.0)
     after = first / second.sqrt()
     left = float(after @ direction)
     assert left == pytest.approx((1 - PART) * before if before > 0 else before, abs=1e-4)
@@ -54,7 +54,7 @@ def test_noise_that_cannot_be_measured_changes_nothing(noise: float) -> None:
     before = first.clone()
     seen = torch.zeros_like(first)
     seen[7] = noise
-    take_out(first, second, 1e-8, seen)
+    take_out([(first, second, seen)], 1e-8)
     others = torch.arange(len(first)) != 7
     assert torch.equal(first[others], before[others])
     assert noise != 0.0 or torch.equal(first, before)
@@ -63,8 +63,8 @@ def test_noise_that_cannot_be_measured_changes_nothing(noise: float) -> None:
 def test_moments_in_a_narrow_type_lose_as_much() -> None:
     first, second, noise = drawn(0)
     narrow = first.bfloat16(), second.bfloat16()
-    take_out(first, second, 1e-8, noise.clone())
-    take_out(*narrow, 1e-8, noise.clone())
+    take_out([(first, second, noise)], 1e-8)
+    take_out([(*narrow, noise)], 1e-8)
     torch.testing.assert_close(narrow[0].float(), first, rtol=0.02, atol=0.02)
 
 
@@ -111,7 +111,7 @@ def test_a_transposed_parameter_has_its_moments_in_its_own_order() -> None:
     optimizer.step()
     state = optimizer.state[parameter]
     in_memory = (state["exp_avg"].t().flatten() / (state["exp_avg_sq"].t().flatten().sqrt() + 1e-8)).clone()
-    Moments({"p": parameter}).take_out(optimizer, [("p", slice(4, 8), in_memory[4:8].clone())])
+    Moments({"p": parameter}).take_out(optimizer, [([("p", slice(4, 8))], in_memory[4:8].clone())])
     after = state["exp_avg"].t().flatten() / (state["exp_avg_sq"].t().flatten().sqrt() + 1e-8)
     torch.testing.assert_close(after[4:8], (1 - PART) * in_memory[4:8])
     assert torch.equal(after[:4], in_memory[:4])
@@ -221,10 +221,29 @@ def test_pieces_of_parameters_are_looked_at_one_by_one(monkeypatch: pytest.Monke
         for rank in ranks[1:]:
             rank.step()
         update = ranks[0].pipeline.outcomes[0].update
-        found = [piece for name in ("q", "p") for piece in ranks[0].pipeline.noise({name})]
-        assert sum(noise.numel() for _, _, noise in found) == update.count
-        assert all(noise.numel() == here.stop - here.start <= 128 for _, here, noise in found)
+        found = [each for names in ({"q"}, {"p"}) for each in ranks[0].pipeline.noise(names)]
+        assert sum(noise.numel() for _, noise in found) == update.count
+        for pieces, noise in found:
+            assert noise.numel() == sum(here.stop - here.start for _, here in pieces) <= 128
         assert not list(ranks[0].pipeline.noise({"p", "q"}))
+
+
+def test_pieces_that_adjoin_are_looked_at_together_and_what_only_this_rank_moved_is_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks, others = ([Rank(number, 1.0) for number in range(WORLD)] for _ in range(2))
+    for each in (ranks, others):
+        for _ in range(6):
+            for rank in each:
+                rank.step()
+            exchange(each)
+    found = list(ranks[0].pipeline.noise({"p", "q"}))
+    ((pieces, noise),) = found
+    assert dict(pieces) == {"p": slice(0, 1000), "q": slice(0, 2000)}
+    monkeypatch.setattr(steps, "CHUNK", 300)
+    alone = list(others[0].pipeline.noise({"p", "q"}))
+    assert [len(each) for each, _ in alone].count(1) == len(alone) > 9
+    assert torch.equal(torch.cat([part for _, part in alone]), noise)
 
 
 def test_a_flush_leaves_no_noise() -> None:
@@ -240,5 +259,5 @@ def test_stretches_that_nobody_steps_do_not_pile_up(monkeypatch: pytest.MonkeyPa
     ranks = [Rank(number, 0.1) for number in range(WORLD)]
     for _ in range(9):
         exchange(ranks)
-    pieces = list(ranks[0].pipeline.noise({"p", "q"}))
-    assert sum(noise.numel() for _, _, noise in pieces) <= 4 * 0.2 * N
+    found = list(ranks[0].pipeline.noise({"p", "q"}))
+    assert sum(noise.numel() for _, noise in found) <= 4 * 0.2 * N

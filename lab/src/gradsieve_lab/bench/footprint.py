@@ -1,10 +1,11 @@
 """`gradsieve bench memory`: what a sync adds to the memory of a real rank, in multiples of the gradient.
 
-    before   resident memory with parameters and gradients in place
+    before   resident memory with parameters, gradients and the optimizer's state in place
     peak     the kernel's own high-water mark over a few steps
-    added    (peak - before) over the gradient's size: residuals (2 n) and whatever a step needs on top
+    added    (peak - before) over the gradient's size: what a sync keeps and whatever a step needs on top
 
-Every scheme has processes of its own, since a high-water mark never falls.
+With SGD a sync keeps less than with AdamW, whose steps it lengthens. Every row has processes of its own,
+since a high-water mark never falls.
 """
 
 from __future__ import annotations
@@ -28,18 +29,28 @@ from gradsieve.testing import kernels
 from gradsieve_lab.bench.common.machine import check_fits
 from gradsieve_lab.bench.common.ranks import leave, run_ranks
 
-COLUMNS = ["scheme", "world", "params", "before_mb", "peak_mb", "added_n", "residual_n", "step_s"]
-STEPS = 3
+COLUMNS = ["scheme", "optimizer", "world", "params", "before_mb", "peak_mb", "added_n", "step_s"]
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}
+STEPS = 6
+"""In the first ones nobody knows yet whether steps are to be lengthened."""
 _FLOAT = 4
 _WIDTH = 2048
 """Layers of 2048 x 2048, the shape that bench step's MLP has."""
 
 
-def measure(scheme: str, world: int, params: int, density: float) -> dict[str, Any]:
+def measure(scheme: str, optimizer: str, world: int, params: int, density: float) -> dict[str, Any]:
     """One row; raises if a rank fails."""
-    needed = 5 * params * _FLOAT * world  # gradient, two residuals, what a step needs, and air
+    # Parameters, gradients, what a sync keeps and what a step needs; with AdamW two moments and two more.
+    needed = (9 if optimizer == "AdamW" else 5) * params * _FLOAT * world
     check_fits(needed, f"{world} ranks with {params:,} parameters", "lower --params or --world")
-    config = {"scheme": scheme, "world": world, "params": params, "density": density, "port": _free_port()}
+    config = {
+        "scheme": scheme,
+        "optimizer": optimizer,
+        "world": world,
+        "params": params,
+        "density": density,
+        "port": _free_port(),
+    }
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "row.json"
         try:
@@ -64,12 +75,13 @@ def _rank(rank: int, config: dict[str, Any], out: str) -> None:
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
     parameters = _parameters(params)
     for parameter in parameters.values():
-        parameter.grad = torch.randn_like(parameter)
+        parameter.grad = torch.zeros_like(parameter)
     elements = sum(parameter.numel() for parameter in parameters.values())
     _warm_allocator()
     kernels.active()  # numba's own 110 MB are not the sync's
+    optimizer = OPTIMIZERS[config["optimizer"]](parameters.values(), lr=1e-4, foreach=False)  # type: ignore[call-arg]
+    optimizer.step()
     before = _resident()
-    optimizer = torch.optim.SGD(parameters.values(), lr=0.01)
     scheme = parse(config["scheme"], config["density"])
     sync = GradientSync(parameters.items(), optimizer, scheme=scheme, deterministic=True)
     seconds = []
@@ -87,12 +99,12 @@ def _rank(rank: int, config: dict[str, Any], out: str) -> None:
         start, peak, step = figures.tolist()
         row = {
             "scheme": config["scheme"],
+            "optimizer": config["optimizer"],
             "world": world,
             "params": elements,
             "before_mb": start / 2**20,
             "peak_mb": peak / 2**20,
             "added_n": (peak - start) / _FLOAT / elements,
-            "residual_n": 0.0 if scheme.lossless else 2.0,
             "step_s": step,
         }
         Path(out).write_text(json.dumps(row))
