@@ -66,19 +66,11 @@ def draw_loss(axes: Any) -> None:
         bits = [row["bits"] for row in found]
         gaps, spread = [row["gap"] for row in found], [row["gap_spread"] for row in found]
         axes.errorbar(bits, gaps, yerr=spread, fmt="o-", color=colour, capsize=4, linewidth=2)
-        name = "LSTM" if task == "lstm" else "transformer"
-        axes.annotate(
-            name,
-            (bits[-1], gaps[-1]),
-            (-6, 20 if task == "lstm" else 46),
-            textcoords="offset points",
-            ha="right",
-            color=colour,
-            size=LARGE,
-        )
+        name, place = ("LSTM", (0.27, 0.25)) if task == "lstm" else ("transformer", (0.37, 1.9))
+        axes.annotate(name, place, color=colour, size=LARGE)
     spent = [rows(f"step-bits-transformer-{name}-2026-11-15", "sync")["auto"]["bits"] for name in RATES]
     axes.axvspan(min(spent), max(spent), color="tab:blue", alpha=0.12)
-    axes.annotate("sent on the left", (max(spent), 4.9), (4, -10), textcoords="offset points", size=SMALL)
+    axes.annotate("sent on the left", (max(spent), 3.9), (4, -10), textcoords="offset points", size=SMALL)
     axes.axhline(0, color="tab:red", linewidth=2)
     axes.annotate(
         "plain DDP: 48 bits",
@@ -88,7 +80,7 @@ def draw_loss(axes: Any) -> None:
         color="tab:red",
         size=LARGE,
     )
-    axes.set(xscale="log", xlim=(0.11, 1.4), ylim=(-1, 5))
+    axes.set(xscale="log", xlim=(0.11, 1.4), ylim=(-1, 4))
     axes.set_xticks([0.15, 0.3, 0.75], ["0.15", "0.3", "0.75"])
     axes.minorticks_off()
     axes.set_xlabel("bits sent per parameter and step", size=SMALL)

@@ -33,7 +33,7 @@ columns:
 with --all also:
   vs_dense     times as fast as plain DDP
   bits         that the busiest rank moves, a parameter and step
-  memory_mb    on a rank, besides model, gradients and optimizer
+  memory_mb    on a rank, besides model, gradients and AdamW
   gap          as `above`, and how well it is known
 
 Differences below 10 % do not count; of such options the one with the smallest loss is recommended.

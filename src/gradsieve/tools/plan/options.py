@@ -33,8 +33,9 @@ AT_ONCE = 2
 PASSES, PASSES_GRADIENTS, PASSES_FP16, PASSES_POWERSGD = 1.1, 2.3, 7.0, 18.0
 """Over memory, besides selecting: processor time of `overhead-25e6-2026-11-15.json` (ours) and
 `step-mlp-1gbit-2026-11-15.json` (torch's hooks, on a CPU; an accelerator casts faster)."""
-KEPT = 2.09
-"""Times the gradient that our syncs keep (`memory-2026-11-15.json`)."""
+KEPT, KEPT_WITH_STEPS, KEPT_IN_TURN = 2.1, 3.1, 4.1
+"""Times the gradient that our syncs keep with AdamW: where gradients are exchanged, steps, and steps in turn
+(`memory-2026-11-15.json`, and AdamW's part by `memory-2026-11-19.json`)."""
 POWERSGD_RANK, POWERSGD_SIDE = 2, 1024
 """And the side of a matrix in a model of which only the size is known."""
 UNIT_CAPS_MB = (UNIT_CAP_MB, 25.0, 400.0)
@@ -168,7 +169,7 @@ def _local_steps(model: Model) -> Iterator[Option]:
             lambda costs: costs.of_scheme(scheme, n, units, PASSES),
             "step",
             quality.of_local_steps(every),
-            KEPT * WORD * n,
+            KEPT_WITH_STEPS * WORD * n,
             every,
         )
 
@@ -202,7 +203,8 @@ def between_sites(model: Model, costs: Costs) -> Option:
     name = f"{SITES_BITS:g} bits, every {SITES_EVERY} steps"
     option = _stripes(name, call, model, values, share, quality.BETWEEN_SITES)
     refused = "an exchange fits into a step here" if fits else ""
-    return replace(option, every=SITES_EVERY, overlap=SITES_EVERY, refused=refused)
+    memory = option.memory + WORD * model.parameters  # what an exchange of several steps reads
+    return replace(option, every=SITES_EVERY, overlap=SITES_EVERY, memory=memory, refused=refused)
 
 
 def automatic(model: Model, costs: Costs, every: int) -> Option:
@@ -235,7 +237,12 @@ def _stripes(name: str, call: str, model: Model, values: Values, share: float, g
     n, units = model.parameters, model.units(UNIT_CAP_MB)
     scheme = Stripes(density=share, values=values)
     return Option(
-        name, call, lambda costs: costs.of_scheme(scheme, n, units, PASSES), "step", gap, KEPT * WORD * n
+        name,
+        call,
+        lambda costs: costs.of_scheme(scheme, n, units, PASSES),
+        "step",
+        gap,
+        KEPT_IN_TURN * WORD * n,
     )
 
 
@@ -276,7 +283,7 @@ def _option(name: str, scheme: Scheme[Any], cap: float, model: Model, exact: boo
         lambda costs: costs.of_scheme(scheme, n, units, passes),
         "not" if published else "step",
         quality.of_scheme(name, scheme.density, exact),
-        KEPT * WORD * n,
+        (KEPT if published else KEPT_WITH_STEPS) * WORD * n,
         refused=UNCONTROLLED.get(name, ""),
     )
 
