@@ -85,8 +85,7 @@ class Sync:
         for p, (start, stop) in zip(self.parameters, self.spans, strict=True):  # they become views of x
             p.data = self.x[start:stop].view_as(p)
         self.edges = [edge for span in self.spans for edge in range(*span, BLOCK)] + [self.n]
-        self.k = max(1, int(density * self.n))
-        self.step = self.cursor = self.ahead = 0
+        self.k, self.step, self.cursor, self.ahead = max(1, int(density * self.n)), 0, 0, 0
         self.residuals, self.gradients = Coherence(), Coherence()
         self.noted = self.before = torch.zeros(0)
         self.thread, self.pending = ThreadPoolExecutor(1), Future[tuple[slice, Tensor, Tensor, Tensor]]()
@@ -150,8 +149,9 @@ class Sync:
         self.rebase(here)
         if len(total) * WINDOWS < self.n:
             self.rebase(slice(*(self.n * (self.step % WINDOWS + end) // WINDOWS for end in (0, 1))))
-        if self.step * len(total) // self.n % (turns := max(1, round(3 * len(total) / self.n))) == turns - 1:
-            self.take_noise_out(here)  # of three steps at least: in one there is more rounding than noise
+        turns = max(1, round(3 * len(total) / self.n))  # in a single step there is more rounding than noise
+        if self.step * len(total) // self.n % turns == turns - 1:
+            self.take_noise_out(here)
         self.ahead = min(self.n, max(-self.k, self.ahead + len(total) - self.k))
         self.cursor, self.step = here.stop % self.n, self.step + 1
         self.noted = torch.cat([p.grad.flatten() for p in self.parameters])[self.places()]
