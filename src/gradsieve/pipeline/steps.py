@@ -256,10 +256,11 @@ class StepPipeline(Pipeline):
         return True
 
     def follow_others(self) -> None:
-        """From the first step on, find out what only this rank moved. It takes a scheme in which all elements
-        come round after equally many steps."""
-        for local in self.local if self.scheme.round_robin else ():
-            local.follow_others()
+        """From the first step on, find out what only this rank moved. It takes others, and a scheme in which
+        all elements come round after equally many steps."""
+        if self.world > 1 and self.scheme.round_robin:
+            for local in self.local:
+                local.follow_others()
 
     def _is_noise_due(self, update: Sparse) -> bool:
         """In a stretch that comes round more often than every LEAST_STEPS, in some of its turns."""
