@@ -9,7 +9,7 @@ transformer of `bench time-to-accuracy`, 4 ranks, one seed. Files in `benchmarks
     accuracy-published-400-2026-11-16.json      schemes at density 0.01, 400 steps, one seed
     accuracy-oktopk-transformer-400-2026-11-18.json   oktopk-paper as released; dense as in the file above
     accuracy-2026-11-15.json                    ExDyna at 0.001, 2,000 steps, one seed, before ADR 19
-    accuracy-equal-bytes-0.75-2026-11-16.json   local SGD, 400 steps, 3 seeds
+    accuracy-equal-bytes-0.75-2026-11-19.json   local SGD, 400 steps, 3 seeds
     accuracy-internet-2026-11-16.json           every=3, overlap=3: loss 2.562 after 300 steps, 8 ranks, one
     accuracy-internet-dense-2026-11-17.json     seed; dense 2.311, and 2.456 with 0.15 bits every step
     accuracy-internet-0.15-2026-11-17.json
