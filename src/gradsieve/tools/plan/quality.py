@@ -51,7 +51,7 @@ BETWEEN_SITES = Gap(10.9, "10.9 % (one seed, 300 steps; 0.15 bits there: 6.3 %)"
 POWERSGD = Gap(None, "CNN 0.7 points (one seed); loss not measured")
 GRADIENTS_IN_FOUR_BITS = Gap(0.47, "0.5 % (3 seeds, 16 ranks)", 155 / 150)
 BY_RANKS: dict[int, dict[float, tuple[float, int]]] = {
-    4: {0.15: (3.07, 3), 0.75: (-0.01, 3), 8.0: (0.19, 3)},
+    4: {0.15: (3.07, 3), 0.75: (-0.01, 3), 4.0: (0.29, 3), 8.0: (0.19, 3)},
     16: {0.75: (8.9, 3), 2.0: (2.7, 3), 4.0: (0.5, 3), 8.0: (1.4, 3)},
     64: {0.75: (20.6, 1), 8.0: (5.1, 1)},
 }
