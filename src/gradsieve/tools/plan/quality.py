@@ -99,7 +99,7 @@ def _measured_near(ranks: int) -> int:
 
 def of_bits(bits: float, ranks: int) -> Gap:
     """Between two budgets that were measured, between their gaps; below the smallest one nothing is known.
-    Where fewer bits ended nearer to dense, which is chance, they count as the larger budget."""
+    Where fewer bits ended nearer to dense, which may be chance, they count as the larger budget."""
     near = _measured_near(ranks)
     measured = BY_RANKS[near]
     if bits < (least := min(measured)):
