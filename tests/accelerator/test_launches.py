@@ -75,8 +75,13 @@ def counted(lines: Iterable[Line]) -> Counter[str]:
 def launches(
     rank: int, library: Path, layers: int, momentum: bool = False, pageable: bool = False
 ) -> list[Counter[str]]:
-    """Of two steps, of which the second sends probes of gradients and the first does not."""
+    """Of two steps, of which the second sends probes of gradients and the first does not.
+
+    Ranks have batches of their own. With equal ones their gradients agree but for rounding, and chance says
+    in which step the length of steps is first other than 1 and the optimizer is tried out for it.
+    """
     device = device_called("fake", library)
+    torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(layers)]).to(device)
     ddp = DistributedDataParallel(model, process_group=group_for(device))
     kind = torch.optim.AdamW if momentum else torch.optim.SGD
@@ -86,6 +91,7 @@ def launches(
     plain, packed = InOneLaunch(fast), InOneLaunch(low_bit)
     norm = as_one("foreach", torch.nn.utils.get_total_norm)
     together = {name: as_one("foreach", getattr(torch_names, name)) for name in TOGETHER}
+    batch = torch.randn(4, 64, generator=torch.Generator().manual_seed(1 + rank)).to(device)
     found, lines = [], []
     with (
         kernels_of_a_device(),
@@ -101,7 +107,7 @@ def launches(
             lines.clear()
             with recording():
                 optimizer.zero_grad()
-                ddp(torch.ones(4, 64, device=device)).sum().backward()
+                ddp(batch).square().sum().backward()
                 optimizer.step()
             if step >= 4:
                 found.append(counted(lines))
