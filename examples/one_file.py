@@ -170,7 +170,7 @@ class Sync:
         self.c[here] += noise
         for p, (first, last) in zip(self.parameters, self.spans, strict=True):
             start, stop = max(first, here.start), min(last, here.stop)
-            if start < stop and (state := self.optimizer.state[p]):
+            if stop - start >= 64 and (state := self.optimizer.state[p]):  # fewer say too little
                 m, v = (state[k].flatten()[start - first : stop - first] for k in ("exp_avg", "exp_avg_sq"))
                 d, scale = noise[start - here.start : stop - here.start], v.sqrt() + 1e-8
                 m -= 0.75 * ((m / scale) @ d / (d @ d)).clamp_min(0).nan_to_num(0) * scale * d

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from gradsieve import ConfigError, Gradients, MismatchError, Steps
@@ -24,6 +24,7 @@ from gradsieve.checkpoint import directory as files
 from gradsieve.checkpoint import fencing
 from gradsieve.checkpoint import state as saving
 from gradsieve.errors import Malformed
+from laws import crew as laws_crew
 from laws.crew import ELEMENTS, Crew, Hand, adamw, fake_group, sgd  # noqa: F401  # a fixture
 
 KEPT = Path(__file__).parents[1] / "data" / "checkpoint-1"
@@ -79,6 +80,33 @@ def test_a_resumed_training_goes_on_bit_for_bit(optimizer: Any, settings: Any, t
         load(later, tmp_path)
         load(later, tmp_path)
         assert differing(later.train(3, 6), whole) == []
+
+
+class Images(nn.Module):
+    """Whose parameters do not lie in memory in the order of their indices."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        source = torch.Generator().manual_seed(5)
+        for name, shape in {"first": (8, 4, 3, 3), "last": (16, 12)}.items():
+            start = torch.randint(-8, 9, shape, generator=source) / 8
+            self.register_parameter(name, nn.Parameter(start.to(dtype)))
+        self.to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("laid_out", [True, False], ids=["", "twin"])
+def test_moments_lie_in_memory_as_their_parameters_do(
+    laid_out: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else own noise would not be found in them, and the training would go on otherwise."""
+    monkeypatch.setattr(laws_crew, "Small", Images)
+    if not laid_out:
+        monkeypatch.setattr(saving, "_laid_out", lambda tree, _: tree)
+    with Crew(2, adamw, bits=0.8) as crew, Crew(2, adamw, bits=0.8) as later:
+        crew.train(0, 8).everyone(lambda hand: hand.sync.save(tmp_path))
+        later.everyone(lambda hand: hand.sync.load(tmp_path))
+        now = crew.train(8, 20).hands
+        assert (differing(later.train(8, 20), [hand.all() for hand in now]) == []) is laid_out
 
 
 def test_without_the_optimizers_it_does_not(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from gradsieve.pipeline.parts import (
     stand_in,
 )
 from gradsieve.replica.replica import Replica
+from gradsieve.torch_names import plain_part_of
 from gradsieve.types import Program, replicated_fields
 
 _log = logging.getLogger("gradsieve")
@@ -250,8 +251,27 @@ def optimizers_of(replica: Replica, stored: Mapping[str, Tensor], rank: int, siz
             raise Malformed(f"{here + 'text'!r} in the checkpoint, of shape {tuple(text.shape)}, is too long")
         count = sum(key.startswith(here) for key in stored) - 1
         tensors = [stored[f"{here}{place}"].clone() for place in range(count) if f"{here}{place}" in stored]
-        out.append(_whole(put_together(checkpoint.tensor_to_text(text), tensors), optimizers[number]))
+        tree = _whole(put_together(checkpoint.tensor_to_text(text), tensors), optimizers[number])
+        out.append(_laid_out(tree, optimizers[number]))
     return out
+
+
+def _laid_out(tree: Any, optimizer: Any) -> Any:
+    """With moments that lie in memory as their parameters do, as the optimizer makes them: a file has all in
+    the order of their indices."""
+    states = tree.get("state") if isinstance(tree, dict) else None
+    if not isinstance(states, dict):
+        return tree
+    every = [each.detach() for group in optimizer.param_groups for each in group["params"]]
+    for place, state in states.items():
+        if type(place) is int and 0 <= place < len(every) and isinstance(state, dict):
+            parameter = plain_part_of(every[place])
+            for key, moment in state.items():
+                if type(moment) is Tensor and moment.shape == parameter.shape:
+                    state[key] = torch.empty_like(parameter, dtype=moment.dtype, device=moment.device).copy_(
+                        moment
+                    )
+    return tree
 
 
 def _whole(tree: Any, optimizer: Any) -> Any:

@@ -123,7 +123,7 @@ class StepLength:
             return Habit()
         power = round(math.log(size, _SIZES))
         known = self._habits.setdefault(optimizer, {})
-        key = power, _settings_of(group)
+        key = power, kind_of(group)
         if key not in known:
             known[key] = habit_of(optimizer, group, _SIZES**power) or Habit()
         return known[key]
@@ -147,7 +147,7 @@ class StepLength:
         if not group["params"] or type(optimizer).__module__.startswith("torch.optim."):
             return ()
         known = self._copies.setdefault(optimizer, {})
-        key = group["params"][0].dtype, _settings_of(group)
+        key = group["params"][0].dtype, kind_of(group)
         if key not in known:
             known[key] = copies_of(optimizer, group)
         return known[key]
@@ -315,10 +315,10 @@ def _is_called_off(optimizer: Any) -> bool:
     return found is not None and bool(found)
 
 
-def _settings_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a trial depends on: not the parameters, their rate and decay, nor tensors."""
-    kept = {key: each for key, each in group.items() if isinstance(each, int | float | str | tuple | None)}
-    kept = {key: each for key, each in kept.items() if key not in ("lr", "initial_lr", "weight_decay")}
+def kind_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a trial depends on: switches and eps. Numbers are not in it: schedules and optimizers themselves
+    change theirs in every step (OneCycleLR betas, Prodigy and Schedule-Free what they count)."""
+    kept = {key: each for key, each in group.items() if key == "eps" or isinstance(each, bool | str | None)}
     return group["params"][0].dim(), *sorted((key, repr(each)) for key, each in kept.items())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
 
 from gradsieve import Steps
-from gradsieve.feedback import local_steps, shared_momentum
-from gradsieve.feedback.shared_momentum import PART, Moments, has_moments, take_out
+from gradsieve.feedback import local_steps, shared_momentum, step_length
+from gradsieve.feedback.shared_momentum import FEWEST, PART, Moments, has_moments, take_out
+from gradsieve.feedback.step_length import StepLength
 from gradsieve.pipeline import steps
 from gradsieve.schemes import make
 from gradsieve.testing import StepPipeline, adapt, lockstep
@@ -103,19 +105,106 @@ def test_who_has_adams_moments_is_found_by_trial(
 
 
 def test_a_transposed_parameter_has_its_moments_in_its_own_order() -> None:
-    values = torch.arange(12.0).view(3, 4).t().clone(memory_format=torch.preserve_format)
+    values = torch.arange(512.0).view(16, 32).t().clone(memory_format=torch.preserve_format)
     parameter = nn.Parameter(values)
-    assert parameter.stride() == (1, 4)
+    assert parameter.stride() == (1, 32)
     optimizer = AdamW([parameter], lr=1e-3)
     parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     state = optimizer.state[parameter]
     in_memory = (state["exp_avg"].t().flatten() / (state["exp_avg_sq"].t().flatten().sqrt() + 1e-8)).clone()
-    Moments({"p": parameter}).take_out(optimizer, [([("p", slice(4, 8))], in_memory[4:8].clone())])
+    Moments({"p": parameter}).take_out(optimizer, [([("p", slice(128, 256))], in_memory[128:256].clone())])
     after = state["exp_avg"].t().flatten() / (state["exp_avg_sq"].t().flatten().sqrt() + 1e-8)
-    torch.testing.assert_close(after[4:8], (1 - PART) * in_memory[4:8])
-    assert torch.equal(after[:4], in_memory[:4])
-    assert torch.equal(after[8:], in_memory[8:])
+    torch.testing.assert_close(after[128:256], (1 - PART) * in_memory[128:256])
+    assert torch.equal(after[:128], in_memory[:128])
+    assert torch.equal(after[256:], in_memory[256:])
+
+
+@pytest.mark.parametrize("count", [1, 4, FEWEST - 1, FEWEST])
+def test_of_few_elements_nothing_is_taken_out(count: int) -> None:
+    """By chance their noise explains what all ranks have: of a scalar all of it."""
+    parameter = nn.Parameter(torch.ones(count))
+    optimizer = AdamW([parameter], lr=1e-3)
+    parameter.grad = torch.ones(count)
+    optimizer.step()
+    first = optimizer.state[parameter]["exp_avg"]
+    before = first.clone()
+    Moments({"p": parameter}).take_out(optimizer, [([("p", slice(0, count))], torch.ones(count))])
+    assert torch.equal(first, before) is (count < FEWEST)
+
+
+class Adopt(Optimizer):
+    """Keeps what Adam keeps under Adam's names, but `exp_avg` is the mean of gradients that are divided
+    already: the step itself."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-3, eps: Any = 1e-6) -> None:
+        super().__init__(parameters, {"lr": lr, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for each in group["params"]:
+                state = self.state[each]
+                if not state:
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(each), each.grad**2
+                state["exp_avg"].lerp_(each.grad / state["exp_avg_sq"].sqrt().clamp_min(1e-6), 0.1)
+                each.sub_(state["exp_avg"], alpha=group["lr"])
+                state["exp_avg_sq"].lerp_(each.grad**2, 1e-3)
+
+
+def test_moments_that_only_have_adams_names_are_left_alone_whoever_else_has_them() -> None:
+    parameters = {name: nn.Parameter(torch.ones(100)) for name in ("adopt", "pair", "adam")}
+    makers = {"adopt": Adopt, "pair": partial(Adopt, eps=(1e-30, 1e-3)), "adam": AdamW}
+    optimizers: dict[str, Any] = {name: makers[name]([each]) for name, each in parameters.items()}
+    assert {name: has_moments(each) for name, each in optimizers.items()} == {
+        "adopt": False,
+        "pair": False,
+        "adam": True,
+    }
+    moments = Moments(parameters)
+    for name, optimizer in optimizers.items():
+        parameters[name].grad = torch.logspace(-2, 2, 100)
+        optimizer.step()
+        first = optimizer.state[parameters[name]]["exp_avg"]
+        before = first.clone()
+        moments.take_out(optimizer, [([(name, slice(0, 100))], torch.ones(100))])
+        assert torch.equal(first, before) is (name != "adam")
+
+
+def test_any_group_that_steps_along_its_moments_is_enough() -> None:
+    frozen = nn.Parameter(torch.ones(9, dtype=torch.uint8), requires_grad=False)
+    parameter = nn.Parameter(torch.ones(100))
+    optimizer = AdamW([{"params": [frozen]}, {"params": [parameter]}], lr=1e-3)
+    assert has_moments(optimizer)
+    parameter.grad = torch.ones(100)
+    optimizer.step()
+    first = optimizer.state[parameter]["exp_avg"]
+    before = first.clone()
+    moments = Moments({"frozen": frozen, "p": parameter})
+    moments.take_out(optimizer, [([("p", slice(0, 100))], torch.ones(100))])
+    assert not torch.equal(first, before)
+
+
+def test_an_optimizer_is_tried_out_once_although_a_schedule_changes_its_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parameter = nn.Parameter(torch.ones(100))
+    optimizer = AdamW([parameter], lr=1e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=20)
+    moments, length = Moments({"p": parameter}), StepLength({"p": parameter.detach()})
+    trials: list[Any] = []
+    real = step_length.Trial.__init__
+    monkeypatch.setattr(step_length.Trial, "__init__", lambda *given: (trials.append(1), real(*given))[1])
+    for step in range(10):
+        parameter.grad = torch.ones(100)
+        moments.take_out(optimizer, [([("p", slice(0, 100))], torch.ones(100))])
+        length.begin(optimizer, [["p"]], 0.5, 1.0)
+        optimizer.step()
+        length.end()
+        schedule.step()
+        if step == 0:
+            first = len(trials)
+    assert first == len(trials) > 0
 
 
 # -- what is noise --------------------------------------------------------------------------------------
