@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
+from gradsieve.feedback import shared_momentum
 from gradsieve.parallel.ddp import DdpSync
 from gradsieve.pipeline import StepPipeline
 from gradsieve.pipeline.fallback import Fallback
@@ -61,8 +62,10 @@ def _place_here(_: Any) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def virtual() -> Iterator[None]:
-    """Within it syncs run on virtual engines, can be interrupted and keep quiet."""
+    """Within it syncs run on virtual engines, can be interrupted and keep quiet, and own noise is
+    looked for in their small tensors, too."""
     with (
+        mock.patch.object(shared_momentum, "FEWEST", 1),
         mock.patch.object(gradient_sync, "Engine", _engine_here),
         mock.patch.object(gradient_sync, "place_in", _place_here),
         mock.patch.object(gradient_sync, "wait", interruptible_wait),

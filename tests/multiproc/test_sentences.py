@@ -109,13 +109,13 @@ def alone_is_as_without(rank: int) -> bool:
     ends = []
     for settings in (None, {"bits": 0.75}):
         torch.manual_seed(0)
-        model = nn.Linear(8, 8)
+        model = nn.Linear(32, 32)
         ddp = DistributedDataParallel(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         sync = None if settings is None else gradsieve.attach(ddp, optimizer, **settings)  # type: ignore[arg-type]
         for _ in range(3):
             optimizer.zero_grad()
-            ddp(torch.ones(2, 8)).square().sum().backward()
+            ddp(torch.ones(2, 32)).square().sum().backward()
             optimizer.step()
         if sync is not None:
             sync.flush()
