@@ -265,10 +265,12 @@ def _laid_out(tree: Any, optimizer: Any) -> Any:
     every = [each.detach() for group in optimizer.param_groups for each in group["params"]]
     for place, state in states.items():
         if type(place) is int and 0 <= place < len(every) and isinstance(state, dict):
-            parameter = plain_part_of(every[place])
+            like = plain_part_of(every[place])
             for key, moment in state.items():
-                if type(moment) is Tensor and moment.shape == parameter.shape:
-                    state[key] = torch.empty_like(parameter, dtype=moment.dtype, device=moment.device).copy_(
+                if type(moment) is not Tensor or moment.shape != like.shape:
+                    continue
+                if moment.stride() != like.stride():
+                    state[key] = torch.empty_like(like, dtype=moment.dtype, device=moment.device).copy_(
                         moment
                     )
     return tree

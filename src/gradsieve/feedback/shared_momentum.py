@@ -90,15 +90,15 @@ def _cosine(optimizer: Any, group: Mapping[str, Any], eps: float) -> float:
     like = max(group["params"], key=lambda each: each.numel())
     shape = (_TRIED, *(4 for _ in range(like.dim() - 1)))
     count, source = math.prod(shape), torch.Generator().manual_seed(0)
-    sizes = torch.logspace(0, 3, count)[torch.randperm(count, generator=source)]
-    sizes *= torch.randn(count, generator=source).sign()
+    size = (_TRIAL_STEPS + 1, count)
+    order, *noises = torch.randn(size, generator=source, dtype=torch.float32, device="cpu")
+    sizes = torch.logspace(0, 3, count, dtype=torch.float32, device="cpu")[order.argsort()] * order.sign()
     undecayed = {"weight_decay": 0.0} if "weight_decay" in group else {}
     made_up = torch.ones(shape, dtype=torch.float32, device=like.device)
     trial, before = Trial(optimizer, {**group, **undecayed}, made_up), made_up
-    for _ in range(_TRIAL_STEPS):
+    for noise in noises:
         before = trial.parameter.detach().clone()
-        noise = 1.0 + 0.1 * torch.randn(count, generator=source)
-        trial.step((sizes * noise).view(shape))
+        trial.step((sizes * (1.0 + 0.1 * noise)).view(shape))
     if (moments := _of(trial.state, trial.parameter.detach())) is None:
         return 0.0
     first, second = (each.double().cpu() for each in moments)
