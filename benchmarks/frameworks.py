@@ -77,7 +77,7 @@ def main() -> None:
     assert all(row["saved"]["accuracy"] == first["saved_accuracy"] for row in rows)
     print(f"{len(ends)} ends with the same bits; what was saved has accuracy {first['saved_accuracy']:.4f}")
     if args.json:
-        from gradsieve.tools.results import write
+        from gradsieve_tools.results import write
 
         config = {key: getattr(args, key) for key in ("ranks", "steps", "save_at", "names")}
         write(args.json, config, rows)

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from gradsieve.parallel.ddp import DdpSync
 from gradsieve.pipeline import base
 from gradsieve.replica.parameter_views import ParameterViews
-from gradsieve_lab.bench.common.workloads import batch_for, build
-from gradsieve_lab.bench.step.worker import Arena, Contestant
+from gradsieve_tools.bench.common.workloads import batch_for, build
+from gradsieve_tools.bench.step.worker import Arena, Contestant
 
 SYNCS = ("noop", "exdyna", "exdyna without guards")
 

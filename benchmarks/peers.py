@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 
 from gradsieve.comm import lockstep
-from gradsieve.pipeline.budget import Fixed
+from gradsieve.pipeline.budget import Budget
 from gradsieve.pipeline.exchange_settings import Steps
 from gradsieve.pipeline.steps import StepPipeline
-from gradsieve.schemes import parse
-from gradsieve.tools import results
-from gradsieve_lab.bench.tasks import training as tasks
+from gradsieve_tools import results
+from gradsieve_tools.bench.tasks import training as tasks
+from gradsieve_tools.specs import parse
 
 EVERY, EXCHANGES = 30, 12
 WAYS = {
@@ -38,7 +38,7 @@ def received(scheme: str, density: float, bits: float | None, world: int) -> flo
     ]
     total = 0.0
     for pipeline in ranks:
-        pipeline.budget = None if bits is None else Fixed(bits)
+        pipeline.budget = None if bits is None else Budget(bits)
     for _ in range(EXCHANGES):
         for pipeline in ranks:
             for part in pipeline.own.values():

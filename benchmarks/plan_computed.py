@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradsieve.comm.c10d import Engine
+from gradsieve.comm.engine import Engine
 from gradsieve.comm.links import nominal
 from gradsieve.comm.ops import Op
-from gradsieve.pipeline.costs import Costs, Host
-from gradsieve.tools.doctor import speed
-from gradsieve.tools.plan.options import PASSES
 from gradsieve.types import Program, by_way_of
-from gradsieve_lab.plan_validation.worker import Alone
+from gradsieve_tools.costs import Costs, Host
+from gradsieve_tools.doctor import speed
+from gradsieve_tools.plan.options import PASSES
+from gradsieve_tools.plan_validation.worker import Alone
 
 SCHEMES = ("topk", "exdyna", "deft", "oktopk", "spardl", "stripes")
 SIZES, DENSITIES = (2_000_000, 8_000_000), (0.01, 0.001)
@@ -62,7 +62,7 @@ def main() -> None:
         for density in DENSITIES:
             for sync in SCHEMES:
                 torch.manual_seed(engine.rank)
-                alone = Alone(sync, n, density, engine, None)
+                alone = Alone(sync, n, density, engine)
                 mean = torch.tensor([computed(alone)], dtype=torch.float64) / engine.world
                 dist.all_reduce(mean)
                 pipeline = alone.adapter.pipeline

@@ -15,11 +15,11 @@ from pathlib import Path
 from statistics import median
 
 from gradsieve.comm.links import Links
-from gradsieve.pipeline.costs import Costs, Host, with_rings
-from gradsieve.tools import results
-from gradsieve.tools.plan.options import Model, named
-from gradsieve.tools.plan.predict import predict
-from gradsieve_lab.emulation.units import parse_rate
+from gradsieve_tools import results
+from gradsieve_tools.costs import Costs, Host, with_rings
+from gradsieve_tools.emulation.units import parse_rate
+from gradsieve_tools.plan.options import Model, named
+from gradsieve_tools.plan.predict import predict
 
 FOLDER = Path(__file__).parent / "results"
 FILES = ["step-mlp", "step-transformer"]

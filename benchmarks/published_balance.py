@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from gradsieve.tools.cli import results
-from gradsieve_lab.bench.common.machine import one_thread
-from gradsieve_lab.bench.traffic import Case, Fleet, layers
+from gradsieve_tools.bench.common.machine import one_thread
+from gradsieve_tools.bench.traffic import Case, Fleet, layers
+from gradsieve_tools.cli import results
 
 SCHEMES = ("micro-paper", "exdyna-paper", "exdyna")
 EVERY = 20

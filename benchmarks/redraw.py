@@ -9,10 +9,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gradsieve_lab.bench import traffic
-from gradsieve_lab.bench.step import timeline_plot
-from gradsieve_lab.bench.step.measure import Plan
-from gradsieve_lab.bench.step.timeline import THREADS, Event, Step
+from gradsieve_tools.bench import traffic
+from gradsieve_tools.bench.step import timeline_plot
+from gradsieve_tools.bench.step.measure import Plan
+from gradsieve_tools.bench.step.timeline import THREADS, Event, Step
 
 RESULTS = Path(__file__).parent / "results"
 DATE = "2026-11-15"

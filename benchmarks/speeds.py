@@ -15,10 +15,10 @@ from statistics import fmean
 from typing import Any
 
 from gradsieve.testing import lockstep
-from gradsieve.tools.cli import results
 from gradsieve.types import Ctx, Program
-from gradsieve_lab.bench.common.machine import one_thread
-from gradsieve_lab.bench.traffic import Case, Fleet, layers
+from gradsieve_tools.bench.common.machine import one_thread
+from gradsieve_tools.bench.traffic import Case, Fleet, layers
+from gradsieve_tools.cli import results
 
 WORLD, SLOW, TIMES = 4, 0, 2.0
 SPEEDS = (1.0, TIMES, TIMES, TIMES)
@@ -52,7 +52,7 @@ class Timed(Fleet):
         ]
         for rank, outcome in enumerate(lockstep.run(programs)):
             outcome.spent.subtract_from(self.residuals[rank])
-            self.states[rank] = self.scheme.apply([outcome.state])[0]
+            self.states[rank] = self.scheme.next_states([outcome.state])[0]
         self.taken += 1
         return spent
 

@@ -1,6 +1,6 @@
 """With which versions of torch and Python gradsieve works: each in a fresh environment, from the wheel.
 
-    python benchmarks/torch_versions.py 2.6.0:3.10 2.13.0:3.11 2.15.0:3.13 \
+    python benchmarks/torch_versions.py 2.7.0:3.10 2.13.0:3.11 2.15.0:3.13 \
         --json benchmarks/results/torch-versions-DATE.json
 
 For each pair a virtual environment is made, torch and the wheel of this tree are installed into it, and tests
@@ -31,12 +31,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 from gradsieve.errors import ConfigError
-from gradsieve.tools import results
-from gradsieve.tools.cli.progress_bar import progress
+from gradsieve_tools import results
+from gradsieve_tools.cli.progress_bar import progress
 
 ROOT = Path(__file__).parents[1]
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
-EXTRAS = "cli,completion,cpu,otel,plot,prometheus,tensorboard"
+EXTRAS = "cli,completion,cpu,plot"
 FOR_TESTS = ("hypothesis>=6.100", "pytest>=8", "pytest-timeout>=2.3")
 TESTS = ("tests/unit", "tests/multiproc/test_attach.py", "tests/multiproc/test_hsdp.py")
 """The last two train on two and four real ranks."""
@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("pairs", nargs="+", type=_pair, metavar="TORCH:PYTHON", help="e.g. 2.6.0:3.10")
+    parser.add_argument("pairs", nargs="+", type=_pair, metavar="TORCH:PYTHON", help="e.g. 2.7.0:3.10")
     parser.add_argument(
         "--tests", nargs="+", default=TESTS, metavar="FILE", help=f"default: {' '.join(TESTS)}"
     )
@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
 def _pair(text: str) -> tuple[str, str]:
     torch, colon, python = text.partition(":")
     if not colon or not all(part.isdigit() for part in f"{torch}.{python}".split(".")):
-        raise argparse.ArgumentTypeError(f"{text!r} is not TORCH:PYTHON, such as 2.6.0:3.10")
+        raise argparse.ArgumentTypeError(f"{text!r} is not TORCH:PYTHON, such as 2.7.0:3.10")
     return torch, python
 
 

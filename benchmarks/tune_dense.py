@@ -18,9 +18,9 @@ from itertools import product
 from operator import itemgetter
 from pathlib import Path
 
-from gradsieve.tools.results import Row, table, writable, write
-from gradsieve_lab.bench.common.machine import one_thread
-from gradsieve_lab.bench.tasks.training import TASKS, Recipe, Training, batches, shards
+from gradsieve_tools.bench.common.machine import one_thread
+from gradsieve_tools.bench.tasks.training import TASKS, Recipe, Training, batches, shards
+from gradsieve_tools.results import Row, table, writable, write
 
 WORLD = 4
 SEED = 0

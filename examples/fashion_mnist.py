@@ -71,7 +71,7 @@ torch.manual_seed(rank)
 images, labels = load("train", rank, world)
 ddp, dense = (DistributedDataParallel(build(args.model)) for _ in range(2))
 optimizer, dense_optimizer = (torch.optim.SGD(m.parameters(), args.lr, momentum=0.9) for m in (ddp, dense))
-sync = gradsieve.attach(ddp, optimizer, scheme=args.scheme, density=args.density, deterministic=True)
+sync = gradsieve.attach(ddp, optimizer, scheme=args.scheme, density=args.density)
 times, size = [], sum(p.numel() for p in dense.parameters())
 for step in range(1, args.steps + (0 if is_loopback else RACES) + 1):
     pick = torch.randint(len(images), (BATCH,))

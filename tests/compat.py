@@ -332,7 +332,7 @@ def page(results: Sequence[Result], cells: Sequence[str], command: str, seconds:
         f"Written by `{command}` on {date.today()}, in {seconds / 60:.0f} minutes: "
         f"{', '.join(f'{name} {version}' for name, version in versions().items())}. Two ranks with gloo on a "
         f"CPU, {steps} steps of a small regression in which each rank has inputs of its own, "
-        "`attach(ddp, optimizer, bits=2.0, deterministic=True)`. "
+        "`attach(ddp, optimizer, bits=2.0)`. "
         f"Cells: {', '.join(f'{number} {kind}' for kind, number in counts.items() if number)}."
     )
     parts += ['??? note "Reproduce"', textwrap.indent(_filled(made, 106), "    ")]

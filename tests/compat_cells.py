@@ -82,7 +82,7 @@ Attach = Callable[[DistributedDataParallel, Any], Sync]
 
 
 def with_gradsieve(ddp: DistributedDataParallel, optimizer: Any) -> Sync:
-    return gradsieve.attach(ddp, optimizer, bits=2.0, deterministic=True)
+    return gradsieve.attach(ddp, optimizer, bits=2.0)
 
 
 @dataclass

@@ -26,7 +26,7 @@ class Command:
         before = signal.signal(signal.SIGINT, on_interruption)  # a child is born with what its parent ignores
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "gradsieve.tools.cli.main", *arguments],
+                [sys.executable, "-m", "gradsieve_tools.cli.main", *arguments],
                 env={**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", name: value},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

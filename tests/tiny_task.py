@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradsieve_lab.bench.tasks import training as tasks
-from gradsieve_lab.bench.tasks.data import Data, DataSet
+from gradsieve_tools.bench.tasks import training as tasks
+from gradsieve_tools.bench.tasks.data import Data, DataSet
 
 TASK = "tiny"
 

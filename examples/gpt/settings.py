@@ -14,7 +14,7 @@ def parser(description, syncs=("auto", "dense")):
     add("--out", type=Path, help="folder for the log and checkpoints, which all ranks see")
     add("--size", choices=SIZES, default="1M")
     add("--sync", choices=syncs, default="auto", help="auto: gradsieve; dense: plain DDP")
-    add("--deterministic", action="store_true", help="auto decides nothing by the clock: same bits again")
+    add("--bits", type=float, help="of auto, a parameter and step: the same run again gives the same bits")
     add("--steps", type=int, default=2000)
     add("--batch", type=int, default=8, help="windows of a rank in a step")
     add("--rate", type=float, help="the highest learning rate (default: the size's)")

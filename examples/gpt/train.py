@@ -27,7 +27,7 @@ UNTIMED = 3
 
 def sync_of(args):
     return {
-        "auto": partial(gradsieve.attach, deterministic=args.deterministic),
+        "auto": partial(gradsieve.attach, bits=args.bits),
         "dense": Dense,
     }[args.sync]
 

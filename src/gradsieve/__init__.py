@@ -21,11 +21,11 @@ from gradsieve.errors import (
 
 if typing.TYPE_CHECKING:
     from gradsieve import schemes, testing
-    from gradsieve.parallel.ddp import attach
+    from gradsieve.attaching import attach
     from gradsieve.parallel.hosts import host_mesh
     from gradsieve.pipeline.exchange_settings import Gradients, Steps
+    from gradsieve.recording import record
     from gradsieve.sync.gradient_sync import GradientSync
-    from gradsieve.sync.recording import record
 
 __version__ = version.VERSION
 
@@ -33,9 +33,9 @@ _WHERE = {
     "GradientSync": "sync.gradient_sync",
     "Gradients": "pipeline.exchange_settings",
     "Steps": "pipeline.exchange_settings",
-    "attach": "parallel.ddp",
+    "attach": "attaching",
     "host_mesh": "parallel.hosts",
-    "record": "sync.recording",
+    "record": "recording",
 }
 """Which module of the package has a name; the imports above are for those who read types."""
 _MODULES = ("schemes", "testing")

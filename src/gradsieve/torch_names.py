@@ -1,17 +1,14 @@
 """Every name of torch that is not public and that gradsieve uses all the same: here and nowhere else.
 
-Each is one entry, with what needs it and what is lost without it, and one function that is all others call.
-Nothing is looked up at import. Where a torch has no such name, the feature that needs it refuses with a
-ConfigError that says so; the others work. `gradsieve doctor` lists what the installed torch lacks, and
-tests/unit/test_torch_names.py fails where a name vanished or means something else.
-
-All were seen in torch 2.6, 2.13 and 2.15, but for those that `since` dates later.
+Each is one entry, with what breaks without it, and one function that is all others call. Nothing is looked up
+at import. Where a torch has no such name, the feature that needs it refuses with a ConfigError that says so;
+the others work. `gradsieve doctor` lists what the installed torch lacks, and tests/unit/test_torch_names.py
+fails where a name vanished or means something else. All were seen in torch 2.13 and 2.15.
 """
 
 from __future__ import annotations
 
 import importlib
-import inspect
 import socket
 import sys
 import uuid
@@ -35,13 +32,9 @@ Called = TypeVar("Called", bound=Callable[..., Any])
 class Private:
     """One name, or several that are of no use without each other."""
 
-    owner: str
-    """Module, or module:class, that has it; for what only objects have, the file of torch that sets it."""
+    owner: str  # module, or module:class; for what only objects have, the file of torch that sets it
     names: tuple[str, ...]
-    use: str
-    without: str
-    since: tuple[int, int] = (2, 6)
-    """The first torch that has it; 2.6 is the oldest that is looked at."""
+    without: str  # what breaks where there is no such name
 
     def __str__(self) -> str:
         return f"{self.owner}: {', '.join(self.names)}"
@@ -52,8 +45,11 @@ class Private:
             file = Path(torch.__file__).parent / self.owner
             text = file.read_text(encoding="utf-8") if file.is_file() else ""
             return all(name in text for name in self.names)
+        module, *inner = self.owner.split(":")
         try:
-            owner = _find(self.owner)
+            owner = importlib.import_module(module)
+            for name in inner:
+                owner = getattr(owner, name)
         except (ImportError, AttributeError):
             return False
         return all(hasattr(owner, name) for name in self.names)
@@ -61,133 +57,92 @@ class Private:
     @property
     def lost(self) -> str:
         """In words, for a message."""
-        return f"torch {torch.__version__} has no {self}, for {self.use}: {self.without}"
+        return f"torch {torch.__version__} has no {self}: {self.without}"
 
 
-def _find(dotted: str) -> Any:
-    """A module, or what is reached from one by its attributes."""
-    module, *inner = dotted.split(":")
-    found: Any = importlib.import_module(module)
-    for name in inner:
-        found = getattr(found, name)
-    return found
-
-
-STORE = Private(
-    "torch.distributed.distributed_c10d",
-    ("_get_default_store",),
-    "the store over which ranks find out who failed",
-    "no sync can be attached",
-)
+# The store over which ranks find out who failed.
+STORE = Private("torch.distributed.distributed_c10d", ("_get_default_store",), "no sync can be attached")
+# The deadline that the user gave a process group.
 TIMEOUT = Private(
-    "torch.distributed:ProcessGroup",
-    ("_get_backend", "_device_types"),
-    "the deadline that the user gave a process group",
-    "no sync can be attached",
+    "torch.distributed:ProcessGroup", ("_get_backend", "_device_types"), "no sync can be attached"
 )
 COMM_HOOKS = Private(
     "nn/parallel/distributed.py",
     ("_comm_hooks",),
-    "seeing another communication hook, and an earlier sync's",
-    "attach() to DistributedDataParallel is refused",
+    "another communication hook is not seen, so attach() to DistributedDataParallel is refused",
 )
 JOIN = Private(
     "nn/parallel/distributed.py",
     ("_join_config",),
-    "seeing join() around a training",
-    "join() is not noticed: it loses other ranks' residuals",
+    "join() around a training is not noticed: it loses other ranks' residuals",
 )
 PYTHON_REDUCER = Private(
     "nn/parallel/distributed.py",
     ("_use_python_reducer",),
-    "seeing that DDP is set to hand over no buckets",
     "with optimize_ddp='python_reducer' nothing is exchanged, and nobody says so",
 )
 COMPILED_FROM = Private(
-    "_dynamo/eval_frame.py",
-    ("_orig_mod",),
-    "taking off what torch.compile put around a model",
-    "a compiled model is refused: attach() before torch.compile",
+    "_dynamo/eval_frame.py", ("_orig_mod",), "a compiled model is refused: attach() before torch.compile"
 )
 NO_COMPILING = Private(
     "torch._compile",
     ("_disable_dynamo",),
-    "hooks that torch.compile leaves alone, without loading the compiler",
-    "torch.compiler.disable is used, which takes a second or two longer to load",
+    "hooks are kept from torch.compile by its public name, which takes a second or two longer to load",
 )
 VERSION = Private(
     "torch:Tensor",
     ("_version",),
-    "seeing that somebody wrote into a parameter between steps",
-    "no sync that exchanges steps can be attached",
+    "writes to parameters between steps are not seen, so no sync that exchanges steps can be attached",
 )
 STORAGE_USES = Private(
     "torch._C",
     ("_storage_Use_Count",),
-    "seeing that no graph would read the shared model in a backward pass",
     "exchanges are applied when a backward has ended, and not while it runs",
 )
 AFTER_GRADIENT = Private(
     "torch:Tensor",
     ("_post_accumulate_grad_hooks",),
-    "the doctor's look for an optimizer in backward",
-    "the doctor does not see one",
+    "the doctor does not see an optimizer in backward",
 )
 GRAPH_TASK = Private(
     "torch._C",
     ("_current_graph_task_id",),
-    "telling a forward that a checkpoint repeats within backward from a new one",
+    "a forward that a checkpoint repeats within backward looks like a new one: "
     "attach(replicate=...) with activation checkpointing is refused",
 )
 BACKWARD = Private(
-    "torch.autograd",
-    ("_engine_run_backward",),
-    "knowing when a backward pass begins and ends",
+    "torch.autograd:Variable",
+    ("_execution_engine",),
     "no sync that exchanges steps can be attached",
 )
 FOREACH = Private(
     "torch",
-    ("_foreach_copy_", "_foreach_lerp_", "_foreach_mul_"),
-    "one call for the parameters of an optimizer's group",
-    "one call a parameter, which is slower",
+    ("_foreach_copy_", "_foreach_lerp_", "_foreach_mul_", "_foreach_norm"),
+    "steps that are not this rank's alone cannot be lengthened, and DEFT has no norms",
 )
-NORMS = Private(
-    "torch",
-    ("_foreach_norm",),
-    "the norms of all layers in one call, for DEFT",
-    "one call a layer, which is slower",
-)
-LOCAL = Private(
-    "torch.distributed.tensor:DTensor",
-    ("_local_tensor",),
-    "the memory of a shard, the same object each time (`to_local` makes another)",
-    "attach(replicate=...) is refused",
-)
+# The memory of a shard, the same object each time: `to_local` makes another.
+LOCAL = Private("torch.distributed.tensor:DTensor", ("_local_tensor",), "attach(replicate=...) is refused")
 SHARDS = Private(
-    "torch.distributed.fsdp:FSDPModule",
-    ("_get_fsdp_state",),
-    "the shards of a model that fully_shard() was applied to",
-    "attach(replicate=...) is refused",
+    "torch.distributed.fsdp:FSDPModule", ("_get_fsdp_state",), "attach(replicate=...) is refused"
 )
+# By these shards say that they were averaged.
 SHARD_PARTS = Private(
     "distributed/fsdp/_fully_shard/_fsdp_param_group.py",
     ("_all_reduce_hook", "all_reduce_grads", "fsdp_params", "offload_policy"),
-    "hearing that shards were averaged",
     "attach(replicate=...) is refused",
-    since=(2, 7),
 )
+# By these FSDP is pointed to the model that is shown.
 SHARD_FLAT = Private(
     "distributed/fsdp/_fully_shard/_fsdp_param.py",
     ("_sharded_param_data", "sharded_param"),
-    "pointing FSDP to the model that is shown",
     "attach(replicate=...) is refused",
 )
 
 PRIVATE = tuple(each for each in vars().copy().values() if isinstance(each, Private))
 
+# A module that torch loads at the first optimizer or hook, in seconds: what forks ranks loads it once. Where
+# there is none, nothing is lost but time.
 LOADED_BEFORE_RANKS = "torch._dynamo"
-"""A module that torch loads at the first optimizer or hook, in seconds: what forks ranks loads it once. Where
-there is none, nothing is lost but time."""
 
 
 def lacking() -> list[Private]:
@@ -263,14 +218,6 @@ def all_gather_flat(gathered: Tensor, own: Tensor, group: dist.ProcessGroup | No
 # -- DistributedDataParallel ---------------------------------------------------------------------------------
 
 
-def buffers_stay() -> dict[str, Any]:
-    """DDP's setting that lets each rank keep its buffers, by the name that it has from torch 2.13 on where
-    there is one."""
-    known = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
-    name = "forward_sync_buffers"
-    return {name if name in known else "broadcast_buffers": False}
-
-
 def comm_hooks_of(ddp: nn.parallel.DistributedDataParallel) -> list[tuple[Any, Any]]:
     """DDP's own list of hooks and their states."""
     hooks: list[tuple[Any, Any]] = _get(COMM_HOOKS, ddp, "_comm_hooks")
@@ -290,17 +237,16 @@ def hands_over_no_buckets(ddp: nn.parallel.DistributedDataParallel) -> bool:
 # -- modules and tensors -------------------------------------------------------------------------------------
 
 
-def compiled_from(model: nn.Module) -> nn.Module | None:
-    """What `torch.compile` was given; None where this is no compiled model."""
-    return dict(model.named_children()).get("_orig_mod")
+def without_compile(model: Any) -> Any:
+    """What `torch.compile` was given, or the model itself."""
+    while isinstance(model, nn.Module) and "_orig_mod" in (inside := dict(model.named_children())):
+        model = inside["_orig_mod"]
+    return model
 
 
 def never_compiled(call: Called) -> Called:
     """A decorator, as torch's own optimizers use: `torch.compiler.disable` loads the compiler at once."""
-    try:
-        disable = _find(NO_COMPILING.owner)._disable_dynamo
-    except (ImportError, AttributeError):
-        disable = torch.compiler.disable
+    disable = getattr(importlib.import_module("torch._compile"), "_disable_dynamo", torch.compiler.disable)
     wrapped: Called = disable(call)
     return wrapped
 
@@ -333,33 +279,26 @@ def uses_of(tensor: Tensor) -> float:
     return float("nan") if count is None else count(tensor.untyped_storage()._cdata)
 
 
+def is_in_backward() -> bool:
+    return running_pass() != -1
+
+
 def acts_on_gradient(parameter: Tensor) -> bool:
     """Whether a hook runs as soon as its gradient was accumulated."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-def is_in_backward() -> bool:
-    """Whether this thread runs a backward pass."""
+def running_pass() -> int:
+    """Number of the backward pass that this thread is in; -1: none."""
     task: int = _get(GRAPH_TASK, torch._C, "_current_graph_task_id")()
-    return task != -1
+    return task
 
 
-def wrap_backward(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
-    """Put `around` what all backward passes of this process go through; returns what takes it off again."""
-    run = _get(BACKWARD, torch.autograd, BACKWARD.names[0])
-    wrapped = around(run)
-    torch.autograd._engine_run_backward = wrapped  # type: ignore[attr-defined]
-
-    def unwrap() -> None:
-        if torch.autograd._engine_run_backward is wrapped:  # type: ignore[attr-defined]
-            torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
-
-    return unwrap
-
-
-def keeps_graph(*args: Any, **_: Any) -> bool:
-    """Whether a backward pass of these arguments leaves its graph for another one."""
-    return bool(args[2]) if len(args) > 2 else True
+def after_backward(call: Callable[[], None]) -> None:
+    """Call it when the backward pass that this thread is in has ended; never, if that breaks off."""
+    engine = _get(BACKWARD, torch.autograd.Variable, "_execution_engine")
+    # Queued anew at the end: DDP ends its own part there, and could not go on where `call` raised before it.
+    engine.queue_callback(lambda: engine.queue_callback(call))
 
 
 def calls_hooks(optimizer: Any) -> bool:
@@ -377,40 +316,22 @@ def step_without_hooks(optimizer: Any) -> None:
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Each source into its target."""
-    together = getattr(torch, "_foreach_copy_", None)
-    if together is not None:
-        together(list(targets), list(sources))
-        return
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+    """Copies each source into its target: one call for an optimizer's group, here and below."""
+    _get(FOREACH, torch, "_foreach_copy_")(list(targets), list(sources))
 
 
 def scale_all(targets: Sequence[Tensor], factor: float) -> None:
-    together = getattr(torch, "_foreach_mul_", None)
-    if together is not None:
-        together(list(targets), factor)
-        return
-    for target in targets:
-        target.mul_(factor)
+    _get(FOREACH, torch, "_foreach_mul_")(list(targets), factor)
 
 
 def lerp_all(targets: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:
     """target += weight * (end - target)"""
-    together = getattr(torch, "_foreach_lerp_", None)
-    if together is not None:
-        together(list(targets), list(ends), weight)
-        return
-    for target, end in zip(targets, ends, strict=True):
-        target.lerp_(end, weight)
+    _get(FOREACH, torch, "_foreach_lerp_")(list(targets), list(ends), weight)
 
 
 def norms_of(parts: Sequence[Tensor]) -> list[Tensor]:
     """Euclidean, one a part."""
-    together = getattr(torch, "_foreach_norm", None)
-    if together is None:
-        return [torch.linalg.vector_norm(each) for each in parts]
-    return list(together(parts))
+    return list(_get(FOREACH, torch, "_foreach_norm")(parts))
 
 
 def local_of(sharded: Any) -> Tensor:

@@ -29,17 +29,12 @@ Result = TypeVar("Result")
 
 
 def private(default: Any) -> Any:
-    """A field of a State that is this rank's own; all other fields are the same bits on every rank."""
+    """A private field of a State is this rank's own; all other fields are the same bits on every rank."""
     return field(default=default, metadata={"private": True})
 
 
-def later() -> Any:
-    """A field of a State that checkpoints of earlier versions lack: from such a one it begins again."""
-    return field(metadata={"later": True})
-
-
 def static(default: Any) -> Any:
-    """A field of a State that follows from the layout of the model alone: no checkpoint has it."""
+    """A static field of a State follows from the layout of the model alone: no checkpoint has it."""
     return field(default=default, metadata={"static": True})
 
 
@@ -47,17 +42,28 @@ def stored_fields(state: Any) -> list[str]:
     return [field.name for field in fields(state) if not field.metadata.get("static")]
 
 
+def fields_to_tensors(state: Any, prefix: str = "") -> dict[str, Tensor]:
+    """Every field of a scheme's State but static ones: tensors as they are, numbers as float64 or int64."""
+    values = {prefix + name: getattr(state, name) for name in stored_fields(state)}
+    return {k: v.clone() if isinstance(v, Tensor) else number_to_tensor(v) for k, v in values.items()}
+
+
+def number_to_tensor(number: float) -> Tensor:
+    dtype = torch.float64 if isinstance(number, float) else torch.int64
+    return torch.tensor(number, dtype=dtype, device="cpu")
+
+
 def replicated_fields(state: Any) -> list[str]:
     private = {field.name for field in fields(state) if field.metadata.get("private")}
     return [name for name in stored_fields(state) if name not in private]
 
 
+# A computation that yields communication ops (`gradsieve.comm.ops`) and is sent their replies.
 Program: TypeAlias = Generator[Any, Tensor, Result]
-"""A computation that yields communication ops (`gradsieve.comm.ops`) and is sent their replies."""
 
 
 def by_way_of(program: Program[Result], perform: Callable[[Any], Program[Tensor]]) -> Program[Result]:
-    """`program`, of which every op is left to `perform`: that asks for it, or for another, and replies."""
+    """Runs `program`, and leaves every op to `perform`: that asks for it, or for another, and replies."""
     reply: Tensor | None = None
     while True:
         try:
@@ -68,18 +74,32 @@ def by_way_of(program: Program[Result], perform: Callable[[Any], Program[Tensor]
         reply = yield from perform(op)
 
 
+def answered(program: Program[Result], perform: Callable[[Any], Tensor]) -> Result:
+    """The result of `program`, to every op of which `perform` replies."""
+    reply: Tensor | None = None
+    while True:
+        try:
+            op = program.send(reply)  # type: ignore[arg-type]  # None starts a generator
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+        reply = perform(op)
+
+
+# Indices in the host's memory: numpy there, torch on the device, so that a synchronisation shows.
 Host: TypeAlias = NDArray[np.int64]
-"""Indices in the host's memory: numpy there, torch on the device, so that a synchronisation shows."""
 
 
 def to_host(tensor: Tensor) -> NDArray[Any]:
-    """A tensor's elements for numpy. On an accelerator the host waits here for all that was queued."""
+    """Returns a tensor's elements for numpy. On an accelerator the host waits here for all that was
+    queued."""
     array: NDArray[Any] = tensor.cpu().numpy()
     return array
 
 
 def to_device(values: NDArray[Any] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers of the host. They go to an accelerator through pinned memory, so that the host goes on."""
+    """Copies numbers of the host. They go to an accelerator through pinned memory, so that the host goes
+    on."""
     host = torch.as_tensor(values, dtype=dtype, device="cpu")
     if device.type == "cpu" or not can_pin():
         return host.to(device)
@@ -88,7 +108,6 @@ def to_device(values: NDArray[Any] | Sequence[float], dtype: torch.dtype, device
 
 @cache
 def can_pin() -> bool:
-    """Not every accelerator has such memory."""
     try:
         torch.empty(1, dtype=torch.uint8, device="cpu", pin_memory=True)
     except (RuntimeError, NotImplementedError):
@@ -97,7 +116,7 @@ def can_pin() -> bool:
 
 
 class Vector(Protocol):
-    """A vector whose elements are computed when they are read."""
+    """A vector has elements that are computed when they are read."""
 
     @property
     def device(self) -> torch.device: ...
@@ -108,22 +127,23 @@ class Vector(Protocol):
     def numel(self) -> int: ...
 
     def between(self, start: int, stop: int) -> Tensor:
-        """Computed into memory that is the caller's until the next call."""
+        """Computes elements into memory that is the caller's until the next call."""
         ...
 
     def select(
         self, start: int, stop: int, threshold: float, capacity: int, phase: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `kernels.select` of the elements from `start` to `stop`; indices are relative to `start`."""
+        """Does what `kernels.select` does to elements from `start` to `stop`; indices are relative to
+        `start`."""
         ...
 
     def at(self, host: Host, indices: Tensor) -> Tensor:
-        """The values at sorted indices, given on the host and on the device."""
+        """Computes the values at sorted indices, given on the host and on the device."""
         ...
 
 
 class Stream(Protocol):
-    """Values that are computed when they are read, from the first one to the last."""
+    """A stream has values that are computed when they are read, from the first one to the last."""
 
     @property
     def device(self) -> torch.device: ...
@@ -134,16 +154,16 @@ class Stream(Protocol):
     def numel(self) -> int: ...
 
     def pieces(self) -> Iterator[Tensor]:
-        """In order, end to end; each is the caller's until the next one is asked for."""
+        """Yields the values end to end; each piece is the caller's until the next one is asked for."""
         ...
 
     def bounds(self) -> Tensor:
-        """Some values, few where that is possible: where these are finite, all are."""
+        """Returns values, few where that is possible: where these are finite, all are."""
         ...
 
 
 def gathered(source: Tensor | Stream, buffer: Tensor | None = None) -> Tensor:
-    """All values, in memory: where they have to be computed, in this one, if there is some."""
+    """Returns all values in memory: in `buffer`, if there is one and they have to be computed."""
     if isinstance(source, Tensor):
         return source
     values = (
@@ -158,20 +178,20 @@ def gathered(source: Tensor | Stream, buffer: Tensor | None = None) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """Some elements of a vector of `numel`; every other element is zero.
+    """Every element of a vector of `numel` that is not among these is zero.
 
     `indices` are sorted and unique. `None` stands for a run of elements from `start` on: a dense vector, or a
     stretch of one, needs no index.
     """
 
     indices: Tensor | None
+    # The values, or what they are computed from.
     source: Tensor | Stream
-    """The values, or what they are computed from."""
     numel: int
+    # The indices once more, where they were on the host before they were on the device.
     host: Host | None = None
-    """The indices once more, where they were on the host before they were on the device."""
+    # Of a run.
     start: int = 0
-    """Of a run."""
 
     @classmethod
     def full(cls, values: Tensor) -> Sparse:
@@ -183,7 +203,6 @@ class Sparse:
 
     @property
     def stop(self) -> int:
-        """Of a run."""
         return self.start + self.count
 
     @property
@@ -192,31 +211,29 @@ class Sparse:
 
     @property
     def values(self) -> Tensor:
-        """Computed each time, where they come from a stream."""
+        """Computes the values each time, where they come from a stream."""
         return gathered(self.source)
 
     def pieces(self) -> Iterator[Tensor]:
-        """The values, as a `Stream` gives them."""
         return iter((self.source,)) if isinstance(self.source, Tensor) else self.source.pieces()
 
     def parts(self) -> Iterator[Sparse]:
-        """The same piece by piece, each with its place."""
+        """Yields the same elements piece by piece, each with its place."""
         start = self.start
         for piece in self.pieces():
             yield replace(self, source=piece, start=start)
             start += piece.numel()
 
     def bounds(self) -> Tensor:
-        """As a `Stream` gives them."""
         return self.source if isinstance(self.source, Tensor) else self.source.bounds()
 
     def on_host(self) -> Host:
-        """The indices, where the host can read them."""
+        """Returns the indices where the host can read them."""
         assert self.indices is not None
         return to_host(self.indices) if self.host is None else self.host
 
     def listed(self) -> Tensor:
-        """The indices, also those of a run."""
+        """Returns the indices, also those of a run."""
         if self.indices is not None:
             return self.indices
         return torch.arange(self.start, self.stop, dtype=torch.int64, device=self.source.device)
@@ -230,47 +247,46 @@ class Sparse:
 
     @property
     def where(self) -> Tensor | slice:
-        """What picks these elements out of a whole vector."""
+        """Returns what picks these elements out of a whole vector."""
         return slice(self.start, self.stop) if self.indices is None else self.indices
 
     def subtract_from(self, vector: Tensor) -> None:
-        """vector -= self, touching only the elements present."""
+        """Subtracts these elements from the vector, and touches no others."""
         for part in self.parts():
             vector[part.where] -= part.values
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome(Generic[State]):
-    """What one step of a scheme means for everybody and for this rank. Nothing is mutated before commit."""
+    """An outcome says what one step means for everybody and for this rank. Nothing is mutated before
+    commit."""
 
+    # Identical on every rank: the sum of what all ranks spent.
     update: Sparse
-    """Identical on every rank: the sum of what all ranks spent."""
+    # This rank's own contribution to `update`; the rest of `acc` stays in its residual.
     spent: Sparse
-    """This rank's own contribution to `update`; the rest of `acc` stays in its residual."""
+    # The scheme's state for the next step.
     state: State
-    """The scheme's state for the next step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ctx:
-    """Where and when a scheme runs."""
-
     rank: int
     world: int
     step: int
 
 
 def target_count(density: float, n: int) -> int:
-    """k = floor(density * n), at least 1 of a non-empty vector.
+    """Returns k = floor(density * n), at least 1 of a non-empty vector.
 
-    The shortest decimal of `density` is what the user wrote; exact integer arithmetic on it gives 29 for
-    0.29 of 100, where the product of two floats gives 28.
+    The shortest decimal of `density` is what the user wrote; exact integer arithmetic on it gives 29 for 0.29
+    of 100, where the product of two floats gives 28.
     """
     return min(n, max(1, int(Decimal(repr(density)) * n)))
 
 
 def is_number(value: object) -> bool:
-    """Also NumPy's; a text is none, nor is True."""
+    """Numbers of NumPy are some as well; a text is none, nor is True."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 

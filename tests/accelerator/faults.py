@@ -56,9 +56,14 @@ def _no_wait() -> AbstractContextManager[Any]:
     return mock.patch.object(dist.Work, "wait", _without_note(dist.Work.wait, "carried"))
 
 
-def _switch_too_early() -> AbstractContextManager[Any]:
-    """Parameters are pointed to the other model while an exchange is still being applied to it."""
-    return mock.patch.object(GradientSync, "complete", _without_note(GradientSync.complete, "acquire"))
+@contextmanager
+def _switch_too_early() -> Iterator[None]:
+    """Parameters are pointed to the other model while that is still being written."""
+    with (
+        mock.patch.object(GradientSync, "complete", _without_note(GradientSync.complete, "acquire")),
+        mock.patch.object(GradientSync, "refresh", _without_note(GradientSync.refresh, "acquire")),
+    ):
+        yield
 
 
 def _buffer_used_twice() -> AbstractContextManager[Any]:

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsieve import errors, kernels
-from gradsieve.pipeline.budget import Adaptive
-from gradsieve.tools.doctor.self_test import rank, trainings
+from gradsieve.pipeline.budget import Budget, Timer
+from gradsieve_tools.doctor.self_test import rank, trainings
 
 PLANTED = "GRADSIEVE_TEST_PLANTED"
 _kept: list[Tensor] = []
@@ -24,7 +24,7 @@ def _a_wrong_bit() -> None:
 
     def wrong(residual: Tensor, gradient: Tensor, scale: float, out: Tensor) -> bool:
         fine = accumulate(residual, gradient, scale, out)
-        if out.dtype == torch.float32 and len(out) == 1000:
+        if kernels.active() == "compiled" and out.dtype == torch.float32 and len(out) == 1000:
             out.view(torch.int32)[777] ^= 1
         return fine
 
@@ -73,7 +73,7 @@ def _no_broadcasts() -> None:
 
 
 def _no_budget() -> None:
-    Adaptive.after = lambda self, _: self
+    Timer.after = lambda self: Budget(0.15, is_chosen=False)
 
 
 def _nobody_to_blame() -> None:

@@ -25,9 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "bits": {"bits": 0.75},
     "every third step": {"bits": 0.75, "exchange": gradsieve.Steps(every=3)},
     "behind two steps": {"bits": 0.75, "exchange": gradsieve.Steps(every=2, overlap=2)},
-    "behind nothing": {"bits": 0.75, "exchange": gradsieve.Steps(overlap=0)},
     "gradients": {"scheme": "exdyna", "density": 0.05, "exchange": gradsieve.Gradients()},
-    "estimated gradients": {"scheme": "topk", "exchange": gradsieve.Gradients(memory="estimate")},
 }
 Bits = Sequence[dict[str, Tensor]]
 

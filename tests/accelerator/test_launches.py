@@ -22,9 +22,8 @@ import gradsieve
 from accelerator.detector import Line
 from accelerator.recorder import recording
 from accelerator.trainings import device_called, group_for, kernels_of_a_device
-from gradsieve import kernels, torch_names, types
-from gradsieve.feedback import shared_momentum, step_length
-from gradsieve.kernels import fast, low_bit
+from gradsieve import kernels, step_length, torch_names, types
+from gradsieve.kernels import torch_low_bit, torch_passes
 from multiproc.harness import Ranks
 
 MOST, MOST_WITH_MOMENTUM, MOST_A_PARAMETER, MOST_WAITS = 140, 170, 5.0, 3
@@ -88,18 +87,17 @@ def launches(
     optimizer = kind(model.parameters(), lr=1e-4, foreach=False)
     sync = gradsieve.attach(ddp, optimizer, bits=0.3 if momentum else 0.75)  # little enough for noise in each
     assert len(sync.pipeline.units) == 1
-    plain, packed = InOneLaunch(fast), InOneLaunch(low_bit)
+    plain, packed = InOneLaunch(torch_passes), InOneLaunch(torch_low_bit)
     norm = as_one("foreach", torch.nn.utils.get_total_norm)
     together = {name: as_one("foreach", getattr(torch_names, name)) for name in TOGETHER}
     batch = torch.randn(4, 64, generator=torch.Generator().manual_seed(1 + rank)).to(device)
     found, lines = [], []
     with (
         kernels_of_a_device(),
-        mock.patch.object(kernels, "form_for", return_value=plain),
-        mock.patch.object(kernels, "low_bit_form_for", return_value=packed),
+        mock.patch.object(kernels, "_passes", return_value=plain),
+        mock.patch.object(kernels, "_low_bit", return_value=packed),
         mock.patch.object(torch.nn.utils, "get_total_norm", norm),
         mock.patch.multiple(step_length, **together),
-        mock.patch.object(shared_momentum, "copy_all", together["copy_all"]),
         mock.patch.object(types, "can_pin", return_value=not pageable),
         mock.patch("accelerator.recorder.Detector.read", lambda _, read: lines.extend(read)),
     ):

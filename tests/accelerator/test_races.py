@@ -21,7 +21,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "steps, messages from rank to rank": {"scheme": "oktopk"},
     "steps, every third": {**STEPS, "exchange": gradsieve.Steps(every=3)},
     "steps, behind two of three": {**STEPS, "exchange": gradsieve.Steps(every=3, overlap=2)},
-    "steps, behind nothing": {**STEPS, "exchange": gradsieve.Steps(overlap=0)},
     "gradients": GRADIENTS,
     "gradients, dense": {"scheme": "dense"},
 }

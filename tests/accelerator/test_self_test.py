@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from accelerator.planted_rank import FAULTS, PLANTED
-from gradsieve.tools.cli.main import main
-from gradsieve.tools.doctor.self_test import pair, run
+from gradsieve_tools.cli.main import main
+from gradsieve_tools.doctor.self_test import pair, run
 
 SMALL = run.Sizes(lengths=(7, 257, 1000), elements=1 << 20, steps=6, stretch=10, budget_steps=40)
 

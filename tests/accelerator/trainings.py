@@ -19,9 +19,12 @@ from accelerator import device as fake
 from accelerator.faults import FAULTS
 from accelerator.recorder import recording
 from gradsieve import kernels
-from gradsieve.kernels import fast
+from gradsieve.feedback import local_steps
+from gradsieve.kernels.torch_passes import select_without_waiting
+from gradsieve.schemes import exclusive
 from multiproc.models import Mlp, batch
 from multiproc.sharded import sharded
+from repeatable import repeatable
 
 BEFORE, AFTER = 3, 2
 """Steps before and after a checkpoint."""
@@ -41,8 +44,11 @@ def group_for(device: torch.device) -> dist.ProcessGroup | None:
 @contextmanager
 def kernels_of_a_device() -> Iterator[None]:
     """Also on the CPU: torch's kernels, and the selection that does not wait, which adds up another list."""
-    unwaiting = mock.patch.object(fast, "select", fast._select_without_waiting)
-    with kernels.using("torch"), unwaiting:
+    with (
+        kernels.using("torch"),
+        mock.patch.object(exclusive, "select", select_without_waiting),
+        mock.patch.object(local_steps, "select", select_without_waiting),
+    ):
         yield
 
 
@@ -56,7 +62,7 @@ class Training:
         )
         # Not `foreach`, which is torch's default on a device and not on the CPU.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, foreach=False)
-        self.sync: Any = gradsieve.attach(self.model, self.optimizer, deterministic=True, **settings)
+        self.sync: Any = gradsieve.attach(self.model, self.optimizer, **repeatable(settings))
 
     def train(self, begin: int, end: int) -> None:
         for step in range(begin, end):
@@ -102,9 +108,7 @@ class ShardedTraining(Training):
         self.device, self.rank = device, dist.get_rank()
         self.model = sharded(Mlp().to(device), mesh["shard"])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, foreach=False)
-        self.sync = gradsieve.attach(
-            self.model, self.optimizer, replicate=mesh["replicate"], deterministic=True
-        )
+        self.sync = gradsieve.attach(self.model, self.optimizer, replicate=mesh["replicate"], bits=0.75)
 
     def save(self, folder: Path) -> None:
         self.sync.save(folder)
@@ -121,7 +125,7 @@ class PlainTraining(Training):
         self.model = Mlp().to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, foreach=False)
         self.sync = gradsieve.GradientSync(
-            self.model.named_parameters(), self.optimizer, group=group, deterministic=True
+            self.model.named_parameters(), self.optimizer, group=group, bits=0.75
         )
 
     def after_backward(self) -> None:

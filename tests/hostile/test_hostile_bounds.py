@@ -14,12 +14,13 @@ from torch import Tensor
 from gradsieve.comm.links import measure_links
 from gradsieve.comm.ops import AllReduce
 from gradsieve.errors import Malformed
+from gradsieve.pipeline.frame import CHECKSUM_WORDS
 from gradsieve.pipeline.tags import WORDS
-from gradsieve.schemes import parse
-from gradsieve.testing.entry_points import exchanges
-from gradsieve.testing.entry_points.exchanges import Victim, as_bytes, liars_part, trained
 from gradsieve.types import Ctx
 from gradsieve.wire.indices import INDEX_CODECS
+from gradsieve_tools.fuzz.entry_points import exchanges
+from gradsieve_tools.fuzz.entry_points.exchanges import Victim, as_bytes, liars_part, trained
+from gradsieve_tools.specs import parse
 from hostile.test_hostile_pipelines import attacked, victim
 
 
@@ -81,14 +82,13 @@ def test_a_rank_announces_no_more_than_it_can_have(scheme: str) -> None:
         forged(target, number, change)
 
 
-@pytest.mark.parametrize("word", range(2, WORDS + 1))
+@pytest.mark.parametrize("word", range(2, WORDS))
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, -1.0])
 def test_what_rides_along_is_finite_and_from_zero_up(word: int, value: float) -> None:
-    """How many are idle was made an integer of: ValueError, OverflowError. Seconds that are NaN made a budget
-    that is NaN, and everything was sent for ever."""
+    """How many are idle was made an integer of: ValueError, OverflowError."""
 
     def change(ride: Tensor) -> None:
-        ride[len(ride) - 3 - WORDS + word] = value  # tags, then three kinds of seconds
+        ride[len(ride) - CHECKSUM_WORDS - WORDS + word] = value
 
     with pytest.raises(Malformed, match="what was piggybacked on unit 0 in step 3 add up to"):
         attacked(victim("stripes", budget=True), change)

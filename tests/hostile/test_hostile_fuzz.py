@@ -73,7 +73,7 @@ def goes_on(victim: Target, outcome: Outcome[object]) -> None:
     """Six honest steps from the state that the lie left behind."""
     state = outcome.state
     for step in range(victim.step + 1, victim.step + 7):
-        state = victim.scheme.apply([state])[0]
+        state = victim.scheme.next_states([state])[0]
         programs = [
             victim.scheme.exchange(acc, state, Ctx(r, WORLD, step)) for r, acc in enumerate(victim.accs)
         ]

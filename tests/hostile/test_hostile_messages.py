@@ -12,11 +12,11 @@ from torch import Tensor
 
 from gradsieve.errors import Malformed
 from gradsieve.schemes import gathering
-from gradsieve.schemes.baselines import cltk, gtopk
 from gradsieve.schemes.exclusive import HEADER
 from gradsieve.schemes.papers import exclusive as exclusive_paper
 from gradsieve.testing.laws import check_indices, check_replicated
 from gradsieve.wire.check import inside_its_partition
+from gradsieve_tools.baselines import cltk, gtopk
 from hostile.evil import COUNTS_FIRST, EVIL, Forgery, N, bits_of, same_message, target
 
 STEPS = [0, 3, 4, 5]

@@ -12,20 +12,18 @@ from torch import Tensor
 
 from gradsieve.comm.ops import AllReduce
 from gradsieve.errors import MismatchError
-from gradsieve.pipeline.budget import Times
-from gradsieve.pipeline.checksum import WORDS as CHECKSUM_WORDS
+from gradsieve.pipeline.frame import CHECKSUM_WORDS
 from gradsieve.pipeline.tags import WORDS
-from gradsieve.testing.entry_points.exchanges import WORLD, Heard, as_bytes, replayed
-from gradsieve.testing.entry_points.pipelines import Rank, gradients, trained, with_budget, with_fallback
+from gradsieve_tools.fuzz.entry_points.exchanges import WORLD, Heard, as_bytes, replayed
+from gradsieve_tools.fuzz.entry_points.pipelines import Rank, gradients, steps, trained, with_budget
 
-SECONDS = len(Times._fields)
 Victim = tuple[Rank, list[Heard]]
 
 
 @cache
 def victim(scheme: str, budget: bool = False, gradient: bool = False) -> Victim:
     """After three honest steps."""
-    build = gradients if gradient else with_budget if budget else with_fallback
+    build = gradients if gradient else with_budget if budget else steps
     return trained([build(scheme, rank) for rank in range(WORLD)])
 
 
@@ -50,7 +48,7 @@ def test_unforged_it_is_a_step(gradient: bool) -> None:
 
 def test_another_tag_is_found_out() -> None:
     with pytest.raises(MismatchError):
-        attacked(victim("stripes", budget=True), lambda ride: ride[-CHECKSUM_WORDS - SECONDS - WORDS].add_(1))
+        attacked(victim("stripes", budget=True), lambda ride: ride[-CHECKSUM_WORDS - WORDS].add_(1))
 
 
 @pytest.mark.parametrize("gradient", [False, True])

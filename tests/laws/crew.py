@@ -16,6 +16,7 @@ from gradsieve import kernels
 from gradsieve.pipeline import StepPipeline
 from laws.stepping_ranks import take_seat, virtual
 from laws.virtual_engine import PATIENCE, Room
+from repeatable import repeatable
 
 SHAPES = {"first": (6, 8), "bias": (5,), "last": (4, 9)}
 ELEMENTS = 48 + 5 + 36
@@ -68,9 +69,8 @@ class Hand:
         self.sync = gradsieve.GradientSync(
             self.model.named_parameters(),
             self.optimizer,
-            deterministic=True,
             bucket_cap_mb=0.0002,
-            **settings,
+            **repeatable(settings),
         )
 
     def step(self, number: int) -> None:

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
-from gradsieve.feedback import shared_momentum
+from gradsieve import step_length
 from gradsieve.parallel.ddp import DdpSync
 from gradsieve.pipeline import StepPipeline
-from gradsieve.pipeline.fallback import Fallback
 from gradsieve.sync import gradient_sync
 from gradsieve.testing.laws import same_bits
 from laws.virtual_engine import Room, VirtualEngine
+from previews import fix_preview
 
 RATE = 2.0**-4
 SHAPES = {"first": (4, 9), "bias": (5,), "last": (3, 13)}
@@ -65,11 +65,11 @@ def virtual() -> Iterator[None]:
     """Within it syncs run on virtual engines, can be interrupted and keep quiet, and own noise is
     looked for in their small tensors, too."""
     with (
-        mock.patch.object(shared_momentum, "FEWEST", 1),
+        mock.patch.object(step_length, "FEWEST", 1),
         mock.patch.object(gradient_sync, "Engine", _engine_here),
         mock.patch.object(gradient_sync, "place_in", _place_here),
         mock.patch.object(gradient_sync, "wait", interruptible_wait),
-        mock.patch.object(gradient_sync, "startup_log"),
+        mock.patch.object(gradient_sync, "startup"),
         mock.patch.object(gradient_sync, "_warn_at_exit"),
     ):
         yield
@@ -108,13 +108,16 @@ class OneRank:
         self.both = torch.optim.SGD(parameters.values(), lr=RATE)
         self.one = torch.optim.SGD([parameters[name] for name in ONE], lr=RATE)
         self.other = torch.optim.SGD([parameters[name] for name in OTHER], lr=RATE)
-        self.settings = {"scheme": scheme, "density": density, "deterministic": True}
-        self.exchange = gradsieve.Steps(small=6, preview=preview, every=every, overlap=late)
+        self.settings = {"scheme": scheme, "density": density}
+        self.exchange = gradsieve.Steps(small=6, every=every, overlap=late)
+        self.preview = preview
         self.sync = self.attach()
 
     def attach(self) -> DdpSync:
         take_seat(self.room, self.rank)
-        return gradsieve.attach(self.ddp, self.both, exchange=self.exchange, **self.settings)
+        sync = gradsieve.attach(self.ddp, self.both, exchange=self.exchange, **self.settings)
+        fix_preview(sync.pipeline, self.preview)
+        return sync
 
     @property
     def pipeline(self) -> StepPipeline:
@@ -310,12 +313,6 @@ class Fleet:
             rank.sync = sync
         self.owed = {name: self.world * p.double().flatten() for name, p in shared.items()}
         self.saved = None
-
-    def go(self, dense: bool) -> None:
-        """From now on units are exchanged in full, or by the scheme."""
-        for rank in self.ranks:
-            for way in rank.pipeline._ways:
-                way.fallback = Fallback(dense=1e-9, sparse=1.0, tried=True, seen=100) if dense else None
 
     # -- what must hold ---------------------------------------------------------------------------------
 

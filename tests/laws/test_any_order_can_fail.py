@@ -16,6 +16,7 @@ from gradsieve.feedback.local_steps import LocalSteps
 from gradsieve.parallel.ddp import DdpSync
 from gradsieve.pipeline import StepPipeline, base
 from gradsieve.pipeline.tags import Tag
+from gradsieve.replica.parameter_views import ParameterViews
 from gradsieve.sync import gradient_sync, optimizer_hooks
 from gradsieve.sync.gradient_sync import GradientSync
 from laws.stepping_ranks import Fleet
@@ -60,7 +61,7 @@ def a_step_leaves_the_own_model_in_place(patch: pytest.MonkeyPatch) -> None:
 
 
 def evaluating_leaves_the_shared_model_in_place(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DdpSync, "after_forward", lambda self, module: None)
+    patch.setattr(DdpSync, "after_forward", lambda self, module, output: self._forwards.pop())
 
 
 def a_loaded_model_is_taken_for_a_step(patch: pytest.MonkeyPatch) -> None:
@@ -79,37 +80,34 @@ def only_optimizers_that_were_given_are_heard(patch: pytest.MonkeyPatch) -> None
 
 def nothing_is_applied_meanwhile(patch: pytest.MonkeyPatch) -> None:
     """No mutant: what is applied while backward runs is, whatever becomes of the end of that backward."""
-    patch.setattr(GradientSync, "apply_meanwhile", lambda self: None)
+    patch.setattr(ParameterViews, "may_write_shared", False)
 
 
 def an_interrupted_wait_forgets_the_exchange(patch: pytest.MonkeyPatch) -> None:
     nothing_is_applied_meanwhile(patch)
     complete = GradientSync.complete
 
-    def forgetful(self: GradientSync, names: Set[str] = frozenset()) -> bool:
+    def forgetful(self: GradientSync) -> bool:
         pending, self._pending = self._pending, None
         if pending is not None:
             gradient_sync.wait(pending.futures)
         self._pending = pending
-        return complete(self, names)
+        return complete(self)
 
     patch.setattr(GradientSync, "complete", forgetful)
 
 
 def the_end_of_a_backward_does_not_take_over(patch: pytest.MonkeyPatch) -> None:
     nothing_is_applied_meanwhile(patch)
-    end_backward = DdpSync.end_backward
 
-    def without(self: DdpSync, completed: bool, frees_graph: bool) -> None:
-        self._belongs = False
-        end_backward(self, completed, frees_graph)
+    def without(self: DdpSync) -> None:
+        self.replica.views.show_shared(raise_version=False)
+        self._rest()
 
-    patch.setattr(DdpSync, "end_backward", without)
+    patch.setattr(DdpSync, "backward_ended", without)
 
 
-def nothing_is_folded(patch: pytest.MonkeyPatch) -> None:
-    apply = LocalSteps.apply
-    patch.setattr(LocalSteps, "apply", lambda self, *arguments: apply(self, *arguments[:7]))  # no names
+def nothing_is_refreshed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LocalSteps, "rebase", lambda *_: None)
 
 
@@ -124,7 +122,7 @@ MUTANTS = [
     only_optimizers_that_were_given_are_heard,
     an_interrupted_wait_forgets_the_exchange,
     the_end_of_a_backward_does_not_take_over,
-    nothing_is_folded,
+    nothing_is_refreshed,
 ]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradsieve import DivergenceError, MismatchError, Steps
 from gradsieve.errors import ConfigError
-from gradsieve.sync.elastic import Member
+from gradsieve.frameworks.torchft.member import Member
 from gradsieve.testing.laws import same_bits
 from laws.crew import Small, fake_group, sgd  # noqa: F401  # a fixture
 from laws.stepping_ranks import take_seat
@@ -36,7 +36,6 @@ class One(Member):
         settings = {
             "scheme": scheme,
             "density": 0.1,
-            "deterministic": True,
             "bucket_cap_mb": 2e-4,
             **settings,
         }
@@ -142,7 +141,7 @@ def test_a_death_loses_what_waited_there_and_says_how_much(scheme: str) -> None:
 
 def test_what_the_optimizers_move_is_all_that_changes_in_a_smaller_group() -> None:
     """Exactly: no rounding in whole numbers and a world of 2."""
-    settings = {"density": 0.25, "exchange": Steps(small=6, preview=1.0)}
+    settings = {"density": 0.25, "exchange": Steps(small=6)}
     ones = [One(number, "topk", **settings) for number in range(4)]
     with Group(1, ones) as group:
         group.train(3)

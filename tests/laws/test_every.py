@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from gradsieve.errors import ConfigError, MismatchError
 from gradsieve.pipeline import StepPipeline
-from gradsieve.pipeline.budget import Fixed
-from gradsieve.pipeline.exchange_settings import Exchange, Steps
+from gradsieve.pipeline.budget import Budget
+from gradsieve.pipeline.exchange_settings import Steps
 from gradsieve.pipeline.optimizer_adapter import adapt
 from gradsieve.schemes.stripes import Stripes
 from gradsieve.testing.laws import same_bits
@@ -50,8 +50,8 @@ class Lasting(Periods):
     """Exchanges that last for several steps. `at_once`: they are carried when they begin; else only just
     before they are taken over, after optimizers wrote what they read."""
 
-    def __init__(self, case: Case, scheme: Any, treatment: Exchange, at_once: bool) -> None:
-        super().__init__(case, scheme, treatment)
+    def __init__(self, case: Case, scheme: Any, settings: Steps, at_once: bool) -> None:
+        super().__init__(case, scheme, settings, 1.0)
         self.at_once, self.under_way = at_once, False
 
     def advance(self, step: int, idle: Any = ()) -> bool:
@@ -83,8 +83,8 @@ class Lasting(Periods):
 
 
 def check_lasting(case: Case, scheme: str, every: int, late: int) -> None:
-    treatment = Steps(small=SMALL, preview=1.0, every=every, overlap=late)
-    at_once, at_last = (Lasting(case, scheme, treatment, when) for when in (True, False))
+    settings = Steps(small=SMALL, every=every, overlap=late)
+    at_once, at_last = (Lasting(case, scheme, settings, when) for when in (True, False))
     taken = []
     for step in range(3 * every):
         at_once.advance(step)
@@ -126,12 +126,13 @@ def test_an_exchange_is_over_before_the_next_one_begins(every: int, late: int) -
         Steps(every=every, overlap=late)
 
 
-def treated(every: int, preview: float | None = 1.0) -> Exchange:
-    return Steps(small=SMALL, preview=preview, every=every)
+def every_so_many(every: int, preview: float = 1.0) -> tuple[Steps, float]:
+    return Steps(small=SMALL, every=every), preview
 
 
 def check_period(case: Case, scheme: str, every: int, preview: float | None, flush_after: int) -> None:
-    ranks, exact = Periods(case, scheme, treated(every, preview)), case.exact and preview is not None
+    ranks = Periods(case, scheme, Steps(small=SMALL, every=every), preview)
+    exact = case.exact and preview is not None
     for step in range(2 * every + 1):
         before = [part.clone() for part in shared_of(ranks.pipelines[0])]
         exchanged = ranks.advance(step)
@@ -179,7 +180,7 @@ def test_what_is_written_in_the_middle_of_a_period_is_found_out(monkeypatch: pyt
 
 def test_a_dense_exchange_every_so_many_steps_is_the_mean_of_the_models() -> None:
     case = Case(world=4)
-    ranks = Periods(case, "dense", treated(3))
+    ranks = Periods(case, "dense", *every_so_many(3))
     alone = [{name: p.clone() for name, p in own.items()} for own in ranks.flat]
     for step in range(3):
         for rank, own in enumerate(alone):
@@ -191,7 +192,7 @@ def test_a_dense_exchange_every_so_many_steps_is_the_mean_of_the_models() -> Non
 
 
 def test_after_an_exchange_all_of_the_model_is_folded_not_a_window_of_it() -> None:
-    ranks = Periods(Case(world=2, n=301), "topk", treated(2, 0.5))
+    ranks = Periods(Case(world=2, n=301), "topk", *every_so_many(2, 0.5))
     for step in range(2):
         ranks.advance(step)
     for pipeline, own in zip(ranks.pipelines, ranks.flat, strict=True):
@@ -202,7 +203,7 @@ def test_after_an_exchange_all_of_the_model_is_folded_not_a_window_of_it() -> No
 
 
 def test_ranks_at_different_places_of_their_periods_are_told() -> None:
-    ranks = Periods(Case(world=3), "topk", treated(4))
+    ranks = Periods(Case(world=3), "topk", *every_so_many(4))
     ranks.advance(0)
     ranks.pipelines[2].since += 1
     with pytest.raises(MismatchError, match="since exchange 0: rank 2 2, the other ranks 1"):
@@ -210,11 +211,11 @@ def test_ranks_at_different_places_of_their_periods_are_told() -> None:
 
 
 def test_the_place_in_the_period_is_in_a_checkpoint() -> None:
-    ranks = Periods(Case(world=2), "topk", treated(4))
+    ranks = Periods(Case(world=2), "topk", *every_so_many(4))
     for step in range(3):
         ranks.advance(step)
     figures = ranks.pipelines[0].figures()
-    other = Periods(Case(world=2), "topk", treated(4)).pipelines[0]
+    other = Periods(Case(world=2), "topk", *every_so_many(4)).pipelines[0]
     other.set_figures(figures)
     assert other.begins_exchange()
 
@@ -222,8 +223,8 @@ def test_the_place_in_the_period_is_in_a_checkpoint() -> None:
 def test_a_budget_counts_steps_so_that_a_period_has_that_of_all_its_steps() -> None:
     case = Case(world=4, n=4001)
     once = Stepping(case, Stripes(), Steps(small=SMALL)).pipelines[0]
-    rarely = Periods(case, Stripes(), treated(4)).pipelines[0]
-    once.budget = rarely.budget = Fixed(1.0)
+    rarely = Periods(case, Stripes(), *every_so_many(4)).pipelines[0]
+    once.budget = rarely.budget = Budget(1.0)
     share, longer = once.scheme_of_this_step().density, rarely.scheme_of_this_step().density
     assert longer > 2 * share or rarely.scheme_of_this_step().values != "sign"  # type: ignore[attr-defined]
 
@@ -238,9 +239,9 @@ def test_a_lossless_scheme_exchanges_steps_only_where_there_are_periods(every: i
     assert isinstance(fitted.pipeline, StepPipeline) is kind
 
 
-@pytest.mark.parametrize(("budget", "most"), [(Fixed(0.03), 1.15), (None, 1.35)])
+@pytest.mark.parametrize(("budget", "most"), [(Budget(0.03), 1.15), (None, 1.35)])
 def test_what_a_rank_receives_is_flat_in_its_peers_most_so_with_a_budget(
-    budget: Fixed | None, most: float
+    budget: Budget | None, most: float
 ) -> None:
     """Without one, all as signs, it goes as (P - 1) / P. A row is whole blocks, enough here for 32."""
 

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from gradsieve import DivergenceError, MismatchError, RefusedError
-from gradsieve.checkpoint import directory as files
-from gradsieve.checkpoint import fencing
+from gradsieve.checkpoint import fencing, files
 from gradsieve.checkpoint.fencing import MANIFEST, Stamp, Writer
 from laws.crew import Crew, fake_group  # noqa: F401  # a fixture
 from laws.test_folder import load, save
@@ -132,6 +131,50 @@ def test_no_two_writers_have_a_term_however_they_race(tmp_path: Path) -> None:
     assert sorted(terms) == list(range(1, 17))
 
 
+@pytest.mark.parametrize("name", ["term-999999999999999", "manifest-999999999999999.1.part"])
+def test_a_term_after_which_none_can_come_is_refused_and_not_passed(name: str, folder: Path) -> None:
+    """Else the next one had a name that nobody reads: what was acknowledged could not be loaded."""
+    (folder / name).touch()
+    with Crew(2, **SETTINGS) as crew:
+        load(crew, folder)
+        errors = crew.train(3, 5).errors(lambda hand: hand.sync.save(folder))
+        assert all("after which none can come" in str(error) for error in errors)
+        (folder / name).unlink()
+        save(crew, folder)
+    assert step_after_loading(folder) == 5
+
+
+class Killed(BaseException):
+    """Nothing is tidied up."""
+
+
+def test_what_a_killed_save_left_is_gone_before_the_next_one_needs_the_room(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = sorted(folder.glob("rank*"))
+
+    def killed(*_: object) -> None:
+        raise Killed
+
+    def seen(replica: Any, place: Path, *rest: Any) -> files.Written:
+        there.append(sorted(place.glob("rank*")))
+        return write(replica, place, *rest)
+
+    write, there = files._write_shard, list[list[Path]]()
+    with Crew(2, **SETTINGS) as crew:
+        load(crew, folder)
+        monkeypatch.setattr(files, "_vote", killed)
+        crew.train(3, 5).errors(lambda hand: hand.sync.save(folder))
+        monkeypatch.undo()
+        assert len(list(folder.glob("rank*"))) == 4
+    with Crew(2, **SETTINGS) as crew:
+        load(crew, folder)
+        monkeypatch.setattr(files, "_write_shard", seen)
+        save(crew.train(3, 4), folder)
+    assert whole in there, "and the checkpoint before is still there"
+    assert step_after_loading(folder) == 4
+
+
 # -- a save that fails when the manifest is written -------------------------------------------------------
 
 
@@ -201,7 +244,7 @@ def test_without_the_comparison_they_save_what_cannot_be_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twin."""
-    monkeypatch.setattr(files.replica_check, "replicated", lambda replica: {"nothing": torch.zeros(1)})
+    monkeypatch.setattr(files.ranks_alike, "replicated", lambda replica: {"nothing": torch.zeros(1)})
     with Crew(2, **SETTINGS) as crew:
         load(crew, folder)
         flipped(crew.train(3, 5))

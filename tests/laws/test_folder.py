@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
+import hashlib
 import json
 import os
 import re
 import shutil
 import subprocess
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,15 +23,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from gradsieve import ConfigError, Gradients, MismatchError, Steps
-from gradsieve.checkpoint import directory as files
-from gradsieve.checkpoint import fencing
+from gradsieve.checkpoint import fencing, files
 from gradsieve.checkpoint import state as saving
 from gradsieve.errors import Malformed
 from laws import crew as laws_crew
 from laws.crew import ELEMENTS, Crew, Hand, adamw, fake_group, sgd  # noqa: F401  # a fixture
 
-KEPT = Path(__file__).parents[1] / "data" / "checkpoint-1"
-"""Saved by the first version of the format: `Crew(2, sgd, scheme="exdyna", density=0.1).train(0, 3)`."""
 EXDYNA: dict[str, Any] = {"scheme": "exdyna", "density": 0.1}
 
 
@@ -64,7 +64,7 @@ def snapshots(crew: Crew) -> list[dict[str, Tensor]]:
         (sgd, EXDYNA),
         (sgd, {"bits": 0.8, "dtype": torch.bfloat16}),
         (adamw, {"bits": 0.8, "exchange": Steps(every=2)}),
-        (sgd, {**EXDYNA, "exchange": Gradients(momentum="local")}),
+        (sgd, {**EXDYNA, "exchange": Gradients()}),
     ],
     ids=["adamw", "exdyna", "bfloat16", "every", "gradients"],
 )
@@ -181,17 +181,6 @@ def test_what_adam_remembers_is_two_vectors_more_and_what_its_noise_is_measured_
         assert elements(crew.hands[1], optimizers=True) == 3 * ELEMENTS
 
 
-def test_a_checkpoint_from_before_noise_was_measured_loads() -> None:
-    with Crew(2, adamw, bits=0.8) as crew, Crew(2, adamw, bits=0.8) as later:
-        states = crew.train(0, 4).states()
-        older = {key: part for key, part in states.items() if "/common/" not in key}
-        assert len(older) < len(states)
-        for hand in later.load(older).train(0, 0).hands:
-            common = torch.cat([vector.flatten() for vector in hand.sync.pipeline.common()])
-            assert common.norm().item() == pytest.approx(hand.waiting().norm().item(), rel=1e-5)
-            assert common.any()
-
-
 def test_a_closed_sync_neither_saves_nor_loads(tmp_path: Path) -> None:
     with Crew(2, bits=0.8) as crew:
         save(crew.train(0, 1), tmp_path)
@@ -212,7 +201,7 @@ def manifest(folder: Path) -> dict[str, Any]:
 
 
 def file_of(folder: Path, rank: int, sha256: str) -> str:
-    return f"rank{rank:05}-of-00002-{fencing.manifests(folder)[0]}-{sha256[:16]}.safetensors"
+    return f"rank{rank:05}-shard00000-{fencing.manifests(folder)[0]}-{sha256[:16]}.safetensors"
 
 
 def shards(folder: Path) -> list[Path]:
@@ -246,26 +235,27 @@ def a_link(folder: Path) -> None:
     path.symlink_to(folder / "elsewhere")
 
 
+def hashes(folder: Path) -> list[str]:
+    return [each.split()[1] for each in manifest(folder)["files"]]
+
+
 def a_folder_in_its_place(folder: Path) -> None:
     shards(folder)[1].unlink()
-    (folder / file_of(folder, 1, manifest(folder)["sha256"][64:])).mkdir()
+    (folder / file_of(folder, 1, hashes(folder)[1])).mkdir()
 
 
 def swapped(folder: Path) -> None:
     """With a manifest and names to match: what is inside says whose it is."""
-    first, second = manifest(folder)["sha256"][:64], manifest(folder)["sha256"][64:]
+    first, second = hashes(folder)
     for path, rank, sha in zip(shards(folder), (1, 0), (first, second), strict=True):
         path.rename(folder / file_of(folder, rank, sha))
-    edit(folder, f"{first}{second}", f"{second}{first}")
-    edit(folder, r'"bytes": \[(\d+), (\d+)\]', r'"bytes": [\2, \1]')
+    edit(folder, r'"(\d+ \w{64})",\s+"(\d+ \w{64})"', r'"\2", "\1"')
 
 
 def one_for_all(folder: Path) -> None:
     """Rank 0's, under the name of rank 1."""
-    first, second = manifest(folder)["sha256"][:64], manifest(folder)["sha256"][64:]
-    shutil.copy(shards(folder)[0], folder / file_of(folder, 1, first))
-    edit(folder, second, first)
-    edit(folder, r'"bytes": \[(\d+), (\d+)\]', r'"bytes": [\1, \1]')
+    shutil.copy(shards(folder)[0], folder / file_of(folder, 1, hashes(folder)[0]))
+    edit(folder, r'"(\d+ \w{64})",\s+"(\d+ \w{64})"', r'"\1", "\1"')
 
 
 def no_manifest(folder: Path) -> None:
@@ -295,7 +285,7 @@ def grown(folder: Path) -> None:
 
 
 def of_another_version(folder: Path) -> None:
-    edit(folder, '"version": 2', '"version": 3')
+    edit(folder, '"version": 3', '"version": 2')
 
 
 def of_another_scheme(folder: Path) -> None:
@@ -303,7 +293,7 @@ def of_another_scheme(folder: Path) -> None:
 
 
 def of_another_model(folder: Path) -> None:
-    edit(folder, '"layout": "....', '"layout": "0123')
+    edit(folder, '"model": "....', '"model": "0123')
 
 
 def of_another_step(folder: Path) -> None:
@@ -311,10 +301,14 @@ def of_another_step(folder: Path) -> None:
 
 
 def with_a_path(folder: Path) -> None:
-    edit(folder, '"sha256": "................', '"sha256": "../../../../etc/')
+    edit(folder, r"(\d) \w{16}(\w{48})", r"\1 ../../../../../etc\2")
 
 
 def with_a_bomb(folder: Path) -> None:
+    edit(folder, '"world": 2', '"world": 999999')
+
+
+def with_a_longer_bomb(folder: Path) -> None:
     edit(folder, '"world": 2', '"world": 999999999999')
 
 
@@ -324,6 +318,22 @@ def with_too_few_files(folder: Path) -> None:
 
 def with_one_more_key(folder: Path) -> None:
     edit(folder, "{\n", '{\n "run": "this",\n')
+
+
+def with_a_key_twice(folder: Path) -> None:
+    edit(folder, "{\n", '{\n "step": 3,\n')
+
+
+def with_a_step_that_is_no_number(folder: Path) -> None:
+    edit(folder, r'"step": \d+', '"step": NaN')
+
+
+def with_a_step_that_is_a_truth(folder: Path) -> None:
+    edit(folder, r'"step": \d+', '"step": true')
+
+
+def with_a_deep_nest(folder: Path) -> None:
+    edit(folder, r'"pair": ""', f'"pair": {"[" * 900}')
 
 
 REFUSALS: dict[Callable[[Path], None], str] = {
@@ -339,14 +349,19 @@ REFUSALS: dict[Callable[[Path], None], str] = {
     no_manifest: "manifest.json cannot be read: No such file",
     a_linked_manifest: "manifest-1.1.json cannot be read: Too many levels",
     a_pipe_for_a_manifest: "manifest-1.1.json is not a file of a checkpoint",
-    of_another_version: "is of version 3; this gradsieve reads versions 1 and 2",
+    of_another_version: "is of version 2; this gradsieve reads version 3",
     of_another_scheme: "is of scheme Dense, this run's is ExDyna",
     of_another_model: "of another model",
     of_another_step: "is of step 3, not 77",
     with_a_path: "is not a manifest",
-    with_a_bomb: "says that 999999999999 ranks saved it",
+    with_a_bomb: "does not name a file for each rank",
+    with_a_longer_bomb: "does not name a file for each rank",
     with_too_few_files: "does not name a file for each of 3 ranks",
     with_one_more_key: "is not a manifest",
+    with_a_key_twice: "not JSON as it is written here",
+    with_a_step_that_is_no_number: "is not a manifest",
+    with_a_step_that_is_a_truth: "is not a manifest",
+    with_a_deep_nest: "not JSON as it is written here",
 }
 
 
@@ -388,7 +403,6 @@ def test_the_same_unspoilt_is_loaded(saved: Path) -> None:
 
 
 def test_an_optimizer_of_another_kind_is_refused_and_all_keep_theirs(saved: Path) -> None:
-    """Its groups differ, which torch finds out after it was asked to load it."""
 
     def in_two_groups(parameters: Any) -> torch.optim.Optimizer:
         first, *others = parameters
@@ -397,8 +411,86 @@ def test_an_optimizer_of_another_kind_is_refused_and_all_keep_theirs(saved: Path
     with Crew(2, in_two_groups, **EXDYNA) as crew:
         before = snapshots(crew.train(0, 2))
         first, _ = crew.errors(lambda hand: hand.sync.load(saved))
-        assert "different number of parameter groups" in str(first)
+        assert "optimizer 0 in the checkpoint is no SGD, or has other parameters or groups" in str(first)
         assert differing(crew, before) == []
+
+
+def two_groups(parameters: Any) -> torch.optim.Optimizer:
+    first, second, third = parameters
+    return torch.optim.SGD([{"params": [second]}, {"params": [first, third]}], lr=2.0**-4, momentum=0.5)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda parameters: sgd([*parameters][::-1]),
+        lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+        lambda parameters: torch.optim.RMSprop(parameters, lr=0.1, momentum=0.5),
+        two_groups,
+    ],
+    ids=["another order", "Adagrad", "RMSprop", "other groups"],
+)
+def test_moments_go_to_the_parameters_and_the_optimizer_that_they_are_of(other: Any, saved: Path) -> None:
+    with Crew(2, other, **EXDYNA) as crew:
+        before = snapshots(crew.train(0, 2))
+        for error in crew.errors(lambda hand: hand.sync.load(saved)):
+            assert "optimizer 0 in the checkpoint is no" in str(error)
+        assert differing(crew, before) == []
+
+
+def with_tensors(folder: Path, **changed: Tensor) -> int:
+    """Rank 0's file with these in it, and a manifest that says so; its length."""
+    about, old = files.read_manifest(folder), shards(folder)[0]
+    tensors = files.tensors_in(bytearray(old.read_bytes()))
+    tensors |= {f"rank0/{name.replace('__', '/')}": tensor for name, tensor in changed.items()}
+    content = b"".join(files.pieces(tensors))
+    listed = f"{len(content)} {hashlib.sha256(content).hexdigest()}", *about.files[1:]
+    forged = dataclasses.replace(about, files=listed)
+    (folder / forged.file_of(0)).write_bytes(content)
+    the_manifest(folder).write_text(files.as_text(forged))
+    return len(content)
+
+
+def as_tensor(text: str) -> Tensor:
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+HOSTILE = {
+    "a title": {"scheme": as_tensor("\x1b]0;title\x07\x1b[31mred")},
+    "a long name": {"scheme": torch.full((1 << 20,), 65, dtype=torch.uint8)},
+    "a kind": {"optimizer__0__text": as_tensor('{"\\u001b[31mkind": [1]}')},
+    "parts": {
+        "optimizer__0__text": as_tensor(
+            '{"dict":[["class","SGD"],["parameters",[["first","bias","last"]]],["state",{"dict":[[0,'
+            '{"dict":[["m",{"parts":[["\\u001b]0;title","x"]]}]]}]]}],["param_groups",[]]]}'
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_what_a_file_says_neither_fills_a_log_nor_commands_a_terminal(
+    what: str, saved: Path, another: Crew, tmp_path: Path
+) -> None:
+    shutil.copytree(saved, tmp_path / "copy")
+    with_tensors(tmp_path / "copy", **HOSTILE[what])
+    for error in another.errors(lambda hand: hand.sync.load(tmp_path / "copy")):
+        assert isinstance(error, Malformed)
+        assert str(error).isprintable()
+        assert len(str(error)) < 1000
+
+
+@pytest.mark.parametrize("filler", ["[1,", '"1 a",', "[],", "{"])
+def test_a_manifest_takes_no_memory_but_its_own(filler: str, saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "copy")
+    long = f'"files": [{filler * ((2 << 20) // len(filler))}'
+    edit(tmp_path / "copy", r'"files": \[', long)
+    tracemalloc.start()
+    with pytest.raises(Malformed):
+        files.read_manifest(tmp_path / "copy")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2 * (2 << 20) + (1 << 20)
 
 
 # -- what breaks ----------------------------------------------------------------------------------------
@@ -412,7 +504,7 @@ def test_a_save_that_fails_on_one_rank_leaves_the_checkpoint_before(
         before, there = snapshots(crew), sorted(os.listdir(tmp_path))
         write = files.write
 
-        def failing(folder: Path, part: str, *rest: Any) -> bytes:
+        def failing(folder: Path, part: str, *rest: Any) -> files.Written:
             if part.startswith("rank00001"):
                 raise OSError(errno.ENOSPC, "No space left on device")
             return write(folder, part, *rest)
@@ -459,8 +551,8 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
 
 def test_a_save_removes_what_older_ones_left_and_nothing_else(tmp_path: Path) -> None:
     """Also of one that broke off."""
-    (tmp_path / "rank00000.part").write_bytes(b"half")
-    (tmp_path / f"rank00005-of-00006-{'0' * 16}.safetensors").write_bytes(b"of a save that broke off")
+    (tmp_path / "rank00000-shard00000-0.7.part").write_bytes(b"half")
+    (tmp_path / f"rank00005-shard00000-0.7-{'0' * 16}.safetensors").write_bytes(b"of a save that broke off")
     (tmp_path / "model.safetensors").write_bytes(b"somebody else's")
     with Crew(2, **EXDYNA) as crew:
         save(crew.train(0, 2), tmp_path)
@@ -479,26 +571,7 @@ def test_a_save_removes_what_older_ones_left_and_nothing_else(tmp_path: Path) ->
 def test_a_link_in_the_way_of_a_save_is_not_written_through(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "rank00000-of-00002-1.1.part").symlink_to(tmp_path / "mine")
+    (tmp_path / "in" / "rank00000-shard00000-1.1.part").symlink_to(tmp_path / "mine")
     with Crew(2, **EXDYNA) as crew:
         save(crew, tmp_path / "in")
     assert (tmp_path / "mine").read_text() == "mine"
-
-
-# -- files of this version, for those to come -------------------------------------------------------------
-
-
-def test_files_of_version_1_are_read() -> None:
-    with Crew(2, **EXDYNA) as crew, Crew(4, **EXDYNA) as more:
-        load(crew, KEPT)
-        for hand, path in zip(crew.hands, shards(KEPT), strict=True):
-            content = path.read_bytes()
-            length = int.from_bytes(content[:8], "little")
-            about = json.loads(content[8 : 8 + length])[f"rank{hand.rank}/mark/last"]
-            begin, end = (8 + length + offset for offset in about["data_offsets"])
-            mark = torch.frombuffer(bytearray(content[begin:end]), dtype=torch.float32)
-            assert torch.equal(hand.sync.pipeline.kept()["mark/last"], mark)
-            assert hand.sync.pipeline.step == 3
-            assert hand.optimizer.state_dict()["state"][0]["momentum_buffer"].any()
-        crew.train(3, 5)
-        load(more, KEPT)

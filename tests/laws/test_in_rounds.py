@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradsieve.comm import lockstep
-from gradsieve.comm.meter import Meter
-from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Op
+from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Meter, Op
 from gradsieve.comm.rounds import directly, has_rounds, in_rounds
 from gradsieve.testing.gradients import KINDS
 from gradsieve.testing.laws import check_replicated, check_round, check_same_states, same_bits

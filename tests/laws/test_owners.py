@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradsieve.comm import lockstep
-from gradsieve.comm.meter import Meter
+from gradsieve.comm.ops import Meter
 from gradsieve.errors import Malformed
 from gradsieve.schemes.exclusive import read_rows
 from gradsieve.schemes.exdyna import ExDyna

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradsieve.pipeline.exchange_settings import published as treatment_of
+from gradsieve.pipeline.exchange_settings import PUBLISHED
 from gradsieve.schemes import make
 from gradsieve.testing.gradients import EXACT, KINDS, Source
 from gradsieve.testing.laws import (
@@ -186,7 +186,7 @@ def test_in_its_treatment_all_ranks_are_given_the_same_and_a_skipped_step_leaves
     name: str, world: int
 ) -> None:
     case = Training(world=world, cap_mb=1e-6)
-    ranks = Receiving(case, name, treatment_of(make(name)))
+    ranks = Receiving(case, name, PUBLISHED)
     assert [len(pipeline.units) for pipeline in ranks.pipelines] == [1] * world
     for step in range(3):
         check_released(ranks.advance(step))

@@ -1,4 +1,4 @@
-"""Records outlive restarts, full disks and long trainings, and end none."""
+"""Records outlive restarts and full disks, and end no training."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from gradsieve.errors import Malformed
-from gradsieve.observe import record_file, records
-from gradsieve.observe.record_file import RecordFile
-from gradsieve.observe.records import Header, Tail, numbered, pieces, read, text_of
-from gradsieve.tools.cli.main import main
-from gradsieve.tools.report.gathered import files_of, gather
-from gradsieve.tools.watch.follow import Folder
-from unit.recorded import HEADER, line_of
+from gradsieve.record_file import RecordFile
+from gradsieve_tools import records
+from gradsieve_tools.cli.main import main
+from gradsieve_tools.records import Header, Tail, numbered, read, text_of
+from gradsieve_tools.report.gathered import gather
+from gradsieve_tools.watch.follow import Folder
+from unit.recorded import HEADER, line_of, plain
 
 
 def header_of(life: int, **changes: Any) -> Header:
@@ -29,11 +29,11 @@ def header_of(life: int, **changes: Any) -> Header:
 
 def write(path: Path, life: int, first: int, last: int, torn: bool = False, **changes: Any) -> None:
     """One life. A step's loss says in which life it was taken; its clock starts at 0."""
-    file = RecordFile(path, header_of(life, **changes))
+    file = RecordFile(path, plain(header_of(life, **changes)))
     for step in range(first, last + 1):
         line = line_of(step)
         line.at, line.loss = 0.1 * (step - first + 1), float(life)
-        file.write(line)
+        file.write(plain(line))
     file.close()
     if torn:
         with path.open("a") as raw:
@@ -106,7 +106,7 @@ def test_without_looking_at_the_header_it_is_mixed_and_noticed(
 ) -> None:
     """Twin."""
     write(path, 1, 1, 10)
-    monkeypatch.setattr(record_file, "differences", lambda *_: [])
+    monkeypatch.setattr(RecordFile, "_oddities", lambda _: "")
     write(path, 2, 11, 20, world=4)
     with pytest.raises(Malformed, match=r"two trainings: world 4, not 3"):
         read(path)
@@ -127,29 +127,6 @@ def test_what_is_no_record_is_moved_aside_too(path: Path) -> None:
     assert path.with_name(path.name + ".1").read_text() == text_of(HEADER)[:30]
 
 
-def test_a_former_life_that_still_runs_writes_no_more(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    old = RecordFile(path, header_of(1))
-    old.write(line_of(1))
-    new = RecordFile(path, header_of(2))
-    for step in (2, 3):
-        old.write(line_of(step + 50))
-        new.write(line_of(step))
-    assert list(losses(path)) == [1, 2, 3]
-    assert caplog.text.count("another process records to") == 1
-
-
-def test_if_it_did_the_record_would_be_spoilt(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twin."""
-    monkeypatch.setattr(RecordFile, "_look_for_successor", lambda _: None)
-    old = RecordFile(path, header_of(1))
-    old.write(line_of(1))
-    new = RecordFile(path, header_of(2))
-    old.write(line_of(52))
-    new.write(line_of(2))
-    with pytest.raises(Malformed, match="does not come after"):
-        read(path)
-
-
 # -- torn lines -------------------------------------------------------------------------------------------
 
 
@@ -166,60 +143,15 @@ def test_a_torn_line_ends_its_life_with_a_sentence(path: Path, caplog: pytest.Lo
     assert "rank 0 ends in the middle of a line" in said
 
 
-def test_a_life_that_begins_on_the_torn_line_is_lost(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twin."""
-    write(path, 1, 1, 10, torn=True)
-    monkeypatch.setattr(RecordFile, "_ends_line", property(lambda _: True, lambda *_: None), raising=False)
-    write(path, 2, 11, 20)
-    with pytest.raises(Malformed, match="line 12"):
-        read(path)
+# -- readers ----------------------------------------------------------------------------------------------
 
 
-# -- long trainings ---------------------------------------------------------------------------------------
-
-
-def test_a_long_record_is_divided_and_its_oldest_pieces_go(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(record_file, "MOST_BYTES", 4_000)
-    write(path, 1, 1, 40)
-    write(path, 2, 31, 60)
-    assert losses(path) == {step: 1.0 if step <= 30 else 2.0 for step in range(1, 61)}
-    write(path, 3, 61, 300)
-    assert len(pieces(path)) == 1 + record_file.KEPT
-    assert sum(file.stat().st_size for file in path.parent.iterdir()) < 4_000 * (1 + record_file.KEPT)
-    shown = list(losses(path))
-    assert shown == list(range(shown[0], 301))
-    (training,) = gather(files_of([path.parent]))
-    assert training.steps.tolist() == shown
-
-
-def test_without_dividing_it_fills_the_disk(path: Path) -> None:
-    """Twin."""
-    write(path, 1, 1, 300)
-    assert path.stat().st_size > 4_000 * (1 + record_file.KEPT)
-
-
-def test_pieces_of_another_training_are_neither_read_nor_removed(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(record_file, "MOST_BYTES", 4_000)
-    write(path, 1, 1, 40, world=4)
-    others = {piece: piece.read_bytes() for _, piece in numbered(path)}
-    assert others
-    write(path, 2, 1, 300)
-    assert all(piece.read_bytes() == content for piece, content in others.items())
-    assert set(losses(path).values()) == {2.0}
-
-
-def test_a_look_follows_lives_and_pieces(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_file, "MOST_BYTES", 8_000)
+def test_a_look_follows_lives(path: Path) -> None:
     folder = Folder(path.parent)
     write(path, 1, 1, 10)
     folder.look()
     write(path, 2, 6, 30)
     folder.look()
-    assert numbered(path), "so that the look had to follow"
     ((rank,),) = folder.trainings()
     steps, at = [line.step for line in rank.lines], [line.at for line in rank.lines]
     assert (steps, at) == (sorted(set(steps)), sorted(at))
@@ -269,12 +201,12 @@ def test_a_full_disk_is_told_once_and_recording_goes_on_when_there_is_room(
     monkeypatch.setenv("COLUMNS", "160")
     with small_disk(tmp_path / "disk", "64k") as disk:
         path = disk / "run.rank0.jsonl"
-        file = RecordFile(path, header_of(1))
+        file = RecordFile(path, plain(header_of(1)))
         for step in range(1, 5):
-            file.write(line_of(step))
+            file.write(plain(line_of(step)))
         fill(disk / "film")
         for step in range(5, 41):
-            file.write(line_of(step))
+            file.write(plain(line_of(step)))
         assert not path.read_bytes().endswith(b"\n"), "the last line is torn"
         assert [text for text in caplog.messages if "No space left on device" in text] == caplog.messages
         assert len(caplog.messages) == 1
@@ -282,7 +214,7 @@ def test_a_full_disk_is_told_once_and_recording_goes_on_when_there_is_room(
         assert 4 <= reached < 40
         (disk / "film").unlink()
         for step in range(41, 51):
-            file.write(line_of(step))
+            file.write(plain(line_of(step)))
         file.close()
         kept = [*range(1, reached + 1), *range(41, 51)]
         assert list(losses(path)) == kept
@@ -319,28 +251,13 @@ def test_a_disk_that_is_full_from_the_beginning(tmp_path: Path, caplog: pytest.L
     with small_disk(tmp_path / "disk", "64k") as disk, caplog.at_level(logging.WARNING, "gradsieve"):
         fill(disk / "film")
         path = disk / "new" / "run.rank0.jsonl"
-        file = RecordFile(path, header_of(1))
-        file.write(line_of(1))
+        file = RecordFile(path, plain(header_of(1)))
+        file.write(plain(line_of(1)))
         (disk / "film").unlink()
-        file.write(line_of(2))
+        file.write(plain(line_of(2)))
         file.close()
         assert list(losses(path)) == [2]
     assert len(caplog.messages) == 1
-
-
-def test_a_full_disk_leaves_the_long_file_in_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with small_disk(tmp_path / "disk", "64k") as disk:
-        path = disk / "run.rank0.jsonl"
-        monkeypatch.setattr(record_file, "MOST_BYTES", 4_000)
-        write(path, 1, 1, 5)
-        fill(disk / "film")
-        write(path, 2, 6, 40)
-        assert list(losses(path))[:5] == [1, 2, 3, 4, 5]
-        (disk / "film").unlink()
-        write(path, 3, 6, 40)
-        assert list(losses(path)) == list(range(1, 41))
 
 
 def test_a_piece_that_is_removed_while_it_is_read_is_left_out(

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from gradsieve import Gradients, MismatchError, Steps
+from gradsieve.checkpoint import rank_state
+from gradsieve.coherence import Coherence
 from gradsieve.errors import Malformed
-from gradsieve.feedback.coherence import Coherence
-from gradsieve.pipeline import parts
 from gradsieve.schemes import SCHEMES
 from gradsieve.testing.laws import same_bits
 from laws.crew import Crew, adamw, fake_group, sgd  # noqa: F401  # a fixture
@@ -62,9 +62,6 @@ def test_what_waits_is_kept_for_another_number_of_ranks(scheme: str) -> None:
     "treatment",
     [
         GRADIENTS,
-        Gradients(small=6, momentum="local"),
-        Gradients(small=6, by_rate=True),
-        Steps(small=6, preview=0.5),
         Steps(small=6, every=2),
     ],
     ids=lambda settings: settings.describe(),
@@ -73,20 +70,9 @@ def test_whatever_the_exchange_settings(treatment: Steps | Gradients) -> None:
     check(go_the_way([4, 3, 4], scheme="exdyna", density=0.1, exchange=treatment))
 
 
-def test_estimates_add_up_to_their_sum() -> None:
-    settings = {"scheme": "topk", "density": 0.1}
-    treatment = Gradients(small=6, memory="estimate")
-    with Crew(4, exchange=treatment, **settings) as crew, Crew(6, exchange=treatment, **settings) as more:
-        more.load(crew.train(0, 4).states())
-        for hand in more.hands:
-            estimates = torch.stack([each.memory("estimate") for each in more.hands]).sum(0)
-            torch.testing.assert_close(hand.memory("total"), estimates, rtol=1e-5, atol=1e-6)
-        more.train(4, 6)
-
-
 def test_a_loss_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twin: old ranks that nobody takes over, or a sum that is not divided by their number."""
-    monkeypatch.setattr(parts, "given_by", lambda rank, world, old: range(rank, min(old, world), world))
+    monkeypatch.setattr(rank_state, "given_by", lambda rank, world, old: range(rank, min(old, world), world))
     with pytest.raises(AssertionError):
         check(go_the_way([4, 2], scheme="exdyna", density=0.1))
 

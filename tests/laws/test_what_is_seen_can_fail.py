@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
 from typing import Any
 
 import pytest
 from hypothesis import Phase
 
-from gradsieve.errors import MismatchError
 from gradsieve.parallel.ddp import DdpSync
-from gradsieve.pipeline import tags
 from gradsieve.replica.parameter_views import ParameterViews
-from gradsieve.sync import gradient_sync, optimizer_hooks
+from gradsieve.sync import optimizer_hooks
 from gradsieve.sync.gradient_sync import GradientSync
 from laws.test_any_order import fake_group, run_machine
 from laws.test_any_order_can_fail import nothing_is_applied_meanwhile
@@ -24,7 +21,7 @@ TRIES = 60
 
 
 def a_forward_leaves_the_own_model_in_place(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DdpSync, "after_forward", lambda self, module: self._forwards.clear())
+    patch.setattr(DdpSync, "after_forward", lambda self, *_: self._forwards.clear())
 
 
 def a_backward_leaves_the_own_model_in_place(patch: pytest.MonkeyPatch) -> None:
@@ -38,18 +35,24 @@ def a_backward_leaves_the_own_model_in_place(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_backward_runs_on_the_shared_model(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DdpSync, "begin_backward", lambda self: None)
+    after_forward = DdpSync.after_forward
+
+    def resting(self: DdpSync, module: Any, output: Any) -> None:
+        after_forward(self, module, output)
+        self.replica.views.show_shared(raise_version=False)
+
+    patch.setattr(DdpSync, "after_forward", resting)
 
 
 def who_skips_a_step_takes_over_later(patch: pytest.MonkeyPatch) -> None:
     """As it was: with the optimizer's step."""
     nothing_is_applied_meanwhile(patch)
 
-    def end_backward(self: DdpSync, completed: bool, frees_graph: bool) -> None:
-        self.replica.views.show_shared(self._in_backward, raise_version=False)
-        self._in_backward, self._belongs = frozenset(), False
+    def backward_ended(self: DdpSync) -> None:
+        self.replica.views.show_shared(raise_version=False)
+        self._rest()
 
-    patch.setattr(DdpSync, "end_backward", end_backward)
+    patch.setattr(DdpSync, "backward_ended", backward_ended)
 
 
 def hooks_of_users_come_first(patch: pytest.MonkeyPatch) -> None:
@@ -63,26 +66,30 @@ def hooks_of_users_come_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_step_that_raised_is_not_put_right(patch: pytest.MonkeyPatch) -> None:
-    before_update = GradientSync.before_update
-    patch.setattr(DdpSync, "before_update", before_update)
+    patch.setattr(DdpSync, "_end_what_broke_off", lambda self: None)
 
 
 def a_forward_is_taken_for_a_promise(patch: pytest.MonkeyPatch) -> None:
-    """An exchange that began with one rank's forward is as good as any other."""
-    patch.setattr(gradient_sync, "UnmatchedError", type("Never", (Exception,), {}))
-    patch.setattr(tags, "UnmatchedError", MismatchError)
+    """An exchange begins with a forward, which may be of one rank alone."""
+    before_forward = DdpSync.before_forward
+
+    def promised(self: DdpSync, module: Any) -> None:
+        before_forward(self, module)
+        if module.training and self._pending is None and self.pipeline.begins_exchange():
+            self.start_exchange()
+
+    patch.setattr(DdpSync, "before_forward", promised)
 
 
 def a_forward_counts_as_a_step(patch: pytest.MonkeyPatch) -> None:
     """Of the period, though no backward may follow."""
-    begin = DdpSync._begin
+    before_forward = DdpSync.before_forward
 
-    def counted(self: DdpSync) -> None:
-        if not self._begun and not self.pipeline.is_last_of_period:
-            self.pipeline.since += 1
-        begin(self)
+    def counted(self: DdpSync, module: Any) -> None:
+        before_forward(self, module)
+        self.pipeline.since += module.training
 
-    patch.setattr(DdpSync, "_begin", counted)
+    patch.setattr(DdpSync, "before_forward", counted)
 
 
 def optimizers_own_what_they_had_at_first(patch: pytest.MonkeyPatch) -> None:
@@ -105,22 +112,7 @@ def a_backward_in_evaluation_mode_is_remembered(patch: pytest.MonkeyPatch) -> No
 def nobody_waits_for_an_exchange(patch: pytest.MonkeyPatch) -> None:
     """Not even at the end of the backward that it belongs to."""
 
-    def complete_if_due(self: GradientSync, names: Set[str] = frozenset()) -> None:
-        if self._pending is None:
-            self.complete(names)
-
-    patch.setattr(GradientSync, "complete_if_due", complete_if_due)
-
-
-def idle_exchanges_move_the_step(patch: pytest.MonkeyPatch) -> None:
-    """One that was dropped counts."""
-    forget = DdpSync.forget_exchange
-
-    def counted(self: DdpSync) -> None:
-        forget(self)
-        self.pipeline.step += 1
-
-    patch.setattr(DdpSync, "forget_exchange", counted)
+    patch.setattr(GradientSync, "complete_if_due", lambda self: None)
 
 
 MUTANTS = [
@@ -135,7 +127,6 @@ MUTANTS = [
     optimizers_own_what_they_had_at_first,
     a_backward_in_evaluation_mode_is_remembered,
     nobody_waits_for_an_exchange,
-    idle_exchanges_move_the_step,
 ]
 
 

@@ -40,12 +40,6 @@ class Toy(Scheme[State]):
         new = replace(state, seen=state.seen + 1)
         return Outcome(Sparse(picked, total, n), Sparse(picked, mine, n), new)
 
-    def expected_words(self, n: int, world: int, state: State | None = None) -> float:
-        return 2 / 3 * n
-
-    def expected_rounds(self, n: int, world: int, state: State | None = None) -> int:
-        return 2 * (world - 1).bit_length()
-
 
 @dataclass(frozen=True, kw_only=True)
 class LosesMass(Toy):
@@ -123,8 +117,43 @@ class Negative(_OtherIndices):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReadsTheSum(Toy):
+    """Takes what it handed over for the reply, which it is with some engines."""
+
+    def step(self, acc: Tensor, state: State, ctx: Ctx) -> Program[Outcome[State]]:
+        total = acc.clone()
+        yield AllReduce(total)
+        return Outcome(Sparse.full(total), Sparse.full(acc), state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadsItsOwn(Toy):
+    """Takes what it handed over for what it still has, which it is with others."""
+
+    def step(self, acc: Tensor, state: State, ctx: Ctx) -> Program[Outcome[State]]:
+        mine = acc.clone()
+        total = yield AllReduce(mine)
+        return Outcome(Sparse.full(total), Sparse.full(mine), state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoosesByTheSum(Toy):
+    """Compares elements of what it handed over; no value of it goes any further."""
+
+    def step(self, acc: Tensor, state: State, ctx: Ctx) -> Program[Outcome[State]]:
+        n, energy = acc.numel(), acc.square()
+        # 1.
+        yield AllReduce(energy)
+        picked = energy.topk(n // 3).indices.sort().values
+        # 2.
+        mine = acc[picked]
+        total = yield AllReduce(mine.clone())
+        return Outcome(Sparse(picked, total, n), Sparse(picked, mine, n), state)
+
+
+@dataclass(frozen=True, kw_only=True)
 class MutatesAcc(Toy):
-    """Forgets that an all-reduce overwrites what it is given."""
+    """Hands over `acc` itself."""
 
     def step(self, acc: Tensor, state: State, ctx: Ctx) -> Program[Outcome[State]]:
         total = yield AllReduce(acc)
@@ -148,7 +177,7 @@ class NeverDense(Toy):
 
 @dataclass(frozen=True, kw_only=True)
 class ThresholdPerBucket(Toy):
-    def apply(self, states: Sequence[State]) -> list[State]:
+    def next_states(self, states: Sequence[State]) -> list[State]:
         return [replace(state, threshold=float(number)) for number, state in enumerate(states)]
 
 

@@ -8,7 +8,7 @@ last bit.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -19,41 +19,27 @@ from torch import Tensor
 from gradsieve.comm import lockstep
 from gradsieve.feedback.local_steps import WINDOWS
 from gradsieve.feedback.units import flat_view, parts_of
-from gradsieve.feedback.velocity import Momentum
 from gradsieve.pipeline import GradientPipeline, StepPipeline
-from gradsieve.pipeline.exchange_settings import Exchange, Gradients, Steps
+from gradsieve.pipeline.exchange_settings import Gradients, Steps
 from gradsieve.schemes import make
 from gradsieve.schemes.base import Scheme
 from gradsieve.testing.laws import same_bits, same_state
 from laws.cases import WORLDS
+from previews import fix_preview
 
 UNIT = 2.0**-6
 SMALL = 6
 """Tensors below this many elements go dense here."""
 
-STEPS = {
-    "measured": Steps(small=SMALL),
-    "whole": Steps(small=SMALL, preview=1.0),
-    "half": Steps(small=SMALL, preview=0.5),
-    "hidden": Steps(small=SMALL, preview=0.0),
-    "warm-up": Steps(small=SMALL, preview=1.0, warm_up=3),
-    "refresh": Steps(small=SMALL, refresh=2),
-    "all sparse": Steps(small=0),
+STEPS: dict[str, tuple[Steps, float | None]] = {
+    "measured": (Steps(small=SMALL), None),
+    "whole": (Steps(small=SMALL), 1.0),
+    "half": (Steps(small=SMALL), 0.5),
+    "hidden": (Steps(small=SMALL), 0.0),
+    "all sparse": (Steps(small=0), None),
 }
-_PLAIN = Gradients(small=SMALL)
-GRADIENTS = {
-    "plain": _PLAIN,
-    "local": replace(_PLAIN, momentum="local"),
-    "masked": replace(_PLAIN, momentum="masked"),
-    "by rate": replace(_PLAIN, by_rate=True),
-    "clipped": replace(_PLAIN, clip=0.05),
-    "warm-up": replace(_PLAIN, warm_up=3),
-    "refresh": replace(_PLAIN, refresh=2),
-    "estimate": replace(_PLAIN, memory="estimate"),
-    "estimate, momentum": replace(_PLAIN, memory="estimate", momentum="local", warm_up=2),
-    "as dgc": replace(_PLAIN, momentum="masked", clip=0.05, small=0, by_rate=True),
-}
-MOMENTUM = Momentum(0.5, 0.25, nesterov=False)
+"""Settings, and the preview where it is not measured."""
+GRADIENTS = {"plain": Gradients(small=SMALL), "all sparse": Gradients(small=0)}
 
 
 @dataclass(frozen=True)
@@ -127,14 +113,18 @@ def total(memories: Sequence[Mapping[str, Tensor]], key: str) -> Tensor:
 class Stepping(Ranks):
     """Every rank has a model of its own; what its steps moved is exchanged."""
 
-    def __init__(self, case: Case, scheme: str | Scheme[Any], treatment: Exchange) -> None:
+    def __init__(
+        self, case: Case, scheme: str | Scheme[Any], settings: Steps, preview: float | None = None
+    ) -> None:
         self.case, self.world = case, case.world
         scheme = make(scheme, case.density) if isinstance(scheme, str) else scheme
         self.models = [case.model() for _ in range(case.world)]
         self.pipelines = [
-            StepPipeline(model.items(), scheme, rank, case.world, case.cap_mb, treatment)
+            StepPipeline(model.items(), scheme, rank, case.world, case.cap_mb, settings)
             for rank, model in enumerate(self.models)
         ]
+        for pipeline in self.pipelines:
+            fix_preview(pipeline, preview)
         self.flat = [{name: flat_view(p) for name, p in model.items()} for model in self.models]
         self.owed = {name: case.world * p.double() for name, p in self.flat[0].items()}
         """P times the first model, less all that the optimizers of all ranks moved."""
@@ -164,15 +154,13 @@ class Receiving(Ranks):
         self,
         case: Case,
         scheme: str | Scheme[Any],
-        treatment: Exchange,
-        momentum: Momentum = MOMENTUM,
+        settings: Gradients,
     ) -> None:
         self.case, self.world = case, case.world
         scheme = make(scheme, case.density) if isinstance(scheme, str) else scheme
         self.model = case.model()
-        moved = None if treatment.momentum == "optimizer" else dict.fromkeys(self.model, momentum)
         self.pipelines = [
-            GradientPipeline(self.model.items(), scheme, rank, case.world, case.cap_mb, treatment, moved)
+            GradientPipeline(self.model.items(), scheme, rank, case.world, case.cap_mb, settings)
             for rank in range(case.world)
         ]
 
@@ -264,48 +252,6 @@ def check_released(released: Sequence[Mapping[str, Tensor]]) -> None:
     """Every rank's optimizer is given the same bits."""
     for rank, own in enumerate(released):
         assert same_bits([*own.values()], [*released[0].values()]), f"rank {rank} is given another gradient"
-
-
-def check_estimates(ranks: Receiving, exact: bool) -> None:
-    """EF21: the total is the sum of the ranks' estimates, the same bits on every rank."""
-    memories = ranks.memories()
-    for key in [key for key in memories[0] if key.startswith("total/")]:
-        found, name = memories[0][key], key.removeprefix("total/")
-        assert all(same_bits(own[key], found) for own in memories), f"{name}: another total"
-        off = float((total(memories, f"estimate/{name}") - found.double()).abs().max())
-        assert off <= (0.0 if exact else 1e-5), f"{name}: estimates and total differ by {off:g}"
-
-
-def check_velocities(ranks: Receiving, before: Sequence[Mapping[str, Tensor]], given: Any) -> None:
-    """u = m u + g + decay w; forgotten where an element was sent if the treatment masks, and only there."""
-    for rank, (own, pipeline) in enumerate(zip(ranks.memories(), ranks.pipelines, strict=True)):
-        sent = _sent(pipeline) if pipeline.settings.momentum == "masked" else {}
-        for name, gradient in given[rank].items():
-            key = f"velocity/{name}"
-            u = gradient + MOMENTUM.decay * flat_view(ranks.model[name]) + MOMENTUM.factor * before[rank][key]
-            expected = torch.where(sent[name], 0.0, u) if name in sent else u
-            assert torch.equal(own[key], expected), f"rank {rank}: another velocity of {name}"
-
-
-def _sent(pipeline: GradientPipeline) -> dict[str, Tensor]:
-    """Which elements of the sparse slots this rank sent, where it did not send all of them."""
-    out = {}
-    for unit, outcome in zip(pipeline.units, pipeline.outcomes, strict=True):
-        if outcome.spent.count < unit.n:
-            marks = torch.zeros(unit.n, dtype=torch.bool).index_fill(0, outcome.spent.listed(), True)
-            out.update({slot.name: marks[slot.start : slot.stop] for slot in unit.sparse})
-    return out
-
-
-def check_by_rate(
-    moved: Mapping[str, Tensor], fed: Mapping[str, Tensor], ranks: Receiving, room: float
-) -> None:
-    """Sum of rate * update + rate * what waits == sum of rate * gradient."""
-    rate, memories = ranks.pipelines[0].residual_rate, ranks.memories()
-    for name, wanted in fed.items():
-        found = moved[name] + rate * total(memories, f"residual/{name}")
-        worst = float((found - wanted).abs().max())
-        assert worst <= room, f"{name}: {worst:g} lost or made up, in units of rate times gradient"
 
 
 def check_untouched(before: Sequence[Mapping[str, Tensor]], after: Sequence[Mapping[str, Tensor]]) -> None:

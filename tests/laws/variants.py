@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from gradsieve.schemes.base import Scheme
-from gradsieve.schemes.baselines.cltk import CltK
-from gradsieve.schemes.baselines.sidco import Sidco
 from gradsieve.schemes.baselines.topk_union import TopKUnion
 from gradsieve.schemes.deft import Deft
 from gradsieve.schemes.exdyna import ExDyna
@@ -15,6 +13,8 @@ from gradsieve.schemes.micro import Micro
 from gradsieve.schemes.oktopk import OkTopk
 from gradsieve.schemes.spardl import SparDL
 from gradsieve.schemes.stripes import Stripes
+from gradsieve_tools.baselines.cltk import CltK
+from gradsieve_tools.baselines.sidco import Sidco
 
 Build = Callable[[float, int], Scheme[Any]]
 """From the density and the number of ranks."""

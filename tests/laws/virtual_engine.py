@@ -38,13 +38,17 @@ class Room:
         self.world = world
         self._queues: list[deque[Job]] = [deque() for _ in range(world)]
         self._lock = threading.RLock()
+        self._is_closed = False
         self._threads = [ThreadPoolExecutor(1) for _ in range(world)]
         """A rank's forward and backward are of one thread, as in a process of its own."""
 
     def put(self, rank: int, job: Job) -> Future[Any]:
         with self._lock:
-            self._queues[rank].append(job)
-            self._advance()
+            if self._is_closed and job.program is not None:
+                job.future.set_exception(TimeoutError("the room is closed"))
+            else:
+                self._queues[rank].append(job)
+                self._advance()
         return job.future
 
     def everyone(self, call: Callable[[int], Any]) -> list[Any]:
@@ -62,6 +66,10 @@ class Room:
                     queue.popleft().future.set_exception(TimeoutError("no other rank came"))
 
     def close(self) -> None:
+        """Where a rank failed, the others wait for it: they are told first."""
+        self.abandon()
+        self._is_closed = True
+        self.abandon()
         for thread in self._threads:
             thread.shutdown()
 
@@ -114,7 +122,7 @@ def _do(job: Job) -> None:
 
 
 class VirtualEngine:
-    """As `gradsieve.comm.c10d.Engine`."""
+    """As `gradsieve.comm.engine.Engine`."""
 
     def __init__(self, room: Room, rank: int) -> None:
         self.room, self.rank, self.world = room, rank, room.world
@@ -122,7 +130,7 @@ class VirtualEngine:
     def submit(self, program: Program[Any], what: str, device: torch.device) -> Future[Any]:
         return self.room.put(self.rank, Job(program, None))
 
-    def submit_call(self, call: Callable[[], Any], device: torch.device) -> Future[Any]:
+    def call(self, call: Callable[[], Any], device: torch.device) -> Future[Any]:
         return self.room.put(self.rank, Job(None, call))
 
     def run(self, program: Program[Any], what: str, device: torch.device) -> Any:
@@ -131,7 +139,7 @@ class VirtualEngine:
     def called(self, call: str, step: int) -> Any:
         return contextlib.nullcontext()
 
-    def assemble(self, call: str, step: int) -> None:
+    def meet(self, call: str, step: int) -> None:
         pass
 
     def agree_on_secret(self, device: torch.device) -> None:

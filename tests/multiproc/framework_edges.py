@@ -24,10 +24,10 @@ import gradsieve
 from gradsieve.frameworks import accelerate, sidecar, trainer
 from gradsieve.frameworks import lightning as ours
 from gradsieve.frameworks.lightning import GradsieveStrategy
-from gradsieve.sync.optimizer_hooks import as_list
+from gradsieve.optimizers import as_list
 from multiproc.outside import Lines
 
-SETTINGS: dict[str, Any] = {"bits": 0.75, "deterministic": True}
+SETTINGS: dict[str, Any] = {"bits": 0.75}
 
 
 class Fit(nn.Module):

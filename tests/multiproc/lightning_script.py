@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
-from gradsieve.feedback.digest import digest
 from gradsieve.frameworks.lightning import GradsieveStrategy
+from gradsieve.ranks_alike import digest
 
 STEPS, ACCUMULATED, CLIP, VALIDATED_EVERY = 40, 2, 1.0, 10
-SETTINGS: dict[str, Any] = {"density": 0.05, "deterministic": True}
+SETTINGS: dict[str, Any] = {"density": 0.05}
 RANK = int(os.environ["RANK"])
 
 

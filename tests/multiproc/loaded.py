@@ -6,7 +6,7 @@ import torch._dynamo
 import torch.distributed.checkpoint
 
 import gradsieve.parallel.ddp  # noqa: F401
-from gradsieve.kernels import choice
+from gradsieve import kernels
 
-choice.active()
-choice.low_bit_form_for(torch.zeros(1), torch.float32)
+kernels.active()
+kernels.encode_low(1, torch.zeros(1))

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradsieve
 from multiproc.models import Mlp, batch
 from multiproc.training import snapshot
+from repeatable import repeatable
 
 
 class Resumable:
@@ -20,7 +21,7 @@ class Resumable:
         self.rank, self.model = rank, Mlp()
         self.optimizer = optimizer(self.model.parameters())
         self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=0.01)
-        self.sync = gradsieve.attach(self.ddp, self.optimizer, deterministic=True, **settings)
+        self.sync = gradsieve.attach(self.ddp, self.optimizer, **repeatable(settings))
 
     def train(self, begin: int, end: int) -> dict[str, Tensor]:
         for step in range(begin, end):

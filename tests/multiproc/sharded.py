@@ -12,6 +12,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import gradsieve
 from multiproc.models import Whole, batch, whole_numbers
+from previews import fix_preview
+from repeatable import repeatable
 
 SHAPES = ((65, 24), (7,), (8, 8), (40, 100), (1, 30), (33, 40))
 """Of which two shards are equal, unlike, or empty."""
@@ -108,10 +110,8 @@ def whole_training(rank: int, steps: int, **settings: Any) -> dict[str, dict[str
     mesh = mesh_of(2, 2)
     model = fully_shard(Whole(SHAPES), mesh=mesh["shard"])
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    treatment = gradsieve.Steps(preview=1.0)
-    sync = gradsieve.attach(
-        model, optimizer, replicate=mesh["replicate"], exchange=treatment, deterministic=True, **settings
-    )
+    sync = gradsieve.attach(model, optimizer, replicate=mesh["replicate"], **repeatable(settings))
+    fix_preview(sync.pipeline, 1.0)
     fed = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in _names()}
     for step in range(steps):
         gradients = whole_numbers(SHAPES, step, rank)

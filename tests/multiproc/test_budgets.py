@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import time
+import copy
+import logging
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,10 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
 from gradsieve.pipeline import StepPipeline
-from gradsieve.pipeline.budget import Adaptive
+from gradsieve.pipeline.budget import ALL, Timer
 from gradsieve.schemes import Stripes
 from multiproc.harness import Ranks
 from multiproc.models import Mlp, batch
+from multiproc.outside import Lines
 
 RATE = 0.01
 
@@ -47,26 +50,43 @@ class Learning:
         return [parameter.detach().clone() for parameter in self.model.parameters()]
 
 
-def asking_for_nothing(rank: int) -> tuple[dict[str, Any], bool, list[Tensor]]:
-    """Until there is a budget: later, where a busy machine makes it exchange every so many steps."""
-    run, step = Learning(rank), 0
-    while step < 30 or (run.sync.metrics()["budget"] == 0 and step < 1000):
-        run.train(step, step + 1)
-        step += 1
-    figures = run.sync.metrics()
-    run.sync.verify()
+def asking_for_nothing(rank: int) -> tuple[list[str], dict[str, float], list[Tensor], list[Tensor]]:
+    """Until there is a choice, saved then; and the same steps once more, of a run that has loaded it."""
+    lines = Lines(logging.INFO)
+    run = Learning(rank).train(0, ALL + 1)
+    run.sync.complete()
+    stored = {
+        "model": {name: part.clone() for name, part in run.model.state_dict().items()},
+        "optimizer": copy.deepcopy(run.optimizer.state_dict()),
+        "sync": {key: part.clone() for key, part in run.sync.state_dict().items()},
+    }
+    figures = run.pipeline.figures()
+    run.train(ALL + 1, ALL + 9)
     run.sync.flush()
-    return figures, isinstance(run.pipeline.budget, Adaptive), run.weights
+    run.sync.close()
+    with mock.patch.object(Timer, "gather", side_effect=AssertionError("it is timed again")):
+        again = Learning(rank)
+        again.model.load_state_dict(stored["model"])
+        again.optimizer.load_state_dict(stored["optimizer"])
+        again.sync.load_state_dict(stored["sync"])
+        again.train(ALL + 1, ALL + 9)
+    assert again.pipeline.figures()["budget"] == figures["budget"]
+    again.sync.flush()
+    logging.getLogger("gradsieve").removeHandler(lines)
+    return list(lines.lines), figures, run.weights, again.weights
 
 
-def test_who_asks_for_nothing_gets_a_budget_that_all_ranks_find_alike(two: Ranks) -> None:
-    (first, adaptive, weights), (second, _, others) = two.run(asking_for_nothing)
-    assert adaptive
-    assert first["budget"] == second["budget"] > 0
-    assert first["rho"] == second["rho"]
-    assert first["bits"] > 0
-    assert first["link"] > 0
+def test_who_asks_for_nothing_gets_a_budget_that_is_chosen_once(two: Ranks) -> None:
+    """Alike on all ranks, logged as it can be repeated, kept in a checkpoint, and never timed again: a run
+    that is resumed ends with the same bits."""
+    (lines, first, weights, resumed), (silent, second, others, _) = two.run(asking_for_nothing)
+    assert first["budget"] == second["budget"] >= 0.15
+    assert first["every"] == second["every"] >= 1
+    said = [line for line in lines if "from here on" in line]
+    assert f"bits={first['budget']:g}, exchange=gradsieve.Steps(every={first['every']:.0f}" in said[0]
+    assert not [line for line in silent if "from here on" in line]
     assert all(map(torch.equal, weights, others))
+    assert all(map(torch.equal, weights, resumed))
 
 
 def with_bits(rank: int, bits: float) -> tuple[float, list[Tensor]]:
@@ -83,7 +103,7 @@ def test_so_many_bits_are_sent_and_the_same_run_gives_the_same_bits_again(two: R
 
 
 def of_gradients(rank: int, **asked: Any) -> tuple[float, Tensor, Tensor]:
-    run = Learning(rank, exchange=gradsieve.Gradients(small=0), deterministic=True, **asked)
+    run = Learning(rank, exchange=gradsieve.Gradients(small=0), **asked)
     start = torch.cat([weight.flatten() for weight in run.weights])
     sent = run.train(0, 20).sync.metrics()["bits"]
     end = torch.cat([weight.flatten() for weight in run.weights])
@@ -109,26 +129,6 @@ def test_ranks_with_different_budgets_are_told(two: Ranks) -> None:
     for said in two.run(unlike):
         assert "bits" in said
         assert "1.5" in said
-
-
-def with_a_pause(rank: int) -> float:
-    """Between the steps of two optimizers: the exchange ended before the first of them."""
-    model = Mlp()
-    halves = [list(model.parameters())[:2], list(model.parameters())[2:]]
-    optimizers = [torch.optim.AdamW(half, lr=RATE) for half in halves]
-    ddp = DistributedDataParallel(model)
-    sync = gradsieve.attach(ddp, optimizers, bits=0.5)
-    for step in range(3):
-        inputs, labels = batch(step, rank)
-        nn.functional.cross_entropy(ddp(inputs), labels).backward()
-        optimizers[0].step()
-        time.sleep(0.5)
-        optimizers[1].step()
-    return sync.timer.begin().waited
-
-
-def test_what_is_done_between_two_optimizers_is_not_waited_for_the_exchange(two: Ranks) -> None:
-    assert max(two.run(with_a_pause)) < 0.4
 
 
 def noisy(rank: int) -> tuple[float, float, float]:
@@ -210,10 +210,10 @@ def bits_by_step(rank: int, steps: int, **settings: Any) -> list[tuple[float, fl
     return seen
 
 
-def test_bits_are_the_mean_over_a_turn_and_not_one_steps(two: Ranks) -> None:
+def test_bits_are_a_mean_and_not_one_steps(two: Ranks) -> None:
     for seen in two.run(bits_by_step, 50, bits=0.75):
         turns = seen[19:-1]
-        assert all(bits == pytest.approx(0.75, rel=0.02) for bits, _ in turns)
+        assert all(bits == pytest.approx(0.75, rel=0.05) for bits, _ in turns)
         assert max(alone for _, alone in turns) > 1.3 * min(alone for _, alone in turns), "the twin"
 
 
@@ -225,7 +225,7 @@ def test_a_flush_is_no_part_of_the_mean(two: Ranks) -> None:
 
 
 def test_of_other_schemes_bits_are_the_mean_over_some_exchanges(two: Ranks) -> None:
-    for seen in two.run(bits_by_step, 24, scheme="topk", density=0.05, deterministic=True):
+    for seen in two.run(bits_by_step, 24, scheme="topk", density=0.05):
         alone = [each for _, each in seen]
         assert seen[4][0] == pytest.approx(sum(alone[:5]) / 5), "of as many as there were"
-        assert seen[-2][0] == pytest.approx(sum(alone[:20]) / 20), "of twenty, when there were"
+        assert seen[23][0] == pytest.approx(sum(alone[4:24]) / 20), "of the last twenty"

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
-from gradsieve.comm.c10d import Engine
+from gradsieve.comm.engine import Engine
 from gradsieve.feedback.residual import Residual
 from multiproc.harness import RankFailure, Ranks
 from multiproc.training import (
@@ -82,7 +82,7 @@ def train_forgetting(rank: int, plan: Plan) -> Seen:
 
 def train_spending_nothing(rank: int, plan: Plan) -> Seen:
     """Sent elements stay in the residual and are sent again: gradients are made up."""
-    with mock.patch.object(Residual, "commit", lambda self, spent, released: self.kept.copy_(self._staged)):
+    with mock.patch.object(Residual, "commit", lambda self, spent: self.kept.copy_(self._staged)):
         return train(rank, plan)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import gradsieve
 from multiproc.outside import torchrun
 
 SCRIPT = """
@@ -57,13 +58,15 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 LINE = re.compile(
-    r"rank (\d), step 8: the training ended with steps of norm [\d.e-]+ that no exchange has carried; the "
-    r"model lacks them: call sync\.flush\(\) on all ranks at the end"
+    r"rank (\d), step 8: the training ended with steps of norm [\d.e-]+ that were never exchanged and are "
+    r"not in the model: call flush\(\) before that, on all ranks"
 )
 
 
 def test_an_end_without_flush_is_said_on_every_rank(script: Path) -> None:
-    assert sorted(LINE.findall(torchrun(script, "plain").stderr)) == ["0", "1"]
+    stderr = torchrun(script, "plain").stderr
+    assert sorted(LINE.findall(stderr)) == ["0", "1"]
+    assert stderr.count(f"gradsieve {gradsieve.__version__} among 2 ranks, ") == 1, "no logging was set up"
 
 
 @pytest.mark.parametrize("way", ["flushed", "failed", "preempted"])
@@ -72,5 +75,5 @@ def test_twin_not_where_nothing_is_lacking_or_it_failed_or_goes_on_elsewhere(scr
 
 
 def test_a_close_says_what_it_leaves_unless_the_training_goes_on_elsewhere(script: Path) -> None:
-    assert "close() leaves steps of norm" in torchrun(script, "closed").stderr
-    assert "close() leaves steps" not in torchrun(script, "preempted, closed").stderr
+    assert "close() was called with steps of norm" in torchrun(script, "closed").stderr
+    assert "close() was called" not in torchrun(script, "preempted, closed").stderr

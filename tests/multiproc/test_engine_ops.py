@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from gradsieve.comm import lockstep
-from gradsieve.comm.c10d import Engine
+from gradsieve.comm.engine import Engine
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op
+from gradsieve.errors import DivergenceError
 from gradsieve.types import Program
 from multiproc.harness import Ranks
 
@@ -153,17 +154,17 @@ def one_breaks(rank: int) -> tuple[str, list[Tensor]]:
 
     def breaks() -> Program[None]:
         yield AllReduce(torch.ones(3))
-        raise KeyError("planted")
+        raise DivergenceError("planted")  # as all errors of ours, on all ranks alike
 
     broken = engine.submit(breaks(), "a test", CPU)
     after = engine.submit(replies(all_reduce, rank, engine.world, 0), "a test", CPU)
     return repr(broken.exception()), after.result()
 
 
-def test_an_error_in_a_program_goes_to_its_caller_and_the_next_one_runs(two: Ranks) -> None:
+def test_an_error_of_all_ranks_goes_to_their_callers_and_the_next_program_runs(two: Ranks) -> None:
     expected = lockstep.run([replies(all_reduce, rank, 2, 0) for rank in range(2)])
     for rank, (error, after) in enumerate(two.run(one_breaks)):
-        assert error == "KeyError('planted')"
+        assert error == "DivergenceError('planted')"
         assert_same(after, expected[rank])
 
 

@@ -11,18 +11,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import gradsieve
-from gradsieve.observe import startup_log
-from gradsieve.parallel import model_sync
+from gradsieve.parallel import attached
 from gradsieve.parallel.ddp import DdpSync
 from gradsieve.sync import gradient_sync
 from multiproc.harness import Ranks
 
-MOVED = gradsieve.Gradients(momentum="local")
+GRADIENTS = gradsieve.Gradients()
 PLACES: dict[str, tuple[Any, str]] = {
-    "the hooks on the model": (model_sync, "register_hooks"),
+    "the hooks on the model": (attached, "register_hooks"),
     "the hooks on optimizers": (gradient_sync, "OptimizerHooks"),
-    "what is looked at first": (gradient_sync.replica_check, "start_alike"),
-    "what is said at the end": (startup_log, "report_settings"),
+    "what is looked at first": (gradient_sync.ranks_alike, "start_alike"),
+    "what is said at the end": (gradient_sync.startup, "report_settings"),
 }
 
 
@@ -76,23 +75,7 @@ def attached_in_vain(rank: int, place: str, preset: Any) -> tuple[list[str], boo
     return left, same
 
 
-@pytest.mark.parametrize("preset", [None, MOVED], ids=["steps", "momentum moved"])
+@pytest.mark.parametrize("preset", [None, GRADIENTS], ids=["steps", "gradients"])
 @pytest.mark.parametrize("place", PLACES)
 def test_whatever_breaks_gives_all_back(two: Ranks, place: str, preset: Any) -> None:
     assert two.run(attached_in_vain, place, preset) == [([], True)] * 2
-
-
-def attached_to_half_of_it(rank: int) -> tuple[str, list[str]]:
-    ddp, _ = parts()
-    half = torch.optim.SGD(ddp.module[0].parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True)
-    try:
-        gradsieve.attach(ddp, half, density=0.1, exchange=MOVED)
-    except gradsieve.ConfigError as error:
-        return str(error), left_behind(ddp, half)
-    return "nothing was noticed", []
-
-
-def test_momentum_that_cannot_be_moved_stays_where_it_is(two: Ranks) -> None:
-    for said, left in two.run(attached_to_half_of_it):
-        assert "does not have parameter '1.weight', whose momentum is to be moved" in said
-        assert left == []

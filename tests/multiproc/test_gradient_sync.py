@@ -35,7 +35,6 @@ class ByHand(Run):
             scheme=plan.scheme,
             density=plan.density,
             exchange=plan.exchange,
-            deterministic=True,
             group=group,
             bucket_cap_mb=plan.cap_mb,
         )

@@ -19,13 +19,10 @@ import gradsieve
 from gradsieve.parallel.hosts import by_host
 from gradsieve.replica.parameter_views import ParameterViews
 from gradsieve.replica.shards import ShardedViews
-from gradsieve.torch_names import SHARD_PARTS
 from multiproc.harness import Ranks
 from multiproc.models import batch
 from multiproc.sharded import RATE, Odd, Training, full, mesh_of, plain, sharded, whole_training
 from multiproc.training import differing
-
-pytestmark = pytest.mark.skipif(not SHARD_PARTS.is_there, reason="FSDP says nothing of averaging here")
 
 AMOUNTS: list[dict[str, Any]] = [{"bits": 1.0}, {"scheme": "exdyna", "density": 0.05}]
 
@@ -63,7 +60,8 @@ def long_training(rank: int) -> list[Any]:
 def test_replicas_show_the_same_bits_and_evaluate_them(four: Ranks) -> None:
     seen = four.run(long_training)
     for said, _, steps in seen:
-        assert steps == 60
+        assert 8 < steps <= 60, "shards chose no period, or another one"
+        assert steps == seen[0][2]
         for (out, shown), (first, same) in zip(said, seen[0][0], strict=True):
             assert torch.equal(out, first)
             assert differing(shown, same) == []
@@ -164,7 +162,8 @@ def one_bad_gradient(rank: int) -> tuple[int, list[bool]]:
         gradient = training.model.first.weight.grad
         assert gradient is not None
         gradient._local_tensor[0, 0] = torch.nan
-    training.sync.complete(training.sync.parameters.keys())
+    training.sync.complete()
+    training.sync.refresh()
     before = [own.clone() for own in training.sync.pipeline.own.values()]
     training.optimizer.step()
     moved = [
@@ -260,7 +259,7 @@ def test_what_cannot_work_is_refused_with_the_mend(four: Ranks) -> None:
         assert "fully_shard(model, mesh=mesh['shard'])" in said["plain"]
         assert "reshard_after_forward=False" in said["ddp"]
         assert "fully_shard(module, mesh=mesh['shard'])" in said["native"]
-        assert "of 2 dimensions" in said["two axes"]
+        assert "not 2 axes" in said["two axes"]
         assert "leave out attach()" in said["one host"]
         assert "hold different shards of one model" in said["crooked"]
         assert "give fully_shard() the whole mesh" in said["gradients"]
@@ -307,7 +306,7 @@ def nothing_to_hold(rank: int) -> tuple[int, dict[str, Tensor]]:
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(64, 1), mesh=mesh["shard"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    sync = gradsieve.attach(model, optimizer, replicate=mesh["replicate"])
+    sync = gradsieve.attach(model, optimizer, replicate=mesh["replicate"], bits=0.75)
     for step in range(9):
         optimizer.zero_grad()
         model(torch.full((2, 64), 1.0 + rank + step)).square().mean().backward()

@@ -13,14 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradsieve.comm.c10d import Engine
+from gradsieve.comm.engine import Engine
 from gradsieve.comm.ops import AllReduce
 from gradsieve.errors import PeerError
 from gradsieve.types import Program
-from gradsieve_lab.faults.fleet import Ending
-from gradsieve_lab.faults.kinds import STOP, Fault
-from gradsieve_lab.faults.matrix import WORLD, Clean, Matrix
-from gradsieve_lab.faults.trained import DONE, PEER_FAILED
+from gradsieve_tools.faults.fleet import Ending
+from gradsieve_tools.faults.kinds import STOP, Fault
+from gradsieve_tools.faults.matrix import WORLD, Clean, Matrix
+from gradsieve_tools.faults.trained import DONE, PEER_FAILED
 
 DEADLINE = 2.0
 

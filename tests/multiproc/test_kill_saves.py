@@ -1,4 +1,4 @@
-"""A dozen of the kills of `tools/kill_saves.py`, on DDP; all of them are in docs/promises.md."""
+"""A dozen of the kills of `scripts/kill_saves.py`, on DDP; all of them are in docs/promises.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import kill_saves
 import pytest
 import saving_ranks
 
-from gradsieve.checkpoint import directory, fencing
+from gradsieve.checkpoint import fencing, files
 
 pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is missing")
 KILLS = 12
@@ -30,13 +30,13 @@ def a_dozen(life: Callable[..., None], place: Path) -> list[kill_saves.Line]:
 
 def careless(rank: int, case: saving_ranks.Case, pipe: Any) -> None:
     """Makes room before it writes."""
-    write = directory._write_shard
+    write = files._write_shard
 
-    def removing(sync: Any, place: Path, stamp: fencing.Stamp, optimizers: bool) -> directory.Written:
+    def removing(sync: Any, place: Path, stamp: fencing.Stamp, optimizers: bool) -> files.Written:
         fencing.remove_older(place, stamp)
         return write(sync, place, stamp, optimizers)
 
-    with mock.patch.object(directory, "_write_shard", removing):
+    with mock.patch.object(files, "_write_shard", removing):
         saving_ranks.be_rank(rank, case, pipe)
 
 

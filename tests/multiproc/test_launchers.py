@@ -16,7 +16,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import multiproc.harness  # noqa: F401  # tells the fork server what to load
 from gradsieve import kernels
-from gradsieve_lab.spot.nodes import Node, Nodes, wait_for
+from gradsieve_tools.spot.nodes import Node, Nodes, wait_for
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 

@@ -31,7 +31,7 @@ class Training:
         self.model = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, 8))
         self.ddp = DistributedDataParallel(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
-        settings = {"density": 0.02, "deterministic": True, **settings}
+        settings = {"density": 0.02, **settings}
         self.sync: DdpSync = gradsieve.attach(self.ddp, self.optimizer, **settings)
 
     def loss(self, step: int, model: nn.Module | None = None) -> Tensor:
@@ -215,9 +215,9 @@ def in_evaluation_mode(rank: int, micro: int) -> list[bool]:
     for step in range(6):
         run.optimizer.zero_grad()
         for part in range(micro):
-            own, before = run.own, gradients_of(run.model)
+            shown, before = run.shared, gradients_of(run.model)  # there is no preview in evaluation mode
             run.loss(10 * step + part).backward()
-            alone = plain_model(own)
+            alone = plain_model(shown)
             run.loss(10 * step + part, alone).backward()
             summed = [old + new for old, new in zip(before, gradients_of(alone), strict=True)]
             right.append(same_bits(gradients_of(run.model), summed))
@@ -244,7 +244,7 @@ def narrow(rank: int) -> tuple[bool, list[Tensor]]:
     run.model.bfloat16()
     ddp = DistributedDataParallel(run.model)
     optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
-    sync = gradsieve.attach(ddp, optimizer, density=0.05, deterministic=True)
+    sync = gradsieve.attach(ddp, optimizer, density=0.05)
     for step in range(8):
         optimizer.zero_grad()
         inputs = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step + 50 * rank)).bfloat16()
@@ -294,7 +294,7 @@ def compiled(rank: int, where: str, attached: bool = True) -> tuple[list[Tensor]
     )
     run = torch.compile(ddp, backend=backend) if where == "around" else ddp
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sync = gradsieve.attach(run, optimizer, density=0.05, deterministic=True) if attached else None
+    sync = gradsieve.attach(run, optimizer, density=0.05) if attached else None
     for step in range(6):
         optimizer.zero_grad()
         inputs = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step + 50 * rank))

@@ -14,8 +14,12 @@ from unittest import mock
 import pytest
 import torch
 
-from gradsieve import PeerError
-from gradsieve.comm.c10d import Engine
+from gradsieve import ConfigError, PeerError
+from gradsieve.comm import staging
+from gradsieve.comm.engine import Engine
+from gradsieve.comm.failures import Watch
+from gradsieve.comm.ops import AllGather
+from gradsieve.types import Program
 from multiproc.harness import Answer, Ranks
 from multiproc.training import Plan, Run, Seen, check_laws, differing, snapshot
 
@@ -108,7 +112,7 @@ def check_survivors(survivors: dict[int, Survivor], within: float) -> None:
     for rank, survivor in survivors.items():
         assert survivor.said is not None, f"rank {rank} noticed nothing"
         assert survivor.kind in ("PeerError", "RuntimeError")
-        words = rf"rank {rank}: \w+ of \w+.* for unit \d+ of \d+ in step {survivor.step} failed"
+        words = rf"On rank {rank} \w+ of \w+.* for unit \d+ of \d+ in step {survivor.step} failed"
         assert re.search(words, survivor.said), survivor.said
         assert "PeerError" in survivor.said or survivor.kind == "PeerError"
         assert re.search(rf"rank {VICTIM} (died|lives, but has not come)", survivor.said), survivor.said
@@ -214,3 +218,77 @@ def test_a_flush_that_fails_keeps_the_residuals() -> None:
         assert re.search(r"for flush after step \d+ failed", said), said
         assert f"rank {VICTIM} died" in said
         assert changed == []
+
+
+# -- what one rank alone cannot do ----------------------------------------------------------------------
+
+
+def fails_alone(rank: int, error: Exception) -> list[tuple[str, str, tuple[int, ...]]]:
+    """What a rank raises when the victim cannot make room for a reply, and when it then asks once more."""
+    engine, seen = Engine(), []
+    usual, cpu = staging.empty, torch.device("cpu")
+    engine.run(gathered(), "the beginning", cpu)  # all ranks have connected
+
+    def lacking(*args: Any) -> torch.Tensor:
+        if rank == VICTIM:
+            raise error
+        return usual(*args)
+
+    def late(watch: Watch, *found: Any) -> None:
+        """The thread that tells the others comes when the next op has already been asked for."""
+        time.sleep(0.3 if rank == VICTIM else 0.0)
+        diagnose(watch, *found)
+
+    diagnose = Watch._diagnose
+    for empty in (lacking, usual):
+        with mock.patch.object(staging, "empty", empty), mock.patch.object(Watch, "_diagnose", late):
+            raised = engine.submit(gathered(), "unit 0 of 1 in step 5", cpu).exception()
+        seen.append((type(raised).__name__, str(raised), getattr(raised, "ranks", ())))
+    engine.close()
+    return seen
+
+
+def gathered() -> Program[torch.Tensor]:
+    return (yield AllGather(torch.zeros(3)))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("Tried to allocate 2.00 GiB"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        ValueError("a scheme's own"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_of_one_rank_is_named_on_all_as_what_it_is(error: Exception) -> None:
+    """Not as a broken network, and at once: the time-out is far longer."""
+    with Ranks(WORLD) as ranks:
+        answers = ranks.outcomes(fails_alone, error, group_timeout=60.0, timeout=40.0)
+    what = f"{type(error).__name__}: {error}"
+    for rank, answer in enumerate(answers):
+        (kind, said, blamed), (_, again, _) = answer.value
+        if rank == VICTIM:
+            assert f"{kind}: {said}" == what
+            assert f"rank {VICTIM} (this one) gave up: {what}" in again
+        else:
+            assert (kind, blamed) == ("PeerError", (VICTIM,)), said
+            assert said.startswith(f"rank {VICTIM} gave up: {what}. On rank {rank} AllGather"), said
+
+
+# -- after close() --------------------------------------------------------------------------------------
+
+
+def closed(rank: int) -> list[str]:
+    run, said = Run(rank, Plan()).train(), []
+    run.sync.close()
+    for call in (run.sync.flush, run.sync.verify, run.sync.state_dict):
+        with pytest.raises(ConfigError) as error:
+            call()
+        said.append(str(error.value))
+    return said
+
+
+def test_calls_after_close_say_so(two: Ranks) -> None:
+    for said in two.run(closed):
+        assert all("the sync is closed" in line for line in said), said

@@ -112,7 +112,7 @@ def test_saved_while_an_exchange_is_pending_it_resumes_bit_for_bit(
 
 def flushed(rank: int, steps: int) -> list[dict[str, Tensor]]:
     """What was fed; the model that an evaluation sees before the flush, and that after it."""
-    plan = Plan(scheme="topk", exchange=gradsieve.Steps(preview=1.0, every=EVERY))
+    plan = Plan(scheme="topk", exchange=gradsieve.Steps(every=EVERY), preview=1.0)
     run = Run(rank, plan).train(steps)
     run.ddp.eval()
     seen: dict[str, Tensor] = {}
@@ -142,7 +142,7 @@ def test_a_flush_anywhere_in_a_period_brings_everything(two: Ranks, steps: int) 
 
 def looked_at_in_the_middle(rank: int, late: int) -> tuple[list[bool], list[dict[str, Tensor]]]:
     """After each step, whether an exchange is under way; and the model that rank 0 alone looks at then."""
-    plan = Plan(scheme="topk", exchange=gradsieve.Steps(preview=1.0, every=EVERY, overlap=late))
+    plan = Plan(scheme="topk", exchange=gradsieve.Steps(every=EVERY, overlap=late), preview=1.0)
     run, under_way, seen = Run(rank, plan), [], []
     for step in range(2 * EVERY):
         run.train(1)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from gradsieve import Gradients, kernels
-from gradsieve.comm.c10d import Engine
+from gradsieve.comm.engine import Engine
 from gradsieve.pipeline import GradientPipeline
-from gradsieve.schemes import parse
+from gradsieve_tools.specs import parse
 from multiproc.harness import Ranks
 
 UNITS, STEPS, N = 8, 125, 64

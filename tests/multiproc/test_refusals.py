@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import gradsieve
-from gradsieve.checkpoint import directory as files
-from gradsieve.comm import c10d
+from gradsieve.checkpoint import files
+from gradsieve.comm import engine
 from multiproc.harness import Ranks
 from multiproc.resumable import Resumable
 from multiproc.training import differing
@@ -55,7 +55,7 @@ def test_after_a_refusal_all_ranks_train_on_and_save(two: Ranks, what: str, tmp_
 
 
 def as_it_was(rank: int, folder: Path) -> Any:
-    with mock.patch.object(c10d, "RefusedError", NotImplementedError):
+    with mock.patch.object(engine, "RefusedError", NotImplementedError):
         return refused(rank, folder, "load")
 
 

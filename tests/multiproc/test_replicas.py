@@ -9,10 +9,12 @@ from unittest import mock
 import pytest
 import torch
 
+import gradsieve
 from gradsieve import DivergenceError
 from gradsieve.schemes import SCHEMES
 from gradsieve.sync import gradient_sync
 from multiproc.harness import Ranks
+from multiproc.outside import Lines
 from multiproc.training import Plan, Run, registered, usual
 
 every_scheme = pytest.mark.parametrize("scheme", usual())
@@ -141,3 +143,22 @@ def test_training_goes_on_without_a_difference_or_a_comparison(
 ) -> None:
     """Twin: it is the comparison that stops, and the difference that makes it."""
     assert four.run(train_after, Plan(), change, every) == [(None, 12)] * 4
+
+
+def a_rate(run: Run) -> None:
+    run.optimizer.param_groups[0]["lr"] *= 2
+
+
+def lines_after(rank: int, change: Callable[[Run], None]) -> list[str]:
+    log = Lines()
+    ended = train_after(rank, Plan(exchange=gradsieve.Steps()), change, 5)
+    assert ended == (None, 12), "a rank that skips a step alone may skip its schedule's"
+    return log.lines
+
+
+def test_a_learning_rate_that_differs_is_named_on_one_rank(four: Ranks) -> None:
+    first, *others = four.run(lines_after, a_rate)
+    assert len(first) == 2
+    assert "step 5: learning rates differ between ranks; against the majority stand ranks [2]" in first[0]
+    assert others == [[]] * 3
+    assert four.run(lines_after, nothing) == [[]] * 4

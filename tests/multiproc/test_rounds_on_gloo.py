@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsieve.comm import lockstep
-from gradsieve.comm.c10d import Engine
+from gradsieve.comm import lockstep, rounds
+from gradsieve.comm.engine import Engine
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Op
-from gradsieve.comm.rounds import Rounds, directly, has_rounds, in_rounds
+from gradsieve.comm.rounds import directly, has_rounds, in_rounds
 from gradsieve.errors import PeerError
 from gradsieve.types import Program
 from multiproc.harness import Ranks
@@ -54,28 +54,41 @@ def test_replies_are_those_of_virtual_ranks(pool: Callable[[int], Ranks]) -> Non
         assert all(torch.equal(one, other) for one, other in zip(real, virtual, strict=True))
 
 
-def trained(rank: int, way: str) -> tuple[int, list[Tensor]]:
-    with mock.patch.object(Rounds, "chosen", lambda self, op: way if has_rounds(op) else "engine"):
-        run = Run(rank, Plan("exdyna"))
+def trained(rank: int, way: str) -> tuple[set[str], list[Tensor]]:
+    carried, usual = set(), Engine.by_backend
+
+    def watched(self: Engine, op: Op) -> Tensor:
+        carried.add(type(op).__name__)
+        return usual(self, op)
+
+    run = Run(rank, Plan("exdyna"))
+    with (
+        mock.patch.object(rounds, "route", lambda op, *_: way if has_rounds(op) else "backend"),
+        mock.patch.object(Engine, "by_backend", watched),
+    ):
         for step in range(4):
             run.step(run.plan.gradients(step, rank))
         run.sync.verify()
-        return run.sync.metrics()["collectives"], [p.detach().clone() for p in run.model.parameters()]
+    return carried, [p.detach().clone() for p in run.model.parameters()]
 
 
-@pytest.mark.parametrize(("way", "ops"), [("rounds", 9), ("direct", 3)])
+@pytest.mark.parametrize(("way", "message"), [("rounds", "Exchange"), ("direct", "AllToAll")])
 def test_a_training_by_our_own_has_the_same_replicas(
-    pool: Callable[[int], Ranks], way: str, ops: int
+    pool: Callable[[int], Ranks], way: str, message: str
 ) -> None:
-    """A gather in 3 rounds and a sum in 6, a unit; or one and two messages to everybody."""
     ranks = pool(WORLD).run(trained, way)
-    assert {collectives % ops for collectives, _ in ranks} == {0}
+    assert all(carried == {message} for carried, _ in ranks)
     for _, parameters in ranks[1:]:
         assert all(torch.equal(one, other) for one, other in zip(parameters, ranks[0][1], strict=True))
 
 
+def asked() -> Program[Tensor]:
+    yield AllGather(torch.zeros(101))
+    return (yield AllReduce(torch.zeros(101)))
+
+
 def dies_in_a_round(rank: int) -> tuple[str, tuple[int, ...]]:
-    engine, usual, begun = Engine(), Engine.perform, []
+    engine, usual, begun = Engine(), Engine.by_backend, []
 
     def dying(self: Engine, op: Op) -> Tensor:
         begun.append(op)
@@ -83,8 +96,12 @@ def dies_in_a_round(rank: int) -> tuple[str, tuple[int, ...]]:
             os._exit(3)
         return usual(self, op)
 
-    with mock.patch.object(Engine, "perform", dying), pytest.raises(PeerError) as seen:
-        engine.run(replies(rank, engine.world), "a test", CPU)
+    with (
+        mock.patch.object(rounds, "route", return_value="rounds"),
+        mock.patch.object(Engine, "by_backend", dying),
+        pytest.raises(PeerError) as seen,
+    ):
+        engine.run(asked(), "a test", CPU)
     return str(seen.value), seen.value.ranks
 
 
@@ -98,4 +115,4 @@ def test_who_dies_in_a_round_is_named_with_the_collective(pool: Callable[[int], 
             continue
         said, blamed = answer.value
         assert blamed == (VICTIM,), said
-        assert re.search(r"Exchange of \w+ within All\w+ of \w+.* for a test failed", said), said
+        assert re.search(r"AllReduce of float32 \(101,\) for a test failed", said), said

@@ -22,7 +22,7 @@ from documents import PAGES, Block, blocks
 from multiproc.harness import RankFailure, Ranks
 
 SCRIPTS = ("train.py", "measure.py")
-"""Blocks that are programs of their own: lab/tests/network runs them."""
+"""Blocks that are programs of their own: tools/tests/network runs them."""
 PYTHON = [
     block
     for page in PAGES
@@ -89,7 +89,7 @@ def test_blocks_of_python_run(block: Block, two: Ranks, tmp_path: Path) -> None:
 
 def test_blocks_are_found_and_most_of_them_run() -> None:
     assert len(PYTHON) > 15
-    assert sum(block.reason is None for block in PYTHON) > len(PYTHON) / 2
+    assert sum(block.reason is None for block in PYTHON) >= len(PYTHON) / 2
 
 
 def test_a_block_that_fails_is_seen(two: Ranks, tmp_path: Path) -> None:

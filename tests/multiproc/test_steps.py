@@ -21,7 +21,7 @@ from multiproc.harness import Ranks
 from multiproc.outside import Lines
 from multiproc.training import RATE, Plan, Run, differing, usual
 
-WHOLE = gradsieve.Steps(preview=1.0)
+WHOLE: dict[str, Any] = {"exchange": gradsieve.Steps(), "preview": 1.0}
 """With whole numbers for gradients, all sums are exact."""
 
 lossy = pytest.mark.parametrize("scheme", usual(lossless=False))
@@ -43,7 +43,7 @@ def train(rank: int, plan: Plan) -> list[dict[str, Tensor]]:
 
 @lossy
 def test_after_a_flush_all_ranks_have_what_all_of_them_learnt(two: Ranks, scheme: str) -> None:
-    seen = two.run(train, Plan(scheme=scheme, exchange=WHOLE))
+    seen = two.run(train, Plan(scheme=scheme, **WHOLE))
     for name in seen[0][0]:
         learnt = -RATE * (seen[0][0][name] + seen[1][0][name]) / 2
         assert torch.equal(seen[0][2][name].double(), learnt), f"{name}: something was lost or made up"
@@ -51,7 +51,7 @@ def test_after_a_flush_all_ranks_have_what_all_of_them_learnt(two: Ranks, scheme
 
 
 def test_before_it_each_has_its_own(two: Ranks) -> None:
-    seen = two.run(train, Plan(exchange=WHOLE))
+    seen = two.run(train, Plan(**WHOLE))
     assert differing(seen[0][1], seen[1][1])
     assert differing(seen[0][3], seen[1][3]) == [], "but all show the shared one"
 
@@ -71,7 +71,7 @@ def figures_of(rank: int, plan: Plan) -> dict[str, float]:
 
 def with_a_bad_step(rank: int, bad_rank: int, scaled: bool) -> tuple[int, dict[str, Tensor]]:
     """One rank's gradient is not finite in the third of six steps."""
-    plan = Plan(exchange=WHOLE, loss_scale=4.0 if scaled else None)
+    plan = Plan(**WHOLE, loss_scale=4.0 if scaled else None)
     run = Run(rank, plan)
     for step in range(6):
         gradients = plan.gradients(step, rank)
@@ -98,7 +98,7 @@ def test_a_rank_without_a_usable_gradient_sits_out_alone(two: Ranks, scaled: boo
 
 def overflowing_flush(rank: int) -> tuple[str, bool, float]:
     """Each rank has moved as far as a float32 goes: what all of them moved is not one."""
-    run = Run(rank, Plan(exchange=WHOLE)).train()
+    run = Run(rank, Plan(**WHOLE)).train()
     assert isinstance(run.sync.pipeline, StepPipeline)
     name, own = next(iter(run.sync.pipeline.own.items()))
     shared = run.sync.pipeline.shown()[name].clone()
@@ -119,7 +119,7 @@ def test_a_flush_that_overflows_says_so_and_keeps_everything(two: Ranks) -> None
 
 
 def micro_steps(rank: int) -> int:
-    run = Run(rank, Plan(exchange=WHOLE, micro=3, steps=4)).train()
+    run = Run(rank, Plan(**WHOLE, micro=3, steps=4)).train()
     return run.sync.pipeline.step
 
 
@@ -145,26 +145,21 @@ def attached(
 
 def test_one_line_on_one_rank_says_what_was_chosen(two: Ranks) -> None:
     (lines, held, _), (silent, _, _) = two.run(attached, None)
-    assert lines == ["ExDyna at density 0.1 among 2 ranks for SGD: exchange=steps; kernels: compiled"]
+    assert lines == [
+        f"gradsieve {gradsieve.__version__} among 2 ranks, compiled kernels: attach(model, SGD, "
+        "scheme=ExDyna(density=0.1), exchange=Steps())"
+    ]
     assert silent == []
     assert held == [0.9, 0.01]  # the optimizer keeps what is its own
 
 
-def test_momentum_is_moved_and_given_back(two: Ranks) -> None:
-    moved = gradsieve.Gradients(momentum="masked")
-    (lines, held, after), _ = two.run(attached, moved)
-    assert "exchange=gradients, momentum=masked;" in lines[0]
-    assert held == [0.0, 0.0]
-    assert after == [0.9, 0.01]
-
-
 def test_the_papers_way_sends_small_tensors_sparsely_too(two: Ranks) -> None:
     (lines, _, _), _ = two.run(attached, None, "exdyna-paper")
-    assert "exchange=gradients, small=0;" in lines[0]
+    assert "exchange=Gradients(small=0))" in lines[0]
 
 
 def joined(rank: int) -> str:
-    run = Run(rank, Plan(exchange=WHOLE))
+    run = Run(rank, Plan(**WHOLE))
     with pytest.raises(gradsieve.ConfigError) as refusal, run.ddp.join():
         run.train(1)
     return str(refusal.value)
@@ -178,8 +173,8 @@ def test_join_is_refused(two: Ranks) -> None:
 # -- when an exchange begins --------------------------------------------------------------------------
 
 
-def begins(rank: int) -> dict[str, bool]:
-    """Whether one is under way after each of these, in this order."""
+def exchanged(rank: int) -> dict[str, int]:
+    """How many exchanges there were after each of these, in this order."""
     model = nn.Linear(40, 40)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ddp = DistributedDataParallel(model)
@@ -187,61 +182,66 @@ def begins(rank: int) -> dict[str, bool]:
     inputs = torch.full((2, 40), float(rank))
     seen = {}
 
-    def look(after: str) -> object:
-        seen[after] = sync._pending is not None
-        return sync._pending
+    def look(after: str) -> None:
+        assert sync._pending is None
+        seen[after] = sync.pipeline.step
 
+    with ddp.no_sync():
+        ddp(inputs).sum().backward()
+    look("a backward that does not average")
     ddp.eval()
     ddp(inputs)
-    look("a forward to evaluate the model")
     ddp.train()
     with torch.no_grad():
         ddp(inputs)
-    look("a forward without gradients")
+    look("forwards of other kinds")
     ddp(inputs)
-    first = look("a forward to train")
     loss = ddp(inputs).sum()
-    seen["and a second one begins no other"] = sync._pending is first
+    look("forwards to train")
     loss.backward()
+    look("a backward that averages")
     optimizer.step()
     look("the optimizer's step")
     ddp.eval()
     ddp(inputs).sum().backward()
-    look("a backward of a model in evaluation mode")
+    look("a backward in evaluation mode")
     optimizer.step()
-    seen["one exchange a backward"] = sync.pipeline.step == 2
     sync.close()
     ddp.train()
-    ddp(inputs)
+    ddp(inputs).sum().backward()
     look("close")
     return seen
 
 
-BEGUN = {
-    "a forward to evaluate the model": False,
-    "a forward without gradients": False,
-    "a forward to train": True,
-    "and a second one begins no other": True,
-    "the optimizer's step": False,
-    "a backward of a model in evaluation mode": False,
-    "one exchange a backward": True,
-    "close": False,
+EXCHANGED = {
+    "a backward that does not average": 0,
+    "forwards of other kinds": 0,
+    "forwards to train": 0,
+    "a backward that averages": 1,
+    "the optimizer's step": 1,
+    "a backward in evaluation mode": 2,
+    "close": 2,
 }
 
 
-def test_an_exchange_begins_with_the_forward_that_trains(two: Ranks) -> None:
-    assert two.run(begins) == [BEGUN, BEGUN]
+def test_an_exchange_belongs_to_a_backward_that_averages(two: Ranks) -> None:
+    assert two.run(exchanged) == [EXCHANGED, EXCHANGED]
 
 
-def begins_with_backward(rank: int) -> dict[str, bool]:
-    with mock.patch.object(DdpSync, "before_forward", return_value=None):
-        return begins(rank)
+def exchanged_by_every_backward(rank: int) -> dict[str, int]:
+    reach = DdpSync.reach
+
+    def averages(self: DdpSync, graph: Any) -> None:
+        reach(self, graph)
+        self.averaged()
+
+    with mock.patch.object(DdpSync, "reach", averages):
+        return exchanged(rank)
 
 
-def test_one_that_began_with_backward_would_show(two: Ranks) -> None:
+def test_one_that_belongs_to_every_backward_shows(two: Ranks) -> None:
     """Twin."""
-    late = {"a forward to train": False, "a backward of a model in evaluation mode": True}
-    assert two.run(begins_with_backward) == [BEGUN | late] * 2
+    assert two.run(exchanged_by_every_backward)[0]["a backward that does not average"] == 1
 
 
 # -- while backward runs ------------------------------------------------------------------------------------
@@ -261,11 +261,10 @@ def applied(rank: int, calls_a_part: bool = False, waits: bool = True) -> tuple[
     done, seen = [], []
 
     def look(_: Tensor) -> None:
-        pending = sync._pending
-        assert pending is not None
-        if waits and pending.applied is not None:
-            wait([pending.applied], timeout=20.0)
-        done.append(pending.applied is not None and pending.applied.done())
+        applied = None if sync._pending is None else sync._pending.applied
+        if waits and applied is not None:
+            wait([applied], timeout=20.0)
+        done.append(applied is not None and applied.done())
         ddp.eval()
         with torch.no_grad():
             seen.append(ddp(torch.ones(1, 8)))

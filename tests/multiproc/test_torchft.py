@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 from gradsieve.errors import ConfigError, GradsieveError, Malformed, PeerError
-from gradsieve.frameworks import torchft
-from gradsieve.frameworks.torchft import ElasticSync, Rendezvous
-from gradsieve_lab.bench.elastic import measure as elastic
-from gradsieve_lab.bench.elastic.replica import Plan
+from gradsieve.frameworks.torchft import ElasticSync, Rendezvous, adapter
+from gradsieve_tools.bench.elastic import measure as elastic
+from gradsieve_tools.bench.elastic.replica import Plan
 
 
 def trained(steps: int, faults: elastic.Faults) -> dict[str, Any]:
@@ -152,7 +151,7 @@ def sync_of(manager: Manager) -> ElasticSync:
 def test_a_quorum_that_does_not_come_is_told_on_the_way_and_at_the_end(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torchft, "_PATIENCE", 0.1)
+    monkeypatch.setattr(adapter, "_PATIENCE", 0.1)
     with pytest.raises(GradsieveError, match=r"replica x, exchange 7: no quorum within 9 s.*\(now 3\)"):
         sync_of(Manager()).reduce()
     assert [text.count("no quorum for") for text in caplog.messages] == [1, 1], "after 0.1 and 0.3 s"

@@ -18,6 +18,7 @@ from gradsieve.schemes import SCHEMES, make
 from gradsieve.schemes.base import Scheme
 from gradsieve.types import replicated_fields, stored_fields
 from multiproc.models import SHAPES, Whole, whole_numbers
+from previews import fix_preview
 
 RATE = 2.0**-6
 GRADIENTS = gradsieve.Gradients()
@@ -71,7 +72,8 @@ class Plan:
     memory: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the optimizer beside its rate."""
     exchange: gradsieve.Steps | gradsieve.Gradients | None = GRADIENTS
-    deterministic: bool = True
+    preview: float | None = None
+    """Fixed, for sums that are exact."""
     loss_scale: float | None = None
     """Train with a GradScaler that begins here and doubles every fourth step."""
 
@@ -129,8 +131,8 @@ class Run:
             density=plan.density,
             exchange=plan.exchange,
             scaler=self.scaler,
-            deterministic=plan.deterministic,
         )
+        fix_preview(self.sync.pipeline, plan.preview)
 
     def train(self, steps: int | None = None) -> Run:
         for step in range(self.plan.steps if steps is None else steps):

@@ -15,8 +15,7 @@ import lock
 import pytest
 
 import gradsieve
-import gradsieve_lab
-from gradsieve.tools.cli.tree import IN_LAB
+import gradsieve_tools
 
 ROOT = Path(__file__).parents[2]
 BESIDE_THE_SOURCE = {"README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "SECURITY.md", "pyproject.toml"}
@@ -86,31 +85,54 @@ def test_one_version_everywhere(released: tuple[Path, Path]) -> None:
     assert f"version: {gradsieve.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert released[0].name == f"gradsieve-{gradsieve.__version__}-py3-none-any.whl"
     assert not re.search(r"^version *=", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert gradsieve_lab.__version__ == gradsieve.__version__
-    assert f'"gradsieve=={gradsieve.__version__}"' in (ROOT / "lab" / "pyproject.toml").read_text()
+    assert gradsieve_tools.__version__ == gradsieve.__version__
+    assert f'"gradsieve=={gradsieve.__version__}"' in (ROOT / "tools" / "pyproject.toml").read_text()
 
 
 def test_a_training_installs_no_instrument(released: tuple[Path, Path]) -> None:
-    """No bench, lab, fuzz or simulator: they are of the other package."""
+    """No doctor, bench, lab, fuzz or simulator: they are of the other package."""
     names = zipfile.ZipFile(released[0]).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"gradsieve"}
     rooms = {part for name in names for part in name.split("/")[:-1]}
-    assert not rooms & {"bench", "lab", "fuzz", "simulate", "chaos", "soak", "spot", "rivals", "figures"}
+    assert not rooms & {
+        "doctor",
+        "plan",
+        "bench",
+        "lab",
+        "fuzz",
+        "simulate",
+        "chaos",
+        "soak",
+        "spot",
+        "rivals",
+        "figures",
+    }
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    copy = tmp_path_factory.mktemp("lab")
-    shutil.copytree(ROOT / "lab", copy / "lab", ignore=shutil.ignore_patterns("__pycache__"))
-    return built(copy / "lab", tmp_path_factory.mktemp("lab-dist"))[0]
+def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    copy = tmp_path_factory.mktemp("tools")
+    shutil.copytree(ROOT / "tools", copy / "tools", ignore=shutil.ignore_patterns("__pycache__"))
+    return built(copy / "tools", tmp_path_factory.mktemp("tools-dist"))[0]
 
 
-def test_the_lab_is_a_wheel_of_its_own_that_adds_four_words(lab: Path) -> None:
-    archive = zipfile.ZipFile(lab)
-    names = archive.namelist()
-    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"gradsieve_lab"}
-    entries = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
-    assert set(re.findall(r"^(\w+) = gradsieve_lab", entries, re.MULTILINE)) == set(IN_LAB)
+def test_the_tools_are_a_wheel_of_their_own(tools: Path) -> None:
+    names = zipfile.ZipFile(tools).namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"gradsieve_tools"}
+
+
+def test_the_command_without_the_tools_says_how_to_get_them(released: tuple[Path, Path]) -> None:
+    """From the wheel, by a Python that has nothing else."""
+    program = "import sys; sys.path.append(sys.argv[1]); from gradsieve.command import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program, str(released[0])],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "pip install ./tools" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_an_installation_needs_torch_and_numpy_only(released: tuple[Path, Path]) -> None:
@@ -149,7 +171,7 @@ LOCKED = (
     "--no-deps --require-hashes -r .ci/requirements.txt",
     "--no-index",
     "--no-deps --no-build-isolation",  # our own source, with what is installed
-    f"{lock.TORCH} ",  # indexes have different builds of it, with CUDA's libraries or without (tools/lock.py)
+    f"{lock.TORCH} ",  # each index has its own builds, with CUDA or without (scripts/lock.py)
     "installed/bin/pip install dist/gradsieve-*.whl ",  # what a user gets: listed, and no part of a release
 )
 """How the gate and the workflows may install packages."""

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from documents import links
-from gradsieve.tools.cli import doctor
+from gradsieve_tools.cli import doctor
 
 ROOT = Path(__file__).parents[2]
 FORMS = sorted(path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").iterdir() if path.stem != "config")

@@ -1,4 +1,4 @@
-"""`tools/release.py` builds nothing where versions, changelog, tree or tag do not fit: each is seen."""
+"""`scripts/release.py` builds nothing where versions, changelog, tree or tag do not fit: each is seen."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_this_tree_has_a_version_in_every_place() -> None:
 
 def test_there_is_no_other_place() -> None:
     ours = re.findall(release.PLACES["CITATION.cff"], (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[0]
-    tops = [*ROOT.glob("*.toml"), *ROOT.glob("*.cff"), *ROOT.glob("lab/*.toml")]
-    sources = [*(ROOT / "src").rglob("*.py"), *(ROOT / "lab" / "src").rglob("*.py")]
+    tops = [*ROOT.glob("*.toml"), *ROOT.glob("*.cff"), *ROOT.glob("tools/*.toml")]
+    sources = [*(ROOT / "src").rglob("*.py"), *(ROOT / "tools" / "src").rglob("*.py")]
     written = re.compile(rf'(?i)(version\w*"? *[=:] *"?|gradsieve==){re.escape(ours)}\b')
     found = {str(path.relative_to(ROOT)) for path in [*tops, *sources] if written.search(path.read_text())}
     assert found == set(release.PLACES)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from gradsieve.observe.records import Header, Line, path_of, text_of
+from gradsieve_tools.records import Header, Line, path_of, text_of
 
 HEADER = Header(
     name="run", scheme="topk", exchange="steps", density=0.01, rank=0, world=3, parameters=1000, every=5
 )
+
+
+def plain(entry: Header | Line) -> dict[str, Any]:
+    """What a recorder gives its file for such a line."""
+    out: dict[str, Any] = json.loads(text_of(entry))
+    return out
 
 
 def line_of(step: int, rank: int = 0) -> Line:

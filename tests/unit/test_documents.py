@@ -10,7 +10,7 @@ import pytest
 import reference_pages
 
 from documents import PAGES, ROOT, Block, blocks, commands, links
-from gradsieve.tools.cli import main
+from gradsieve_tools.cli import main
 
 RUN_HERE = {"plan"}
 """Sub-commands that take no time and no network: these are run, all others are parsed."""
@@ -33,7 +33,7 @@ def check(words: list[str], block: Block) -> None:
         recipes = re.findall(r"^(\S+).*:", (ROOT / "justfile").read_text(), re.MULTILINE)
         assert words[1] in recipes, f"{block}: the justfile has no {words[1]}"
     else:
-        scripts = [word for word in words if re.match(r"(examples|benchmarks|tools)/.*\.py$", word)]
+        scripts = [word for word in words if re.match(r"(examples|benchmarks|scripts)/.*\.py$", word)]
         missing = [script for script in scripts if not (ROOT / script).is_file()]
         assert not missing, f"{block}: {missing}"
 
@@ -88,7 +88,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_every_error_message_shown_is_in_the_code() -> None:
-    known = "\n".join([*_texts(ROOT / "src"), *_texts(ROOT / "lab" / "src")])
+    known = "\n".join([*_texts(ROOT / "src"), *_texts(ROOT / "tools" / "src")])
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     before_hints = page.split("## No error, but")[0]
     shown = re.findall(r"^\| `([^`]+)`", before_hints, re.MULTILINE)

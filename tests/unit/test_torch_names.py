@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,10 +24,6 @@ from gradsieve.errors import ConfigError
 from gradsieve.torch_names import PRIVATE, Private
 
 SECONDS = 123.0
-needs_averaging = pytest.mark.skipif(
-    not torch_names.SHARD_PARTS.is_there, reason="FSDP of this torch does not tell, nor run on the CPU"
-)
-INSTALLED = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 @pytest.fixture(scope="module")
@@ -54,22 +50,21 @@ def sharded(store: dist.Store) -> Any:
 
 @pytest.mark.parametrize("private", PRIVATE, ids=str)
 def test_the_installed_torch_has_it(private: Private) -> None:
-    assert private.is_there == (private.since <= INSTALLED)
-    assert private.use
+    assert private.is_there
     assert private.without
 
 
 def test_what_is_not_there_is_seen() -> None:
-    names = {"owner": "torch", "names": ("_no_such_name",), "use": "nothing", "without": "all is well"}
+    names = {"owner": "torch", "names": ("_no_such_name",), "without": "all is well"}
     assert not Private(**names).is_there
     for owner in ("no.such.module", "torch:NoSuchClass", "nn/no_such_file.py", "nn/parallel/distributed.py"):
         assert not Private(**{**names, "owner": owner}).is_there
-    assert Private(**names).lost.endswith("has no torch: _no_such_name, for nothing: all is well")
+    assert Private(**names).lost.endswith("has no torch: _no_such_name: all is well")
 
 
 def test_all_entries_are_listed_and_none_is_lacking() -> None:
-    assert len(PRIVATE) == 18
-    assert torch_names.lacking() == [each for each in PRIVATE if each.since > INSTALLED]
+    assert len(PRIVATE) == 17
+    assert torch_names.lacking() == []
 
 
 def test_a_name_that_vanished_is_lacking_and_refused_where_it_is_needed(
@@ -139,15 +134,6 @@ def test_rows_are_gathered_by_either_name(store: dist.Store, monkeypatch: pytest
 # --- DistributedDataParallel
 
 
-def test_buffers_stay_by_either_name(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the older name is deprecated where there is a newer one
-        DistributedDataParallel(torch.nn.BatchNorm1d(2), **torch_names.buffers_stay())
-    older = lambda self, module, broadcast_buffers=True: None  # noqa: E731
-    monkeypatch.setattr(DistributedDataParallel, "__init__", older)
-    assert torch_names.buffers_stay() == {"broadcast_buffers": False}
-
-
 def test_a_communication_hook_is_listed_with_its_state(ddp: DistributedDataParallel) -> None:
     assert list(torch_names.comm_hooks_of(ddp)) == []
     state = object()
@@ -175,9 +161,9 @@ def test_a_reducer_without_buckets_is_seen(ddp: DistributedDataParallel) -> None
 
 def test_what_was_compiled_is_found() -> None:
     model = nn.Linear(2, 2)
-    assert torch_names.compiled_from(model) is None
+    assert torch_names.without_compile(model) is model
     compiled: Any = torch.compile(model, backend="eager")
-    assert torch_names.compiled_from(compiled) is model
+    assert torch_names.without_compile(compiled) is model
 
 
 @pytest.mark.parametrize("vanished", [False, True])
@@ -222,15 +208,6 @@ def test_memory_that_a_graph_saved_is_in_use(monkeypatch: pytest.MonkeyPatch) ->
     assert unknown != unknown  # it equals nothing, so that nobody takes it for unchanged
 
 
-def test_a_hook_after_accumulation_is_seen() -> None:
-    parameter = nn.Parameter(torch.zeros(2))
-    assert not torch_names.acts_on_gradient(parameter)
-    handle = parameter.register_post_accumulate_grad_hook(lambda _: None)
-    assert torch_names.acts_on_gradient(parameter)
-    handle.remove()
-    assert not torch_names.acts_on_gradient(parameter)
-
-
 def test_backward_is_told_from_forward() -> None:
     seen = []
     x = torch.ones(2, requires_grad=True)
@@ -240,51 +217,32 @@ def test_backward_is_told_from_forward() -> None:
     assert seen == [True, False]
 
 
-@pytest.mark.parametrize("vanished", [False, True])
-def test_norms_are_euclidean_one_a_part(monkeypatch: pytest.MonkeyPatch, vanished: bool) -> None:
-    if vanished:
-        monkeypatch.delattr(torch, "_foreach_norm")
+def test_norms_are_euclidean_one_a_part() -> None:
     parts = torch.split(torch.tensor([3.0, 4.0, -2.0]), [2, 1])
     assert [each.item() for each in torch_names.norms_of(parts)] == [5.0, 2.0]
 
 
-def test_every_backward_goes_through_what_is_wrapped() -> None:
-    """Also one that was imported before, and a second one through the graph of the first."""
-    from torch.autograd import grad
+def test_the_end_of_the_outermost_pass_is_heard_of_once_and_not_of_one_that_breaks_off() -> None:
+    ended: list[int] = []
 
-    passes: list[int] = []
-
-    def around(run: Any) -> Any:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            passes.append(len(args))
-            return run(*args, **kwargs)
-
-        return counted
+    def watch(_: torch.Tensor) -> None:
+        torch_names.after_backward(lambda: ended.append(torch_names.running_pass()))
 
     x = torch.ones(2, requires_grad=True)
-    unwrap = torch_names.wrap_backward(around)
-    try:
-        x.square().sum().backward()
-        (slope,) = grad(x.pow(3).sum(), x, create_graph=True)
-        torch.autograd.backward(slope.sum())
-        assert len(passes) == 3
-    finally:
-        unwrap()
-    x.square().sum().backward()
-    assert len(passes) == 3
+    inner = torch.utils.checkpoint.checkpoint(torch.square, x, use_reentrant=True)
+    inner.register_hook(watch)
+    inner.sum().backward()
+    assert len(ended) == 1
+    broken = x * 2
+    broken.register_hook(watch)
+    x.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        broken.sum().backward()
+    assert len(ended) == 1
+    assert torch_names.running_pass() == -1
 
 
-def test_a_torch_without_that_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.autograd, "_engine_run_backward")
-    with pytest.raises(ConfigError, match="no sync that exchanges steps can be attached"):
-        torch_names.wrap_backward(lambda run: run)
-
-
-@pytest.mark.parametrize("vanished", [False, True])
-def test_all_parameters_of_a_group_in_one_call(monkeypatch: pytest.MonkeyPatch, vanished: bool) -> None:
-    if vanished:
-        for name in torch_names.FOREACH.names:
-            monkeypatch.delattr(torch, name)
+def test_all_parameters_of_a_group_in_one_call() -> None:
     targets, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.full((3,), 4.0)]
     torch_names.copy_all(targets, sources)
     torch_names.scale_all(targets, 0.5)
@@ -322,7 +280,6 @@ def test_a_shard_is_its_own_memory_and_always_the_same_object(sharded: Any) -> N
     assert torch.equal(sharded.weight.full_tensor(), torch.full((2, 3), 7.0))
 
 
-@needs_averaging
 def test_fsdp_gathers_from_the_flat_tensor_that_is_found(sharded: Any) -> None:
     (group,) = torch_names.shard_groups_of(sharded)
     flats = torch_names.shard_flats_of(group)
@@ -339,7 +296,6 @@ def test_a_torch_whose_shards_say_nothing_is_refused() -> None:
         torch_names.set_averaging_hook(SimpleNamespace(), lambda: None)
 
 
-@needs_averaging
 def test_averaging_is_heard_but_in_passes_that_accumulate(sharded: Any) -> None:
     (group,) = torch_names.shard_groups_of(sharded)
     assert torch_names.averaging_hook_of(group) is None

@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -30,18 +29,11 @@ from gradsieve.errors import ConfigError
 
 MANIFEST = "manifest.json"
 _CLAIM = re.compile(r"term-(\d{1,15})")
-_ALL = 10**15
-"""A claim belongs to all checkpoints of its term, and goes with the last of them."""
+_LAST = 10**15 - 1  # of terms: a larger one has a name that no pattern reads
 _STAMPED = re.compile(
     r"manifest-(\d{1,15})\.(\d{1,15})\.(?:json|part)"
-    r"|rank\d{5,7}-of-\d{5,7}-(\d{1,15})\.(\d{1,15})(?:-[0-9a-f]{16}\.safetensors|\.part)"
-    r"|step\d{9,15}-save(\d{1,15})\.(\d{1,15})-shard\d{5,7}-of-\d{5,7}"
+    r"|rank\d{5,7}-shard\d{5,7}-(\d{1,15})\.(\d{1,15})(?:-[0-9a-f]{16}\.safetensors|\.part)"
 )
-_UNSTAMPED = re.compile(
-    r"rank\d{5,7}-of-\d{5,7}-[0-9a-f]{16}\.safetensors|(rank\d{5,7}|manifest)\.part"
-    r"|step\d{9,15}-shard\d{5,7}-of-\d{5,7}"
-)
-"""What releases before terms wrote."""
 
 
 class Stamp(NamedTuple):
@@ -55,11 +47,7 @@ class Stamp(NamedTuple):
 
     @property
     def manifest(self) -> str:
-        return f"manifest-{self}.json" if self != BEFORE else MANIFEST
-
-
-BEFORE = Stamp(0, 0)
-"""Of what was written before there were terms."""
+        return f"manifest-{self}.json"
 
 
 class Writer:
@@ -76,6 +64,7 @@ class Writer:
             last = Stamp(claim(folder), 0)
         refuse_deposed(folder, last)
         stamp = self._held[place] = Stamp(last.term, last.number + 1)
+        _remove(folder, stamp, {*manifests(folder)})  # what saves that broke off left: it may fill the disk
         return stamp
 
 
@@ -83,6 +72,8 @@ def claim(folder: Path) -> int:
     """A term of this folder's that nobody has or had."""
     while True:
         term = 1 + _term(folder)
+        if term > _LAST:
+            raise ConfigError(f"{folder} has files of term {_LAST}, after which none can come: remove them")
         with contextlib.suppress(FileExistsError):
             os.close(os.open(folder / f"term-{term}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
             return term
@@ -98,42 +89,38 @@ def refuse_deposed(folder: Path, stamp: Stamp) -> None:
 
 
 def manifests(folder: Path) -> list[Stamp]:
-    """Of all checkpoints there, the newest first. Of one without terms where there is no other."""
+    """Of all checkpoints there, the newest first."""
     found = {stamp for stamp, name in _stamped(folder) if name == stamp.manifest}
-    return sorted(found, reverse=True) or [BEFORE]
+    return sorted(found, reverse=True)
 
 
 def remove_older(folder: Path, stamp: Stamp) -> None:
-    """All that runs wrote there before, and claims that are worth nothing any more. What cannot be removed is
-    left to the next save."""
-    old = [name for each, name in _stamped(folder) if each < stamp]
-    for name in old:
-        with contextlib.suppress(OSError):
-            if (folder / name).is_dir() and not (folder / name).is_symlink():
-                shutil.rmtree(folder / name)
-            else:
+    """All that runs wrote there before, and claims that are worth nothing any more."""
+    _remove(folder, stamp, set())
+
+
+def _remove(folder: Path, stamp: Stamp, but: set[Stamp]) -> None:
+    """What cannot be removed is left to the next save."""
+    for old, name in list(_stamped(folder)):
+        if old < stamp and old not in but:
+            with contextlib.suppress(OSError):
                 (folder / name).unlink()
 
 
 def _stamped(folder: Path) -> Iterator[tuple[Stamp, str]]:
-    """Every name of ours in it."""
-    for name in _names(folder):
+    """Every name of ours in it. A claim belongs to all checkpoints of its term, and goes with the last."""
+    try:
+        names = os.listdir(folder)
+    except OSError:  # who reads a manifest there says what is wrong
+        return
+    for name in names:
         if found := _CLAIM.fullmatch(name):
-            yield Stamp(int(found[1]), _ALL), name
+            yield Stamp(int(found[1]), 10**15), name
         elif found := _STAMPED.fullmatch(name):
-            term, number = (int(each) for each in found.groups() if each is not None)
+            term, number = (int(part) for part in found.groups() if part is not None)
             yield Stamp(term, number), name
-        elif _UNSTAMPED.fullmatch(name):
-            yield BEFORE, name
 
 
 def _term(folder: Path) -> int:
     """The latest, 0 if there is none."""
     return max((stamp.term for stamp, _ in _stamped(folder)), default=0)
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:  # who reads a manifest there says what is wrong
-        return []

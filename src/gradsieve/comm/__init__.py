@@ -1,1 +1,1 @@
-"""Who carries a scheme's requests: `ops` is the vocabulary, `c10d` and `lockstep` are the carriers."""
+"""Who carries a scheme's requests: `ops` is the vocabulary, `engine` and `lockstep` are the carriers."""

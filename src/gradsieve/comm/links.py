@@ -14,26 +14,22 @@ from gradsieve.comm.ops import AllGather, AllReduce, Exchange, Op
 from gradsieve.errors import Malformed
 from gradsieve.types import Ctx, Program, to_host
 
-_LONG, _LONGEST = 1 << 16, 1 << 24
-"""Words of the first long message, and of the longest."""
+_LONG, _LONGEST = 1 << 16, 1 << 24  # words of the first long message, and of the longest
+# Rounds after which a connection on a far link sends as fast as it ever does: it begins with some 14 kB and
+# doubles that in every round.
 _SLOW_START = 16
-"""Rounds after which a connection on a far link sends as fast as it ever does: it begins with some 14 kB and
-doubles that in every round."""
 _TRIES = 3
 _WORD_BITS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The same on every rank."""
+    """What they cost in seconds, the same on every rank."""
 
-    latency: float
-    """Seconds that a round takes however short its messages."""
-    word: float
-    """Seconds for one more word."""
-    gather: float = 0.0
-    sum: float = 0.0
-    """Seconds of an all-gather and an all-reduce by the engine itself, however short."""
+    latency: float  # of a round, however short its messages
+    word: float  # one more
+    gather: float = 0.0  # an all-gather by the backend itself, however short
+    sum: float = 0.0  # an all-reduce
 
     @classmethod
     def at(cls, latency: float, bandwidth: float) -> Links:
@@ -78,7 +74,7 @@ def measure_links(ctx: Ctx, device: torch.device) -> Program[Links]:
 
 
 def measure_collectives(links: Links, ctx: Ctx, device: torch.device) -> Program[Links]:
-    """`links`, with what the engine's own collectives cost on them."""
+    """`links`, with what the backend's own collectives cost on them."""
     asked: list[Callable[[], Op]] = [
         lambda: AllGather(_zeros(1, device)),
         lambda: AllReduce(_zeros(4 * ctx.world, device)),  # shorter ones leave out some of a ring's messages

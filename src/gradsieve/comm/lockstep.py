@@ -1,8 +1,10 @@
 """P virtual ranks in one process, advanced together from one op to the next.
 
-A rank that asks for another op than its peers is named, not waited for. Replies are formed as a real
-engine forms them (AllReduce overwrites the tensor it was given), so that a scheme which reads a tensor
-after handing it over is wrong here too. Sums are formed in rank order.
+A rank that asks for another op than its peers is named, not waited for. Sums are formed in rank order.
+
+What was handed over is spoilt on every second rank once the reply is there, and left as it was on the others.
+Engines leave the sum in it or leave it alone: a program that reads it afterwards, for the one or for the
+other, goes wrong here, and even one that only compares its elements does so on some ranks and not on all.
 """
 
 from __future__ import annotations
@@ -13,8 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from gradsieve.comm.meter import Meter
-from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op, describe
+from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Meter, Op, describe
 from gradsieve.errors import MismatchError
 from gradsieve.types import Program, Result
 
@@ -29,6 +30,7 @@ def run(
     world = len(programs)
     results: dict[int, Result] = {}
     replies: list[Tensor | None] = [None] * world
+    turn = 0
     while True:
         asked: list[Op | None] = [None] * world
         for rank, program in enumerate(programs):
@@ -45,6 +47,9 @@ def run(
                 meter.count(op)
         heard(ops)
         replies = _perform(ops)
+        for op in ops[turn % 2 :: 2]:
+            _spoil(op.tensor)
+        turn += 1
 
 
 def _agreed(asked: list[Op | None]) -> list[Op] | None:
@@ -68,16 +73,21 @@ def _perform(ops: list[Op]) -> list[Tensor | None]:
             total = tensors[0].clone()
             for tensor in tensors[1:]:
                 total += tensor
-            return [tensor.copy_(total) for tensor in tensors]
+            return [total] * world
         case Broadcast(root=root):
             if not 0 <= root < world:
                 raise MismatchError(f"all ranks name root {root}, outside 0..{world - 1}")
-            source = tensors[root].clone()
-            return [tensor.copy_(source) for tensor in tensors]
+            return [tensors[root].clone()] * world
         case AllToAll():
             return _all_to_all([op for op in ops if isinstance(op, AllToAll)])
         case Exchange():
             return _exchange([op for op in ops if isinstance(op, Exchange)])
+
+
+def _spoil(tensor: Tensor) -> None:
+    """Overwrites what nobody may read any more: no sum hides NaN, no vector has such an index."""
+    kind = tensor.dtype
+    tensor.fill_(torch.nan if kind.is_floating_point else kind is torch.bool or torch.iinfo(kind).max)
 
 
 def _all_to_all(ops: list[AllToAll]) -> list[Tensor | None]:

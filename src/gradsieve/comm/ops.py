@@ -1,13 +1,25 @@
-"""The vocabulary of communication: what a scheme may ask for.
+"""The five ops that a scheme may ask for, and what each costs.
 
 A scheme yields one of these and is sent the reply, a tensor whose shape is known before the op is issued
-(sizes first: no engine ever has to guess a length, and none is trusted from the wire).
+(sizes first: no engine ever has to guess a length, and none is trusted from the wire). The tensor in an op is
+handed over: an engine may overwrite it. Replies may be shared; read them only.
 
-The tensor in an op is handed over: an engine may overwrite it. Replies may be shared; read them only.
+`Meter` counts by the best known algorithm for each op, whatever an engine carries it by: gloo's rings take
+P - 1 rounds, for as many bytes. The lab's interface counters (`gradsieve bench step`) give the bytes that
+really left the host.
+
+    op          bytes sent = received             rounds
+    AllGather   (P-1) b            b = own bytes  ceil(log2 P)      Bruck
+    AllReduce   2 b (P-1)/P                       2 ceil(log2 P)    Rabenseifner
+    Broadcast   b received; the root sends        ceil(log2 P)      binomial tree
+                b ceil(log2 P), others forward
+    AllToAll    bytes to and from other ranks     P - 1             direct
+    Exchange    as given                          1
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -32,14 +44,14 @@ class AllReduce:
 class AllToAll:
     """Rows of `tensor` to every rank, `send_counts[j]` of them to rank j, concatenated in rank order.
 
-    The reply holds `receive_counts[j]` rows from rank j, in rank order.
+    The reply holds `receive_counts[j]` rows from rank j, in rank order. `even` says that every count of every
+    rank is the same: a rank sees only its own, so whoever asks has to say so.
     """
 
     tensor: Tensor
     send_counts: tuple[int, ...]
     receive_counts: tuple[int, ...]
     even: bool = False
-    """Every count of every rank is the same. Who asks has to say so: a rank sees only its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,8 +62,6 @@ class Exchange:
     to: int
     source: int
     receive: int
-    within: str = ""
-    """The collective that it is a round of, in words."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,22 +72,67 @@ class Broadcast:
     root: int
 
 
-IN_FLIGHT = 4
-"""Messages of an uneven all-to-all on their way at once."""
-
 Op: TypeAlias = AllGather | AllReduce | AllToAll | Exchange | Broadcast
+IN_FLIGHT = 4  # messages of an uneven all-to-all that are sent at once
 
 
 def describe(op: Op) -> str:
     """What must agree between ranks, in words for an error message."""
-    kind = type(op).__name__
-    dtype = str(op.tensor.dtype).removeprefix("torch.")
+    kind = f"{type(op).__name__} of {str(op.tensor.dtype).removeprefix('torch.')}"
     match op:
         case AllGather() | AllReduce():
-            return f"{kind} of {dtype} {tuple(op.tensor.shape)}"
+            return f"{kind} {tuple(op.tensor.shape)}"
         case Broadcast():
-            return f"{kind} of {dtype} {tuple(op.tensor.shape)} from rank {op.root}"
+            return f"{kind} {tuple(op.tensor.shape)} from rank {op.root}"
         case AllToAll():
-            return f"{kind} of {dtype}, even {tuple(op.tensor.shape)}" if op.even else f"{kind} of {dtype}"
+            return f"{kind}, even {tuple(op.tensor.shape)}" if op.even else kind
         case Exchange():  # sizes differ between ranks by nature
-            return f"{kind} of {dtype} within {op.within}" if op.within else f"{kind} of {dtype}"
+            return kind
+
+
+@dataclass(slots=True)
+class Meter:
+    """What one rank has sent and received, in bytes, and in how many rounds."""
+
+    rank: int
+    world: int
+    sent: float = 0.0
+    received: float = 0.0
+    moved: float = 0.0  # sent or received, whichever is more in each op: links carry both at once
+    rounds: int = 0
+    collectives: int = 0
+
+    def count(self, op: Op) -> None:
+        sent, received, rounds = self._cost(op)
+        self.sent += sent
+        self.received += received
+        self.moved += max(sent, received)
+        self.rounds += rounds
+        self.collectives += 1
+
+    def _cost(self, op: Op) -> tuple[float, float, int]:
+        others = self.world - 1
+        log = others.bit_length()  # ceil(log2 P)
+        size = op.tensor.element_size()
+        own = op.tensor.numel() * size
+        match op:
+            case AllGather():
+                return own * others, own * others, log
+            case AllReduce():
+                moved = 2.0 * own * others / self.world
+                return moved, moved, 2 * log
+            case Broadcast():
+                place = (self.rank - op.root) % self.world
+                return own * self._children(place), own * (place > 0), log
+            case AllToAll():
+                row = math.prod(op.tensor.shape[1:]) * size
+                sent = sum(op.send_counts) - op.send_counts[self.rank]
+                received = sum(op.receive_counts) - op.receive_counts[self.rank]
+                return sent * row, received * row, others
+            case Exchange():
+                return (own, op.receive * size, 1) if op.to != self.rank else (0.0, 0.0, 0)
+
+    def _children(self, place: int) -> int:
+        """Of a node of the binomial tree in which the parent of a place has its lowest set bit cleared."""
+        bits = (place & -place).bit_length() - 1 if place else self.world.bit_length()
+        return sum(place + (1 << bit) < self.world for bit in range(bits))

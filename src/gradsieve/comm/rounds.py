@@ -1,4 +1,4 @@
-"""Collectives by messages of our own, where the engine's take one after the other for every rank.
+"""Collectives by messages of our own, where the backend's take one after the other for every rank.
 
 gloo's rings take P - 1 messages one after the other for an all-gather and 2 (P - 1) for an all-reduce. With
 L = ceil(log2 P) and b words being a rank's own:
@@ -7,7 +7,7 @@ L = ceil(log2 P) and b words being a rank's own:
                 waits    words moved        waits   words moved
     AllGather   L        (P-1) b            1       (P-1) b
     AllReduce   2 L      2 b (P-1)/P        2       2 b (P-1)/P
-    AllToAll    L        b L/2              1       b (P-1)/P, the engine's own way
+    AllToAll    L        b L/2              1       b (P-1)/P, as the backend does
 
 Directly pays for tens of ranks that are far apart, rounds for hundreds: P - 1 messages at once are one wait,
 but each takes some of a host's time. Words are as many as a ring's.
@@ -15,7 +15,7 @@ but each takes some of a host's time. Words are as many as a ring's.
 Replies are those of the op, to the bit, but for the order in which an all-reduce adds up. Every element is
 summed by one owner, in one order, so that it is the same bits on every rank.
 
-Which way an op goes follows from its size, P and figures that all ranks agreed on, never from a rank's own
+Which route an op takes follows from its size, P and figures that all ranks agreed on, never from a rank's own
 clock: one that chose otherwise would wait for messages that nobody sends.
 """
 
@@ -23,101 +23,63 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
 
 from gradsieve.comm import bruck
 from gradsieve.comm.links import Links, measure_collectives, measure_links
-from gradsieve.comm.meter import Meter
-from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Exchange, Op, describe
-from gradsieve.types import Ctx, Program, Result, by_way_of
+from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Op
+from gradsieve.types import Ctx, Program
 
-FEW = 2
-"""Ranks up to which the engine's own collectives stay: a ring of two has nothing to gain."""
-_COPIED = 4e-9
-"""Seconds a word moved that our own copies and sums take; an engine does these while it sends."""
-_MESSAGE = 30e-6
-"""Seconds of a host's time that one of many messages at once takes."""
-_SURE = 1.25
-"""How much faster ours has to look: a choice that gains little is not worth the doubt in measured figures."""
+FEW = 2  # ranks up to which collectives stay the backend's: a ring of two has nothing to gain
+_COPIED = 4e-9  # seconds a word moved of our own copies and sums; a backend does these while it sends
+_MESSAGE = 30e-6  # seconds of a host's time that one of many messages at once takes
+_SURE = 1.25  # times that ours has to look faster: measured figures are in doubt
 
-Way: TypeAlias = Literal["engine", "rounds", "direct"]
+Route: TypeAlias = Literal["backend", "rounds", "direct"]
+Collective: TypeAlias = AllGather | AllReduce | AllToAll
 
 
-@dataclass(frozen=True, slots=True)
-class Rounds:
-    """The ways of one rank's collectives; the same choice on every rank."""
-
-    rank: int
-    world: int
-    links: Links | None = None
-    """None: the engine's own."""
-
-    def carried(self, program: Program[Result]) -> Program[Result]:
-        """`program`, whose collectives go in the way that is fastest."""
-        if self.links is None or self.world <= FEW:
-            return program
-
-        def perform(op: Op) -> Program[Tensor]:
-            way = self.chosen(op)
-            if way == "engine":
-                return (yield op)
-            carry = in_rounds if way == "rounds" else directly
-            return (yield from carry(op, self.rank, self.world))
-
-        return by_way_of(program, perform)
-
-    def chosen(self, op: Op) -> Way:
-        """How `op` goes."""
-        if self.links is None or self.world <= FEW or not has_rounds(op):
-            return "engine"
-        seconds = self._seconds(op, self.links)
-        ours: Way = "rounds" if seconds["rounds"] <= seconds["direct"] else "direct"
-        return ours if _SURE * seconds[ours] < seconds["engine"] else "engine"
-
-    def seconds(self, op: Op, links: Links) -> float:
-        """That `op` takes on the links, the way it goes."""
-        match op:
-            case AllGather() | AllReduce() | AllToAll():
-                return self._seconds(op, links)[self.chosen(op)]
-            case _:
-                meter = Meter(self.rank, self.world)
-                meter.count(op)
-                return links.seconds(meter.rounds, meter.moved / 4)
-
-    def _seconds(self, op: Op, links: Links) -> dict[Way, float]:
-        world, log = self.world, (self.world - 1).bit_length()
-        words = op.tensor.numel() * op.tensor.element_size() / 4
-        times = 2 if isinstance(op, AllReduce) else 1
-        moved = words * (world - 1) * (1 if isinstance(op, AllGather) else times / world)
-        direct = times * (links.latency + _MESSAGE * (world - 1)) + links.word * moved
-        if isinstance(op, AllToAll):
-            moved = words * log / 2
-            return {"engine": direct, "direct": math.inf, "rounds": _ours(links, log, moved)}
-        own = links.gather if isinstance(op, AllGather) else links.sum
-        return {
-            "engine": own + links.word * moved,
-            "direct": direct + _COPIED * moved,
-            "rounds": _ours(links, times * log, moved),
-        }
+def route(op: Op, world: int, links: Links | None) -> Route:
+    """How the engine carries `op`: the same on every rank. By the backend where nobody knows the links."""
+    if links is None or world <= FEW or not has_rounds(op):
+        return "backend"
+    seconds = seconds_by_route(op, world, links)
+    ours: Route = "rounds" if seconds["rounds"] <= seconds["direct"] else "direct"
+    return ours if _SURE * seconds[ours] < seconds["backend"] else "backend"
 
 
-def _ours(links: Links, rounds: int, moved: float) -> float:
+def seconds_by_route(op: Collective, world: int, links: Links) -> dict[Route, float]:
+    log = (world - 1).bit_length()  # ceil(log2 P)
+    words = op.tensor.numel() * op.tensor.element_size() / 4
+    times = 2 if isinstance(op, AllReduce) else 1
+    moved = words * (world - 1) * (1 if isinstance(op, AllGather) else times / world)
+    direct = times * (links.latency + _MESSAGE * (world - 1)) + links.word * moved
+    if isinstance(op, AllToAll):
+        return {"backend": direct, "direct": math.inf, "rounds": _in_rounds(links, log, words * log / 2)}
+    fixed = links.gather if isinstance(op, AllGather) else links.sum
+    return {
+        "backend": fixed + links.word * moved,
+        "direct": direct + _COPIED * moved,
+        "rounds": _in_rounds(links, times * log, moved),
+    }
+
+
+def _in_rounds(links: Links, rounds: int, moved: float) -> float:
     return links.seconds(rounds, moved) + _COPIED * moved
 
 
 def measure_all(ctx: Ctx, device: torch.device) -> Program[Links]:
-    """The links, and the engine's own collectives where they may have to stand back."""
+    """The links, and the backend's own collectives where there is a choice."""
     links = yield from measure_links(ctx, device)
     if ctx.world > FEW:
         links = yield from measure_collectives(links, ctx, device)
     return links
 
 
-def has_rounds(op: Op) -> bool:
+def has_rounds(op: Op) -> TypeGuard[Collective]:
     """Whether `in_rounds` can carry it: something of a size that is the same for all ranks."""
     match op:
         case AllGather() | AllReduce():
@@ -129,13 +91,8 @@ def has_rounds(op: Op) -> bool:
 
 
 def in_rounds(op: Op, rank: int, world: int) -> Program[Tensor]:
-    """The reply to an op that `has_rounds`; errors say to which op a message belongs."""
-    within = describe(op)
-
-    def named(message: Exchange) -> Program[Tensor]:
-        return (yield replace(message, within=within))
-
-    return by_way_of(_PROGRAMS[type(op)](op.tensor.contiguous(), rank, world), named)
+    """The reply to an op that `has_rounds`."""
+    return _PROGRAMS[type(op)](op.tensor.contiguous(), rank, world)
 
 
 def directly(op: Op, rank: int, world: int) -> Program[Tensor]:

@@ -10,80 +10,78 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from collections.abc import Callable
 
-_ESTABLISHED = 1
-"""The first byte of the kernel's `tcp_info`."""
-Sockets = dict[int, int]
-"""Inodes by file descriptor."""
+_ESTABLISHED = 1  # the first byte of the kernel's `tcp_info`
+Sockets = dict[int, int]  # inodes by file descriptor
 
 
 def connected(except_on: int) -> Sockets:
     """TCP connections of this process, but for those with this port at one of their ends; none on other
     systems than Linux."""
-    found = {}
-    with contextlib.suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                fd = int(name)
-                link = os.readlink(f"/proc/self/fd/{name}")
-                if link.startswith("socket:[") and _is_connection(fd, except_on):
-                    found[fd] = int(link[len("socket:[") : -1])
-    return found
 
+    def is_one(one: socket.socket) -> bool:
+        if one.type != socket.SOCK_STREAM or one.family not in (socket.AF_INET, socket.AF_INET6):
+            return False
+        return except_on not in (one.getsockname()[1], one.getpeername()[1])
 
-def own_address(fd: int) -> str:
-    """Of this end of a connection; empty where it is none any more."""
-    with contextlib.suppress(OSError), _opened(fd) as one:
-        return str(one.getsockname()[0]).removeprefix("::ffff:")
-    return ""
+    return {fd: inode for fd, inode in _every().items() if _ask(fd, is_one)}
 
 
 def listens_on(port: int) -> bool:
     """Whether this process does."""
-    with contextlib.suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError), _opened(int(name)) as one:
-                is_listening = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                if is_listening and one.getsockname()[1:2] == (port,):
-                    return True
-    return False
+
+    def does(one: socket.socket) -> bool:
+        is_listening = bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+        return is_listening and one.getsockname()[1:2] == (port,)
+
+    return any(_ask(fd, does) for fd in _every())
 
 
 def gone(sockets: Sockets) -> int:
     """How many are no longer connections, because either end has closed them."""
-    return sum(not _is_established(fd, inode) for fd, inode in sockets.items())
+
+    def is_alive(one: socket.socket) -> bool:
+        return one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
+
+    return sum(_inode(fd) != inode or not _ask(fd, is_alive) for fd, inode in sockets.items())
 
 
 def shut(sockets: Sockets) -> None:
     """End those that are still the same; their descriptors stay their owner's, who sees them end."""
     for fd, inode in sockets.items():
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{fd}") == f"socket:[{inode}]":
-                with _opened(fd) as one:
-                    one.shutdown(socket.SHUT_RDWR)
+        if _inode(fd) == inode:
+            _ask(fd, lambda one: one.shutdown(socket.SHUT_RDWR))
 
 
-def _is_connection(fd: int, except_on: int) -> bool:
-    with _opened(fd) as one:
-        if one.type != socket.SOCK_STREAM or one.family not in (socket.AF_INET, socket.AF_INET6):
-            return False
-        return except_on not in (one.getsockname()[1], one.getpeername()[1])
-
-
-def _is_established(fd: int, inode: int) -> bool:
+def _every() -> Sockets:
+    """Of this process."""
+    found = {}
     with contextlib.suppress(OSError):
-        if os.readlink(f"/proc/self/fd/{fd}") == f"socket:[{inode}]":
-            with _opened(fd) as one:
-                state = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
-                return state == _ESTABLISHED
+        for name in os.listdir("/proc/self/fd"):
+            if inode := _inode(int(name)):
+                found[int(name)] = inode
+    return found
+
+
+def _inode(fd: int) -> int:
+    """Of the socket; 0 where there is none."""
+    with contextlib.suppress(OSError):
+        link = os.readlink(f"/proc/self/fd/{fd}")
+        if link.startswith("socket:["):
+            return int(link[len("socket:[") : -1])
+    return 0
+
+
+def _ask(fd: int, question: Callable[[socket.socket], bool | None]) -> bool:
+    """On a descriptor of its own; False where there is no socket, or none that can answer."""
+    with contextlib.suppress(OSError):
+        copy = os.dup(fd)
+        try:
+            one = socket.socket(fileno=copy)
+        except OSError:
+            os.close(copy)
+            raise
+        with one:
+            return bool(question(one))
     return False
-
-
-def _opened(fd: int) -> socket.socket:
-    """On a descriptor of its own; OSError where there is no socket."""
-    copy = os.dup(fd)
-    try:
-        return socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        raise

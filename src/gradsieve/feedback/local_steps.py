@@ -10,7 +10,7 @@
     apply     where elements were sent: w -= update / P, e -= spent, whatever x is by then; x is only read
     rebase    x = w - a e, and m follows, so that the residual stays the same; a is the preview. It is due
               where something was applied, and in one window of the vector a step
-    noise     e - c, what this rank moved and the others did not; after that c = e (`shared_momentum.py`)
+    noise     e - c, what this rank moved and the others did not; after that c = e (`step_length.py`)
 
 An exchange can be applied whenever no optimizer steps. Rebasing writes x, so it waits until an optimizer is
 about to write x too, and is done for the parameters of that optimizer alone.
@@ -31,14 +31,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradsieve.feedback.shared_momentum import Noise
 from gradsieve.feedback.units import Slot, Unit, by_slot, parts_of
 from gradsieve.kernels import apply, rebase, select, waiting, waiting_above
-from gradsieve.kernels.fast import divisor, window
+from gradsieve.kernels.torch_passes import divisor, window
 from gradsieve.types import Host, Outcome, Sparse
 
 WINDOWS = 3
 """Windows of the vector, one of which is rebased in each step."""
+# Pieces of parameters (name and place in it), and their own noise end to end.
+Noise = tuple[list[tuple[str, slice]], Tensor]
 _MOST_NOISY = 64
 """Stretches that wait for optimizers which do not step. In older ones noise is found when they come round."""
 
@@ -100,26 +101,18 @@ class LocalSteps:
         parameters: Mapping[str, Tensor],
         world: int,
         window: int | None,
-        preview: float = 1.0,
-        names: Set[str] = frozenset(),
     ) -> None:
-        """Apply the result of an exchange, and subtract what was sent from the residual. In the parameters
-        of these names, rebase at once."""
+        """Apply the result of an exchange, and subtract what was sent from the residual."""
         places = [update]
         if update.indices is None:
-            self._apply_run(True, update, spent, parameters, world, preview, names)
-            places = []
+            self._apply_run(True, update, spent, parameters, world)
         else:
             self._apply_some(update, spent, parameters, world)
             if spent.indices is not update.indices:
                 places.append(spent)
-        self._apply_run(False, dense.update, dense.spent, parameters, world, preview, frozenset())
+        self._apply_run(False, dense.update, dense.spent, parameters, world)
         self._round(update)
-        due = Due(window, places, self._all)
-        self._rebase_due(due, parameters, preview, names & self._all)
-        if update.indices is None:
-            due.places.append(update)
-        self._due.append(due)
+        self._due.append(Due(window, places, self._all))
         if len(self._due) > WINDOWS:  # some optimizer does not step: its due rebases must not pile up
             self._due_whole |= self._due.pop(0).names
 
@@ -130,8 +123,6 @@ class LocalSteps:
         spent: Sparse,
         parameters: Mapping[str, Tensor],
         world: int,
-        preview: float,
-        names: Set[str],
     ) -> None:
         """Where all elements of a run were sent."""
         slots, shared, anchor = self._vectors()[0 if sparse else 1]
@@ -141,8 +132,7 @@ class LocalSteps:
             for slot, here in _overlaps(slots, slice(start, stop)):
                 own = parameters[slot.name][here.start - slot.start : here.stop - slot.start]
                 inside = slice(here.start - start, here.stop - start)
-                factor = preview if slot.name in names else None
-                apply(shared[here], own, anchor[here], total[inside], given[inside], world, factor)
+                apply(shared[here], own, anchor[here], total[inside], given[inside], world)
             if sparse and self.common is not None:
                 self.common[start:stop].add_(total, alpha=1 / world).sub_(given)
             start = stop

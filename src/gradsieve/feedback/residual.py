@@ -35,11 +35,7 @@ class Residual:
         """acc = e, where this rank's gradient cannot be used."""
         return self._staged.copy_(self.kept)
 
-    def released(self, update: Sparse) -> Sparse:
-        """What the optimizer is given of an update: all of it and nothing else."""
-        return update
-
-    def commit(self, spent: Sparse, released: Sparse) -> None:
+    def commit(self, spent: Sparse) -> None:
         """e = acc - spent."""
         spent.subtract_from(self._staged)
         self.kept, self._staged = self._staged, self.kept

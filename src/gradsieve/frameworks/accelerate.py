@@ -16,29 +16,30 @@ from typing import Any
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from gradsieve.checkpoint import directory as files
+from gradsieve import attaching
+from gradsieve.checkpoint import files
 from gradsieve.errors import ConfigError
-from gradsieve.feedback.digest import digest
 from gradsieve.frameworks.sidecar import FOLDER, load_from, save_into
-from gradsieve.parallel import ddp
-from gradsieve.sync.optimizer_hooks import as_list
+from gradsieve.optimizers import as_list
+from gradsieve.parallel.ddp import DdpSync
+from gradsieve.ranks_alike import digest
 
 
-def attach(accelerator: Accelerator, model: Any, optimizer: Any, **settings: Any) -> ddp.DdpSync:
+def attach(accelerator: Accelerator, model: Any, optimizer: Any, **settings: Any) -> DdpSync:
     """`gradsieve.attach`, whose settings it takes, and a place in the accelerator's checkpoints.
 
     `model` and `optimizer` are what `prepare` gave; several optimizers as a list. Call it before the first
     backward. To go on from a checkpoint, call `load_state` after it.
     """
-    every = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
-    unprepared = [one for one in every if one not in accelerator._optimizers]
+    optimizers = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+    unprepared = [each for each in optimizers if each not in accelerator._optimizers]
     if unprepared:
         raise ConfigError(
             f"rank {accelerator.process_index}: {type(unprepared[0]).__name__} was not prepared by this "
             "accelerator, so that it would not save it: give attach() what accelerator.prepare() returned"
         )
-    sync: ddp.DdpSync = ddp.attach(model, every, **settings)
-    _Checkpoints(accelerator, sync, as_list(every))
+    sync: DdpSync = attaching.attach(model, optimizers, **settings)
+    _Checkpoints(accelerator, sync, as_list(optimizers))
     return sync
 
 
@@ -49,22 +50,19 @@ class _Checkpoints:
     is loaded when the last of the optimizers has been.
     """
 
-    def __init__(self, accelerator: Accelerator, sync: ddp.DdpSync, optimizers: list[Any]) -> None:
+    def __init__(self, accelerator: Accelerator, sync: DdpSync, optimizers: list[Any]) -> None:
         self._accelerator, self._optimizers = accelerator, optimizers
         self._sync = weakref.ref(sync)  # the model holds it; the accelerator, which has our hooks, need not
-        self._folder: Path | None = None
-        """Where to load from, while `load_state` runs."""
+        self._folder: Path | None = None  # to load from, while `load_state` runs
         self._models: list[nn.Module] = []
-        self._missing: set[int] = set()
-        """Places of the optimizers that it has yet to load."""
+        self._missing: set[int] = set()  # numbers of the optimizers that it has yet to load
         accelerator.register_save_state_pre_hook(self._before_saving)
         accelerator.register_load_state_pre_hook(self._before_loading)
-        for place, one in enumerate(optimizers):
-            one.register_load_state_dict_post_hook(lambda _, place=place: self._after_loading(place))
+        for place, each in enumerate(optimizers):
+            each.register_load_state_dict_post_hook(lambda _, place=place: self._after_loading(place))
 
     def _before_saving(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
-        """Before anything of Accelerate's: what breaks off leaves none of its files, and is not taken for
-        whole."""
+        """Accelerate writes its files later: a save that breaks off here leaves none of them."""
         sync = self._sync()
         if sync is not None and any(each is sync for each in self._accelerator._custom_objects):
             raise ConfigError(
@@ -90,6 +88,6 @@ class _Checkpoints:
 
 
 def _pair(models: list[nn.Module]) -> str:
-    """Accelerate's files have no place for an identity: the models in them say what they belong to."""
+    """Accelerate's files have no place for an identity: a hash of the models in them is one."""
     tensors = [each for model in models for each in model.state_dict().values() if isinstance(each, Tensor)]
     return f"{int(digest(tensors)) % (1 << 64):016x}"

@@ -17,12 +17,13 @@ from lightning import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
+from gradsieve.attaching import attach
 from gradsieve.frameworks.sidecar import finish, load_from, new_pair, save_into
-from gradsieve.parallel.ddp import DdpSync, attach
+from gradsieve.parallel.ddp import DdpSync
 
+# In a checkpoint with a sidecar folder: which pair the two are, and the step. A checkpoint without it is of
+# plain DDP, or of the end of a training.
 _MARK = "gradsieve"
-"""In a checkpoint with a sidecar folder, which pair the two are, and the step; True in older ones. One
-without it is of plain DDP, or of the end of a training."""
 
 
 class GradsieveStrategy(DDPStrategy):
@@ -52,8 +53,8 @@ class GradsieveStrategy(DDPStrategy):
         self._broke_off = True
 
     def teardown(self) -> None:
-        """Also of a training that broke off, on this rank perhaps alone: nobody is asked then. And of one
-        that was at its end when it was gone on from: Lightning calls no `on_train_end` for it."""
+        """A training that broke off, perhaps on this rank alone, is closed without asking others. One that
+        was resumed at its end is flushed here: Lightning calls no `on_train_end` for it."""
         if not self._broke_off:
             self._finish()
         if self.sync is not None and not self.sync.is_closed:
@@ -70,7 +71,7 @@ class GradsieveStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """The folder first: a file that names a folder has it. Weights alone need none."""
+        """The folder is written first: a file that names a folder has it. Weights alone need none."""
         folder, pair = _beside(filepath), new_pair()
         is_paired = "optimizer_states" in checkpoint and save_into(self.sync, folder, pair)
         if is_paired:
@@ -80,7 +81,7 @@ class GradsieveStrategy(DDPStrategy):
             finish(self.sync, folder)
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
-        """The file first, for the same reason."""
+        """The file is removed first, for the same reason."""
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             shutil.rmtree(_beside(filepath), ignore_errors=True)
@@ -93,12 +94,11 @@ class GradsieveStrategy(DDPStrategy):
         return loaded
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """One rank's on all of them, and then each its own."""
+        """Lightning loads one rank's state on all of them; then each rank loads its own."""
         super().load_optimizer_state_dict(checkpoint)
         if self.sync is not None:
-            mark = checkpoint.get(_MARK)
-            pair = str(mark["pair"]) if isinstance(mark, dict) else ""
-            load_from(self.sync, self._loading, mark is not None, pair)
+            mark = checkpoint.get(_MARK, {})
+            load_from(self.sync, self._loading, bool(mark), str(mark.get("pair", "")))
 
 
 def _beside(file: str | os.PathLike[str]) -> str:

@@ -1,7 +1,7 @@
 """Every rank's state, in a sidecar to a framework's own checkpoint, which holds one rank's.
 
 What a framework saves is the shared model and rank 0's optimizer. A folder of ours next to it, or within it,
-has the rest (`checkpoint/directory.py`): each rank's residual and optimizer. It is written and read on all
+has the rest (`checkpoint/files.py`): each rank's residual and optimizer. It is written and read on all
 ranks, when the framework saves and loads.
 
 Two things that are written one after the other are a pair, and a kill may come in between. So both carry the
@@ -17,8 +17,7 @@ from pathlib import Path
 
 import torch
 
-from gradsieve.checkpoint import directory as files
-from gradsieve.checkpoint import fencing, state
+from gradsieve.checkpoint import fencing, files, state
 from gradsieve.comm.ops import AllGather
 from gradsieve.errors import ConfigError, MismatchError, list_ranks
 from gradsieve.replica.replica import Replica
@@ -59,7 +58,7 @@ def load_from(sync: GradientSync, folder: str | Path, promised: bool, pair: str 
     what that says. Without a folder: where one was promised, its loss is an error; else the checkpoint is of
     plain DDP, or of a training that had ended."""
     folder = Path(folder)
-    is_there = (folder / fencing.MANIFEST).exists() or fencing.manifests(folder)[0] != fencing.BEFORE
+    is_there = (folder / fencing.MANIFEST).exists() or bool(fencing.manifests(folder))
     if is_seen_by_all(sync, folder, is_there) or promised:
         sync.quiesce("load()")
         state.load(sync.replica, lambda: _offer(sync.replica, folder, pair))

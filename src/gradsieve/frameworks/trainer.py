@@ -19,14 +19,14 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
-from gradsieve.checkpoint import directory as files
+from gradsieve import attaching
+from gradsieve.checkpoint import files
 from gradsieve.errors import ConfigError
 from gradsieve.frameworks.sidecar import FOLDER, load_from, new_pair, save_into
-from gradsieve.parallel import ddp
+from gradsieve.parallel.ddp import DdpSync
 
+# In the state of a Trainer whose checkpoints have our folder: which run it is; run and step make a pair.
 _MARK = "gradsieve"
-"""In the state of a Trainer whose checkpoints have our folder: which run it is, which makes a pair with the
-step. Older ones say nothing more."""
 _STAGED = ".gradsieve-"
 
 
@@ -47,14 +47,13 @@ def attach(trainer: Trainer, **settings: Any) -> GradsieveCallback:
 
 
 class GradsieveCallback(TrainerCallback):
-    """Use `attach`."""
+    """Made by `attach`."""
 
     def __init__(self, trainer: Trainer, settings: dict[str, Any]) -> None:
         self._trainer, self._settings = trainer, settings
-        self.sync: ddp.DdpSync | None = None
+        self.sync: DdpSync | None = None
         self.resumed_from: str | bool | None = None
-        self._staged = -1
-        """The step of which our folder is written and not yet moved."""
+        self._staged = -1  # the step of which our folder is written and not yet moved
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -67,7 +66,7 @@ class GradsieveCallback(TrainerCallback):
             )
         if self.sync is not None and not self.sync.is_closed:
             self.sync.close()  # a training that broke off: `auto_find_batch_size` begins again
-        self.sync = ddp.attach(self._trainer.model_wrapped, self._trainer.optimizer, **self._settings)
+        self.sync = attaching.attach(self._trainer.model_wrapped, self._trainer.optimizer, **self._settings)
         source = self.resumed_from
         if source is True:
             source = get_last_checkpoint(args.output_dir)
@@ -82,7 +81,7 @@ class GradsieveCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """The Trainer's own callback, which comes before, has said whether it will save."""
+        """The Trainer's own callback, which comes before this one, has decided whether it will save."""
         if control.should_save:
             self._stage(args, state)
 

@@ -1,16 +1,29 @@
-"""Which elements: selection, summation and passes over whole models, on the tensors' own device.
+"""What is done to every element of a model: what each kernel means, and which form of it runs.
 
-`reference.py` says what each kernel means, `fast.py` computes the same with fewer passes over memory. Those
-that pass over all n elements have compiled forms too, and `choice.py` takes the one that suits the tensors.
+    torch    anywhere
+    numba    contiguous float32 vectors on the CPU
+    Triton   the same on CUDA, where a small trial on the device answers as torch does; parameters may be
+             bfloat16 or float16
+
+All forms give the same bits, but for which NaN a NaN is. Compiled ones are taken where their library can be
+imported and loaded at the first call: numba alone takes longer than a step.
 """
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradsieve.kernels import fast, low_bit
-from gradsieve.kernels.blocks import Blocks
-from gradsieve.kernels.choice import TORCH_LOW_BIT, active, form_for, low_bit_form_for, using
-from gradsieve.kernels.fast import candidates, largest, largest_of_each, sum_by_index
+from gradsieve.errors import ConfigError
+from gradsieve.kernels import torch_low_bit, torch_passes
+from gradsieve.kernels.blocks import BLOCK, Blocks, even
+from gradsieve.kernels.torch_passes import candidates, largest, largest_of_each, sum_by_index, window
 
 __all__ = [
     "above",
@@ -22,9 +35,11 @@ __all__ = [
     "decode_low_into",
     "decode_low_sum",
     "encode_low",
+    "finite",
     "is_finite",
     "largest",
     "largest_of_each",
+    "library_of",
     "low_bit_blocks",
     "low_bit_size",
     "rebase",
@@ -35,15 +50,21 @@ __all__ = [
     "waiting_above",
 ]
 
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+_form = "compiled"
+_loading = threading.Lock()
+
 
 def above(x: Tensor, threshold: float) -> Tensor:
     """Sorted indices with |x| >= threshold. NaN is never above."""
-    return form_for(x).above(x, threshold)
+    found: Tensor = _passes(x).above(x, threshold)
+    return found
 
 
 def accumulate(residual: Tensor, gradient: Tensor, scale: float, out: Tensor) -> bool:
-    """out = scale * residual + gradient; whether all of it is finite. `out` may be the residual."""
-    return form_for(residual, out, narrow=gradient).accumulate(residual, gradient, scale, out)
+    """out = scale * residual + gradient; whether all of it is finite. `out` may be the residual. The product
+    is rounded before it is added, which every machine can do: not all have a fused multiply-add."""
+    return bool(_passes(residual, out, narrow=gradient).accumulate(residual, gradient, scale, out))
 
 
 def is_finite(*tensors: Tensor) -> bool:
@@ -54,44 +75,36 @@ def is_finite(*tensors: Tensor) -> bool:
 def finite(*tensors: Tensor) -> Tensor:
     """The same, where they are: the host does not wait for an accelerator."""
     vectors = [x.detach().view(-1) if x.is_contiguous() else x.detach() for x in tensors]
-    here = all(form_for(x).is_finite(x) for x in vectors if x.is_cpu)
+    here = all(_passes(x).is_finite(x) for x in vectors if x.is_cpu)
     elsewhere = [x for x in vectors if not x.is_cpu]
     if here and elsewhere:
-        return fast.finite(elsewhere)
+        return torch_passes.finite(elsewhere)
     return torch.tensor(here, dtype=torch.bool, device="cpu")
 
 
 def waiting(anchor: Tensor, own: Tensor, out: Tensor) -> None:
-    """out = anchor - own; what is not finite counts as 0 (an optimizer overflowed). `out` may be `own`."""
-    form_for(anchor, out, narrow=own).waiting(anchor, own, out)
+    """out = the residual, anchor - own; what is not finite counts as 0 (an optimizer overflowed there). `out`
+    may be `own`."""
+    _passes(anchor, out, narrow=own).waiting(anchor, own, out)
 
 
 def waiting_above(anchor: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Sorted indices where |waiting| >= threshold, and the residual there; no vector of n is written."""
-    return form_for(anchor, narrow=own).waiting_above(anchor, own, threshold)
+    """Sorted indices where |residual| >= threshold, and the residual there; no vector of n is written."""
+    found: tuple[Tensor, Tensor] = _passes(anchor, narrow=own).waiting_above(anchor, own, threshold)
+    return found
 
 
 def rebase(shared: Tensor, own: Tensor, anchor: Tensor, preview: float) -> None:
-    """In place: own = shared - preview * waiting, rounded to its dtype, and the anchor follows.
-
-    `waiting`, the residual, is the same afterwards, up to rounding.
-    """
-    form_for(shared, anchor, narrow=own).rebase(shared, own, anchor, preview)
+    """In place: own = shared - preview * residual, rounded to its dtype, and the anchor follows, so that the
+    residual is the same afterwards, up to rounding."""
+    _passes(shared, anchor, narrow=own).rebase(shared, own, anchor, preview)
 
 
-def apply(
-    shared: Tensor,
-    own: Tensor,
-    anchor: Tensor,
-    update: Tensor,
-    spent: Tensor,
-    world: int,
-    preview: float | None,
-) -> None:
-    """In place: shared -= update / world; the residual gets smaller by what was spent, and is exactly 0
-    where all of it was. With a preview, `rebase` as well, in the same pass; without, `own` is only read."""
-    form = form_for(shared, anchor, update, spent, narrow=own)
-    form.apply(shared, own, anchor, update, spent, world, preview)
+def apply(shared: Tensor, own: Tensor, anchor: Tensor, update: Tensor, spent: Tensor, world: int) -> None:
+    """In place: shared -= update / world; the residual gets smaller by what was spent. The anchor is exactly
+    `own` where nothing is left, so that a model of which all was sent is the shared one to the last bit.
+    `own` is only read."""
+    _passes(shared, anchor, update, spent, narrow=own).apply(shared, own, anchor, update, spent, world)
 
 
 def select(x: Tensor, threshold: float, capacity: int, phase: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,39 +114,45 @@ def select(x: Tensor, threshold: float, capacity: int, phase: float) -> tuple[Te
     there are fewer, filled up with x.numel(). The tail is the sum of ln(|x| / threshold) over the demand, as
     a finite float32 from 0 up. On an accelerator the host waits for nothing.
     """
-    return form_for(x).select(x, threshold, capacity, phase)
+    if not x.is_cpu:
+        return torch_passes.select_without_waiting(x, threshold, capacity, phase)
+    found = above(x, threshold)
+    return window(found, x[found], x.numel(), threshold, capacity, phase)
+
+
+# -- values in few bits: `torch_low_bit.py` says what the bytes mean ----------------------------------------
 
 
 def low_bit_size(bits: int, count: int, blocks: Blocks | None = None) -> int:
     """Bytes that `encode_low` makes of `count` values."""
-    return low_bit.size_of(bits, count) if blocks is None else blocks.size(bits)
+    return 2 * low_bit_blocks(count) + -(-count * bits // 8) if blocks is None else blocks.size(bits)
 
 
 def low_bit_blocks(count: int) -> int:
     """Blocks of `count` values, each with two bytes of scale before all codes."""
-    return low_bit.blocks_of(count)
+    return -(-count // BLOCK)
 
 
 def encode_low(bits: int, values: Tensor, blocks: Blocks | None = None) -> Tensor:
     """Of float32 or float64 of shape (..., count) the bytes of shape (..., size): codes of 1, 2 or 4 bits, in
     these blocks or in such as are full up to the last one."""
-    _check_blocks(values.shape[-1], blocks)
-    return low_bit_form_for(values, values.dtype).encode_low(bits, values, blocks)
+    blocks = _blocks_of(values.shape[-1], blocks)
+    data: Tensor = _low_bit(values, values.dtype).encode_low(bits, values, blocks)
+    return data
 
 
 def decode_low(
     bits: int, data: Tensor, count: int, dtype: torch.dtype, blocks: Blocks | None = None
 ) -> Tensor:
     """Of bytes of shape (..., size) the values of shape (..., count); any bytes decode to some floats."""
-    data = _whole(bits, data, count, blocks)
-    return low_bit_form_for(data, dtype).decode_low(bits, data, count, dtype, blocks)
+    out = torch.empty((*data.shape[:-1], count), dtype=dtype, device=data.device)
+    decode_low_into(bits, data, out, blocks)
+    return out
 
 
 def decode_low_into(bits: int, data: Tensor, out: Tensor, blocks: Blocks | None = None) -> None:
     """As `decode_low`, into memory that is there already: new memory costs more than the decoding."""
-    data = _whole(bits, data, out.shape[-1], blocks)
-    form = low_bit_form_for(data, out.dtype) if out.is_contiguous() else TORCH_LOW_BIT
-    form.decode_low_into(bits, data, out, blocks)
+    _decode(bits, data, out, blocks, add=False)
 
 
 def decode_low_sum(
@@ -142,20 +161,102 @@ def decode_low_sum(
     """Of bytes of shape (rows, size) the sum of the rows' values, added up in the order of the rows."""
     if data.dim() != 2 or not len(data):
         raise ValueError(f"rows to add up, not a tensor of shape {tuple(data.shape)}")
-    data = _whole(bits, data, count, blocks)
-    return low_bit_form_for(data, dtype).decode_low_sum(bits, data, count, dtype, blocks)
+    out = torch.empty(count, dtype=dtype, device=data.device)
+    _decode(bits, data, out, blocks, add=True)
+    return out
 
 
-def _whole(bits: int, data: Tensor, count: int, blocks: Blocks | None) -> Tensor:
-    """Rows end to end, as compiled forms need them, and as long as these take them to be."""
-    _check_blocks(count, blocks)
-    wanted = low_bit_size(bits, count, blocks)
+def _decode(bits: int, data: Tensor, out: Tensor, blocks: Blocks | None, add: bool) -> None:
+    blocks = _blocks_of(out.shape[-1], blocks)
+    wanted = blocks.size(bits)
     if data.dtype != torch.uint8 or data.shape[-1] != wanted:
-        raise ValueError(f"{wanted} bytes are {count} values, not {data.shape[-1]} of {data.dtype}")
-    return data.contiguous()
+        raise ValueError(f"{wanted} bytes are {blocks.count} values, not {data.shape[-1]} of {data.dtype}")
+    _low_bit(out, out.dtype).decode_low(bits, data.contiguous(), out, blocks, add)
 
 
-def _check_blocks(count: int, blocks: Blocks | None) -> None:
+def _blocks_of(count: int, blocks: Blocks | None) -> Blocks:
     """Compiled forms read and write as much as the blocks say."""
-    if blocks is not None and blocks.count != count:
+    blocks = blocks or even(count)
+    if blocks.count != count:
         raise ValueError(f"these blocks are of {blocks.count} values, not of {count}")
+    return blocks
+
+
+# -- which form runs -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def using(form: str) -> Iterator[None]:
+    """Within it, in all threads, "torch": torch's form alone; "compiled": the compiled one, or an error."""
+    global _form
+    if form not in ("torch", "compiled"):
+        raise ConfigError(f'kernels are "torch" or "compiled", not {form!r}')
+    if form == "compiled" and (reason := _loaded("passes", "cpu")[1]):
+        raise ConfigError(f"no compiled kernels: {reason}; pip install 'gradsieve[cpu]'")
+    before, _form = _form, form
+    try:
+        yield
+    finally:
+        _form = before
+
+
+def active() -> str:
+    """The form that float32 on the CPU takes: "compiled", "torch", or "torch (why it is not compiled)"."""
+    if _form == "torch":
+        return "torch"
+    reason = _loaded("passes", "cpu")[1]
+    return f"torch ({reason})" if reason else "compiled"
+
+
+def library_of(kernel: str, x: Tensor) -> str:
+    """ "torch", "numba" or "triton": whose form of this kernel runs for vectors like x."""
+    form = _low_bit(x, x.dtype) if "low" in kernel else _passes(x)
+    module: str = getattr(form, kernel).__module__
+    return module.rpartition(".")[2].partition("_")[0]
+
+
+def _passes(*tensors: Tensor, narrow: Tensor | None = None) -> Any:
+    """The form of passes for these tensors. Compiled ones take float32 vectors as long as the first, end to
+    end; on CUDA the one given as `narrow`, a gradient or parameters, may be bfloat16 or float16."""
+    first, n = tensors[0], tensors[0].numel()
+    if _form == "torch" or not (first.is_cpu or first.is_cuda):
+        return torch_passes
+    for x in tensors if narrow is None else (*tensors, narrow):
+        fits = x.dtype in _NARROW if x is narrow and x.is_cuda else x.dtype == torch.float32
+        if not fits or x.dim() != 1 or x.numel() != n or not x.is_contiguous() or x.is_cpu != first.is_cpu:
+            return torch_passes
+    return _loaded("passes", first.device.type)[0]
+
+
+def _low_bit(x: Tensor, dtype: torch.dtype) -> Any:
+    """The form of codes for values of this type that are, or become, x."""
+    if _form == "torch" or dtype != torch.float32 or not x.is_contiguous() or not (x.is_cpu or x.is_cuda):
+        return torch_low_bit
+    return _loaded("low bit", x.device.type)[0]
+
+
+def _loaded(kind: str, device: str) -> tuple[Any, str]:
+    with _loading:  # two threads need not compile the same
+        return _load_once(kind, device)
+
+
+@cache
+def _load_once(kind: str, device: str) -> tuple[Any, str]:
+    """The form; or torch's, and why: whatever is wrong with an extra, training goes on without it."""
+    try:
+        return _load(kind, device), ""
+    except Exception as error:
+        return torch_passes if kind == "passes" else torch_low_bit, f"{type(error).__name__}: {error}"
+
+
+def _load(kind: str, device: str) -> Any:
+    """Passes apart from codes, as few runs need the machine code of these."""
+    if device == "cpu":
+        from gradsieve.kernels import numba_forms
+
+        return numba_forms.Passes() if kind == "passes" else numba_forms.LowBit()
+    from gradsieve.kernels import triton_low_bit, triton_passes
+
+    form = triton_passes if kind == "passes" else triton_low_bit
+    form.try_out(torch.device("cuda"))
+    return form

@@ -1,4 +1,4 @@
-"""Values in four bits, two or one, for CUDA in Triton: the bytes of `low_bit.py`, a program for each block.
+"""Values in four bits, two or one, for CUDA in Triton: the bytes of `torch_low_bit.py`, a block a program.
 
 Divisions are the correctly rounded ones, and no product is fused with a sum. Tested under Triton's
 interpreter only; `try_out` decides on a real device.
@@ -13,11 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradsieve.kernels import low_bit
-from gradsieve.kernels.blocks import BLOCK, Blocks, block_layout, even
-from gradsieve.kernels.triton_apply import bits_of_bfloat16, on
-
-__all__ = ["decode_low", "decode_low_sum", "encode_low", "try_out"]
+from gradsieve.kernels import torch_low_bit
+from gradsieve.kernels.blocks import BLOCK, Blocks, block_layout
+from gradsieve.kernels.triton_passes import bits_of_bfloat16, on
 
 
 @triton.jit
@@ -130,10 +128,8 @@ def _decode(data, out, edges, places, rows, count, size, blocks, bits: tl.conste
     tl.store(out + first * count + (begin - tl.load(edges)) + i, total, mask=inside)
 
 
-def encode_low(bits: int, values: Tensor, blocks: Blocks | None = None) -> Tensor:
-    lead, count = values.shape[:-1], values.shape[-1]
-    blocks = blocks or even(count)
-    size = blocks.size(bits)
+def encode_low(bits: int, values: Tensor, blocks: Blocks) -> Tensor:
+    lead, count, size = values.shape[:-1], values.shape[-1], blocks.size(bits)
     data = torch.empty((*lead, size), dtype=torch.uint8, device=values.device)
     if data.numel():
         with on(values):
@@ -147,51 +143,29 @@ def encode_low(bits: int, values: Tensor, blocks: Blocks | None = None) -> Tenso
     return data
 
 
-def decode_low(
-    bits: int, data: Tensor, count: int, dtype: torch.dtype, blocks: Blocks | None = None
-) -> Tensor:
-    out = torch.empty((*data.shape[:-1], count), dtype=dtype, device=data.device)
-    return _launched(bits, data, out, blocks, data.shape[:-1].numel(), 1)
-
-
-def decode_low_into(bits: int, data: Tensor, out: Tensor, blocks: Blocks | None = None) -> None:
-    _launched(bits, data, out, blocks, data.shape[:-1].numel(), 1)
-
-
-def decode_low_sum(
-    bits: int, data: Tensor, count: int, dtype: torch.dtype, blocks: Blocks | None = None
-) -> Tensor:
-    out = torch.empty(count, dtype=dtype, device=data.device)
-    return _launched(bits, data, out, blocks, 1, len(data))
-
-
-def _launched(
-    bits: int, data: Tensor, out: Tensor, blocks: Blocks | None, programs: int, rows: int
-) -> Tensor:
-    count, size = out.shape[-1], data.shape[-1]
-    blocks = blocks or even(count)
-    if out.numel():
-        with on(data):
-            _decode[(blocks.number, programs)](
-                *(data, out, *blocks.on(data.device, bits), rows, count, size, blocks.number),
-                bits=bits,
-                width=BLOCK,
-                enable_fp_fusion=False,
-            )
-    return out
+def decode_low(bits: int, data: Tensor, out: Tensor, blocks: Blocks, add: bool) -> None:
+    if not out.numel():
+        return
+    programs, rows = (1, len(data)) if add else (data.shape[:-1].numel(), 1)
+    with on(data):
+        _decode[(blocks.number, programs)](
+            *(data, out, *blocks.on(data.device, bits), rows, blocks.count, data.shape[-1], blocks.number),
+            bits=bits,
+            width=BLOCK,
+            enable_fp_fusion=False,
+        )
 
 
 def try_out(device: torch.device) -> None:
-    """Raise where these kernels do not compile there, or give other bits than torch does."""
+    """Raises where these kernels do not compile there, or give other bits than torch does."""
     x = torch.arange(-1000.0, 1001.0, dtype=torch.float32, device=device).div_(3).view(3, -1).contiguous()
     count = x.shape[1]
     x[1, ::7] = 0.0
-    cut = block_layout((300, count - 300)).between(0, count)
-    for bits, blocks in itertools.product((1, 2, 4), (None, cut)):
+    blocks = block_layout((300, count - 300)).between(0, count)
+    for bits, add in itertools.product((1, 2, 4), (False, True)):
         data = encode_low(bits, x, blocks)
-        alike = torch.equal(data, low_bit.encode_low(bits, x, blocks))
-        for ours, theirs in ((decode_low, low_bit.decode_low), (decode_low_sum, low_bit.decode_low_sum)):
-            arguments = bits, data, count, x.dtype, blocks
-            alike &= torch.equal(ours(*arguments), theirs(*arguments))
-        if not alike:
+        ours, theirs = torch.empty_like(x[0] if add else x), torch.empty_like(x[0] if add else x)
+        decode_low(bits, data, ours, blocks, add)
+        torch_low_bit.decode_low(bits, data, theirs, blocks, add)
+        if not (torch.equal(data, torch_low_bit.encode_low(bits, x, blocks)) and torch.equal(ours, theirs)):
             raise RuntimeError(f"Triton's kernels for {bits} bits do not answer as torch's on {device}")

@@ -1,4 +1,4 @@
-"""`attach`: sparse exchange behind DistributedDataParallel's communication hook.
+"""Sparse exchange behind DistributedDataParallel's communication hook.
 
 Steps are exchanged from forward on: what is sent was moved by the optimizer before. Gradients:
 DDP hands over buckets, whose layout it changes after the first iteration; the pipeline's units do not
@@ -10,35 +10,26 @@ a bucket is done when all units with a part in it are.
 
 import weakref
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import GradBucket
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
-from typing_extensions import Unpack
 
 from gradsieve import torch_names
 from gradsieve.errors import ConfigError
-from gradsieve.parallel.fit import ddp_in
+from gradsieve.parallel.attached import Attached
 from gradsieve.parallel.hooks import CommHook, install_hook
-from gradsieve.parallel.model_sync import ModelSync, Settings
 from gradsieve.pipeline import UNIT_CAP_MB, GradientPipeline
-from gradsieve.pipeline.exchange_settings import Exchange
-from gradsieve.schemes.base import Scheme
-
-if TYPE_CHECKING:
-    from gradsieve.parallel.hsdp import HsdpSync
 
 
-class DdpSync(ModelSync):
+class DdpSync(Attached):
     """A GradientSync whose gradients come from DDP's buckets while backward runs."""
 
     _comm_hook: CommHook | None = None
 
-    def __init__(self, ddp: DistributedDataParallel, optimizer: Any, **settings: Unpack[Settings]) -> None:
-        ddp = ddp_in(ddp)
+    def __init__(self, ddp: DistributedDataParallel, optimizer: Any, **settings: Any) -> None:
         # Weak: DDP's reducer holds the hook's state, and the collector cannot see through its C++ part.
         self._ddp = weakref.ref(ddp)
         super().__init__(
@@ -90,7 +81,7 @@ class DdpSync(ModelSync):
         buffer = bucket.buffer()
         if self.scheme.no_comm or self.exchanges_steps:
             if self.exchanges_steps and bucket.index() == 0:
-                self.belongs_to_a_backward()
+                self.averaged()
             done: torch.futures.Future[Tensor] = torch.futures.Future()
             done.set_result(buffer)  # a rank's own gradient, for its own optimizer
             return done
@@ -139,77 +130,6 @@ class DdpSync(ModelSync):
                 "DDP handed over a parameter that the model did not have when attach() was called"
             )
         return self._names[parameter]
-
-
-@overload
-def attach(
-    model: DistributedDataParallel, optimizer: Any, *, replicate: None = None, **settings: Unpack[Settings]
-) -> DdpSync: ...
-
-
-@overload
-def attach(
-    model: Any, optimizer: Any, *, replicate: DeviceMesh, **settings: Unpack[Settings]
-) -> "HsdpSync": ...
-
-
-def attach(
-    model: Any,
-    optimizer: Any,
-    *,
-    replicate: DeviceMesh | None = None,
-    scheme: str | Scheme[Any] | None = None,
-    density: float | None = None,
-    bits: float | None = None,
-    exchange: Exchange | None = None,
-    scaler: torch.amp.GradScaler | None = None,
-    deterministic: bool = False,
-) -> "DdpSync | HsdpSync":
-    """Replace DDP's dense all-reduce by an exchange of few bits that forward and backward hide.
-
-    Call it on all ranks, after wrapping the model and before the first backward. Evaluate and save as ever:
-    the parameters hold the model that all ranks share, the same bits on each of them, except while a training
-    forward of the model, a backward pass or a step of its optimizer is running. At the end of a training call
-    `flush()` on all ranks.
-
-    Args:
-        model: In `DistributedDataParallel`. With `replicate`, a model that was given to
-            `fully_shard(model, mesh=mesh["shard"])`. What `torch.compile` and frameworks put around it is
-            taken off.
-        optimizer: The one that steps the model, or a list of several.
-        replicate: The axis of the mesh over which shards are exchanged; FSDP averages over the other one.
-        scheme: A name ("exdyna", "topk", ...) or an object such as `gradsieve.schemes.ExDyna(density=0.01)`.
-            Without scheme, density and bits, as many bits are sent as forward and backward hide: all elements
-            in round robin, in one bit each. A published scheme ("exdyna-paper", ...) has the rules of its
-            paper over the whole model at once; it brings the settings of its exchange along and is never
-            exchanged densely.
-        density: Share of the elements to send in a step. Alone, it is ExDyna's.
-        bits: A fixed budget a parameter and step. With `gradsieve.Gradients()` 8 or more: all gradients are
-            sent in every step, in 4 bits there and 4 back.
-        exchange: `gradsieve.Steps(...)`: every rank steps its own model, and what the steps moved is
-            exchanged; the default. Or `gradsieve.Gradients(...)`: gradients are, before the optimizer sees
-            them.
-        scaler: The `GradScaler`, needed only where gradients are exchanged: residuals then follow its scale.
-        deterministic: Decide nothing by the clock, so that a repeated run ends with the same bits. It fixes
-            two things: the budget, at 0.75 bits unless `bits`, a scheme or a density says otherwise; and that
-            no bucket is exchanged densely where a dense exchange turns out to be faster than the scheme (a
-            fast link, a small model, a high density).
-
-    Returns:
-        A `GradientSync`.
-
-    Raises:
-        ConfigError: A setting that cannot work, or a model or optimizer that it cannot be attached to.
-        MismatchError: Ranks gave different settings.
-        DivergenceError: Ranks have different weights.
-    """
-    settings = Settings(scheme=scheme, density=density, bits=bits, exchange=exchange)
-    settings |= {"scaler": scaler, "deterministic": deterministic}
-    if replicate is None:
-        return DdpSync(model, optimizer, **settings)
-    from gradsieve.parallel.hsdp import HsdpSync  # FSDP takes two seconds to import
-
-    return HsdpSync(model, optimizer, replicate, **settings)
 
 
 def _forward_to(target: torch.futures.Future[int]) -> Any:

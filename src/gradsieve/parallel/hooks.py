@@ -33,7 +33,11 @@ class Behind(Protocol):
 
     def before_forward(self, module: torch.nn.Module) -> None: ...
 
-    def after_forward(self, module: torch.nn.Module) -> None: ...
+    def after_forward(self, module: torch.nn.Module, output: Any) -> None: ...
+
+    def before_state(self, module: torch.nn.Module) -> None: ...
+
+    def after_state(self, module: torch.nn.Module) -> None: ...
 
     def before_loading(self, module: torch.nn.Module) -> None: ...
 
@@ -66,12 +70,19 @@ class ModuleHook:
         self.call = call
 
     def __reduce__(self) -> tuple[type["ModuleHook"], tuple[()]]:
-        return ModuleHook, ()
+        return type(self), ()
 
     @torch_names.never_compiled
     def __call__(self, module: torch.nn.Module, *_: Any) -> None:
         if self.call is not None:
             self.call(module)
+
+
+class OutputHook(ModuleHook):
+    @torch_names.never_compiled
+    def __call__(self, module: torch.nn.Module, *inputs_and_output: Any) -> None:
+        if self.call is not None:
+            self.call(module, inputs_and_output[-1])
 
 
 def hook_of(ddp: DistributedDataParallel) -> CommHook | None:
@@ -106,7 +117,9 @@ def register_hooks(root: Any, sync: Behind, first: bool) -> list[RemovableHandle
     """Lead a model's own hooks to `sync`; `first`: before a forward, ahead of the hooks that are there."""
     return [
         root.register_forward_pre_hook(ModuleHook(sync.before_forward), prepend=first),
-        root.register_forward_hook(ModuleHook(sync.after_forward), always_call=True),
+        root.register_forward_hook(OutputHook(sync.after_forward), always_call=True),
+        root.register_state_dict_pre_hook(ModuleHook(sync.before_state)),
+        root.register_state_dict_post_hook(ModuleHook(sync.after_state)),
         root.register_load_state_dict_pre_hook(ModuleHook(sync.before_loading)),
         root.register_load_state_dict_post_hook(ModuleHook(sync.after_loading)),
     ]

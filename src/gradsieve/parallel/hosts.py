@@ -1,4 +1,4 @@
-"""Which ranks share a host, found out by asking them."""
+"""A mesh of all ranks, host by host."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gradsieve.consensus.handshake import as_bytes, as_text
 from gradsieve.errors import ConfigError
+from gradsieve.ranks_alike import as_bytes, as_text
 from gradsieve.torch_names import all_gather_flat
 
 
 def host_mesh(device_type: str = "cuda") -> DeviceMesh:
     """All ranks as a mesh with the axes "replicate", from host to host, and "shard", inside a host. Call it
-    on all ranks.
-
-    Ranks share a host if they have its name in common and, where torchrun or a likewise launcher says so, the
-    number of their node (GROUP_RANK).
+    on all ranks. Ranks share a host if its name and, under torchrun, the number of their node are the same.
     """
     if not dist.is_initialized():
         raise ConfigError("torch.distributed is not initialised: call init_process_group() first")
@@ -34,7 +31,7 @@ def host_mesh(device_type: str = "cuda") -> DeviceMesh:
 
 
 def by_host(names: list[str]) -> list[list[int]]:
-    """Ranks, a row a host, in their order."""
+    """Ranks in their order, a row a host."""
     hosts: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         hosts.setdefault(name, []).append(rank)

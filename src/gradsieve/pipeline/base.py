@@ -3,7 +3,7 @@
     accumulate -> select, exchange -> apply -> commit
 
 `program` is one unit's way through it, a generator like the schemes themselves: it runs on a real process
-group (`comm/c10d.py`) or on virtual ranks (`comm/lockstep.py`). What is accumulated and where the update
+group (`comm/engine.py`) or on virtual ranks (`comm/lockstep.py`). What is accumulated and where the update
 goes is described in `steps.py` and `gradients.py`.
 """
 
@@ -11,33 +11,26 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol, TypeAlias
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from gradsieve.comm.links import Links
-from gradsieve.comm.meter import Meter
-from gradsieve.comm.ops import Op
-from gradsieve.comm.rounds import Rounds
+from gradsieve.comm.ops import Meter
 from gradsieve.errors import ConfigError, GradsieveError, Malformed
-from gradsieve.feedback.piggyback import carry
 from gradsieve.feedback.units import make_units
-from gradsieve.pipeline.budget import Budget, Times
-from gradsieve.pipeline.checksum import WORDS as CHECKSUM_WORDS
-from gradsieve.pipeline.checksum import Checksum
-from gradsieve.pipeline.costs import dense_seconds
+from gradsieve.pipeline.budget import Budget, Timer
 from gradsieve.pipeline.exchange_settings import Exchange
-from gradsieve.pipeline.fallback import Fallback
-from gradsieve.pipeline.round_robin import Turns
-from gradsieve.pipeline.tags import IDLE, WORDS, Tag, agree, is_notice_given, who_is_idle, words
+from gradsieve.pipeline.frame import CHECKSUM_WORDS, Checksum, Frame
+from gradsieve.pipeline.tags import IDLE, Tag, agree, is_notice_given, who_is_idle, words
 from gradsieve.schemes.base import Scheme
 from gradsieve.telemetry import Timeline
-from gradsieve.types import Ctx, Outcome, Program, Result, Sparse, Vector, by_way_of, to_device, to_host
+from gradsieve.types import Ctx, Outcome, Program, Sparse, Vector, to_device, to_host
 from gradsieve.wire.check import sums_within
 
 _log = logging.getLogger("gradsieve")
@@ -45,10 +38,6 @@ _log = logging.getLogger("gradsieve")
 UNIT_CAP_MB = 100.0
 """Gradient in one unit of exchange. Larger than DDP's 25 MB: what travels is a small part of it, so that
 rounds cost more than bytes; small enough for a large model's first units to go while backward still runs."""
-
-
-Layer: TypeAlias = Callable[[Program[Any]], Program[Any]]
-"""A program around another one, whose ops and replies pass through it."""
 
 
 @dataclass(slots=True)
@@ -63,20 +52,6 @@ class Stats:
     def seconds(self) -> dict[str, float]:
         """By stage."""
         return self.timeline.seconds()
-
-
-@dataclass(slots=True)
-class Way:
-    """How a unit is exchanged."""
-
-    scheme: Scheme[Any]
-    """At the density of this step."""
-    fallback: Fallback | None = None
-    dense: bool = False
-    was_dense: bool = False
-    """In this exchange, and in the last one that was applied."""
-    mean_seconds: Sequence[float] = ()
-    """Seconds that were piggybacked, means over ranks: see `_seconds_to_send`."""
 
 
 class Memory(Protocol):
@@ -102,8 +77,9 @@ class Pipeline(ABC):
 
     exchanges_steps: ClassVar[bool]
     """Whether `program` is given flat parameters or flat gradients."""
+    residual_scale: float = 1.0  # what a GradScaler multiplied residuals by
     rho: float = 1.0
-    """Square of the mean gradient's length over that of a rank's own: `feedback/step_length.py`."""
+    """Square of the mean gradient's length over that of a rank's own: `step_length.py`."""
 
     def __init__(
         self,
@@ -131,8 +107,6 @@ class Pipeline(ABC):
         """Steps of all ranks since the one with the last exchange: see `begins_exchange`."""
         self.began_at = 0
         """What `since` was when the pending exchange began."""
-        self.tentative = False
-        """Whether that exchange began with a forward, so that no rank knows yet whether all take part."""
         self.skipped = 0
         """Steps skipped because a gradient was not finite."""
         self.last_step_good = True
@@ -144,16 +118,13 @@ class Pipeline(ABC):
         """Whether this rank says to the others that its time is up; and whether any rank has said so."""
         self._idle_ones = ""
         self._checksum = Checksum(rank, world)
-        self.rounds = Rounds(rank, world)
-        """How collectives are carried: by the engine itself, until somebody knows the links."""
         self.budget: Budget | None = None
         """In bits a parameter; None: what is sent follows from the density alone."""
-        self.times = Times()
-        """This rank's, of the last step."""
+        self.timer: Timer | None = None
+        """Of a run whose budget is chosen by gradsieve."""
         self.stats = Stats(Meter(rank, world))
-        self._ways = [Way(scheme) for _ in self.units]
         self.observer: Observer | None = None
-        self.turns = Turns()
+        self._recent_bits: deque[float] = deque(maxlen=20)
         self._flushes = False
         """Whether the pending exchange is one of everything, for `flush()`."""
 
@@ -162,9 +133,9 @@ class Pipeline(ABC):
         return 8 * self.stats.meter.moved / (max(1, self.parameters) * self.settings.every)
 
     @property
-    def is_last_of_period(self) -> bool:
-        """Whether the next step of all ranks is the one of its period that exchanges."""
-        return (self.since + 1) % self.settings.every == 0
+    def mean_bits(self) -> float:
+        """Of the last exchanges: one says little, as stripes are longer or shorter each time."""
+        return fmean(self._recent_bits) if self._recent_bits else 0.0
 
     def begins_exchange(self) -> bool:
         """One more step of all ranks begins: whether it is the one of its period that exchanges, the last."""
@@ -191,16 +162,15 @@ class Pipeline(ABC):
     def handshake(self, call: int) -> Program[None]:
         """Find out whether all ranks make this call, by an exchange as the next one would be, of which
         nothing is kept. A rank that went on training answers it with its own exchange, and both raise."""
-        before, self.began_at, self.tentative = replace(self._ways[0]), self.since, False
+        self.began_at = self.since
         acc, piggyback = self.offer(0)
         yield from self.exchange(0, acc, piggyback, Stats(Meter(self.rank, self.world)), False, call)
-        self._ways[0] = before
 
     def begin(self, tensors: Mapping[str, Tensor], everything: bool, moved: bool) -> None:
         """An exchange of all units begins, before their programs; `moved`: an optimizer stepped since the
         last one began."""
 
-    def complete(self, tensors: Mapping[str, Tensor], names: Set[str] = frozenset()) -> bool:
+    def complete(self, tensors: Mapping[str, Tensor]) -> bool:
         """After the programs of all units: take what the exchange gave, if they have not. False where a sum
         overflowed, so that all ranks left it."""
         return True
@@ -233,7 +203,7 @@ class Pipeline(ABC):
         return []
 
     def common(self) -> list[Tensor]:
-        """For each unit what the residual would be, had this rank moved as all did: `shared_momentum.py`."""
+        """For each unit what the residual would be, had this rank moved as all did: `step_length.py`."""
         return []
 
     @abstractmethod
@@ -259,21 +229,20 @@ class Pipeline(ABC):
         self, index: int, acc: Tensor | Vector, piggyback: Tensor, stats: Stats, everything: bool, call: int
     ) -> Program[tuple[Outcome[Any], Tensor]]:
         """The scheme's exchange of a unit, at the density of this step, and the sum of the piggyback."""
-        way, self._flushes = self._ways[index], everything
-        way.dense = everything or (way.fallback is not None and way.fallback.goes_dense)
-        scheme = self.scheme.whole() if way.dense else self.scheme_of_this_step()
-        tag = Tag(call, self.step, index, self.loads, self.began_at, int(self.tentative))
+        self._flushes = everything
+        scheme = self.scheme.whole() if everything else self.scheme_of_this_step()
+        tag = Tag(call, self.step, index, self.loads, self.began_at)
         said = words(tag, self.rank, self.idle, self.has_notice)
-        said += [*self._seconds_to_send(index, way), *[0.0] * CHECKSUM_WORDS]
+        said += [0.0] * CHECKSUM_WORDS
         message = torch.cat([piggyback, to_device(said, piggyback.dtype, piggyback.device)])
 
-        program: Program[Any] = self._run(scheme, acc, index, piggyback)
-        for layer in self._layers(index, message, stats):
-            program = layer(program)
-        outcome: Outcome[Any]
-        ride: Tensor
-        outcome, ride = yield from program
-
+        program = self._run(scheme, acc, index, piggyback)
+        frame = Frame(program, message, self._checksum, stats.meter, stats.timeline, index)
+        try:
+            outcome, ride = yield from frame.run()
+        except Malformed as error:
+            where = f"rank {self.rank}, unit {index} of {len(self.units)} in step {self.step}"
+            raise Malformed(f"{where}: {error}") from error
         with stats.timeline.stage("exchange", index):
             # On an accelerator collectives return before they are done: here the host waits for them, so that
             # the measured cost of the exchange includes this wait.
@@ -281,33 +250,19 @@ class Pipeline(ABC):
         yield from agree(tag, heard, self.rank, self.world, piggyback.device)
         self._hear(heard, index)
         stats.sent += outcome.update.count
-        way.scheme, way.mean_seconds = scheme, [each / self.world for each in heard[WORDS:-CHECKSUM_WORDS]]
         return outcome, ride[: piggyback.numel()]
 
     def _run(
         self, scheme: Scheme[Any], acc: Tensor | Vector, index: int, like: Tensor
     ) -> Program[Outcome[Any]]:
         if not self.units[index].n:
-            return _nothing(like, self.states[index])
-        return scheme.exchange(acc, self.states[index], Ctx(self.rank, self.world, self.step))
-
-    def _layers(self, index: int, message: Tensor, stats: Stats) -> Sequence[Layer]:
-        """What the scheme's program is wrapped in, from the inside out: its ops go through all of these to
-        the engine, and the replies come back the other way."""
-        where = f"rank {self.rank}, unit {index} of {len(self.units)} in step {self.step}"
-        return (
-            # The message is part of an all-reduce before the checksum writes its words at the end of it.
-            lambda program: carry(program, message),
-            # It covers whole collectives: it holds however often rounds pass a part of one on.
-            lambda program: self._checksum.watched(program, message.dtype),
-            # Rounds are a part of the exchange: their time counts.
-            lambda program: _timed(program, stats.timeline, index),
-            self.rounds.carried,
-            # What the engine is really asked for, round by round.
-            lambda program: _counted(program, stats.meter),
-            # Whoever of the above found something malformed says where.
-            lambda program: _located(program, where),
-        )
+            outcome = yield from _nothing(like, self.states[index])
+        else:
+            context = Ctx(self.rank, self.world, self.step)
+            outcome = yield from scheme.exchange(acc, self.states[index], context)
+        if index == 0 and self.timer is not None and self.timer.is_last:
+            yield from self.timer.gather()
+        return outcome
 
     def _hear(self, heard: Sequence[float], index: int) -> None:
         """The sums of what all ranks said besides what they exchange."""
@@ -317,14 +272,7 @@ class Pipeline(ABC):
         self.heard_notice |= is_notice_given(heard)
 
     def scheme_of_this_step(self) -> Scheme[Any]:
-        """With what the budget buys, where there is one, and what the settings of the exchange make of it."""
-        usual = self._within_budget()
-        density = self.settings.density_at(self.step, usual.density)
-        if density == usual.density:
-            return usual
-        return usual.whole() if density == 1.0 else replace(usual, density=density)
-
-    def _within_budget(self) -> Scheme[Any]:
+        """With what the budget buys, where there is one."""
         return self.scheme
 
     def in_order(self, index: int, done: int) -> None:
@@ -345,42 +293,18 @@ class Pipeline(ABC):
         self._idle_ones = idle_ones
 
     def apply(self, states: list[Any]) -> None:
-        """The step was good on all ranks. The scheme learns nothing from units that sent everything."""
-        sparse = [way.scheme for way in self._ways if not way.scheme.is_whole]
-        self.states = sparse[0].apply(states) if sparse else states
-        for index, way in enumerate(self._ways):
-            if way.fallback is not None and any(way.mean_seconds):
-                last, way.fallback = way.fallback, way.fallback.after(way.mean_seconds[0], way.was_dense)
-                if last.goes_dense != way.fallback.goes_dense and self.rank == 0:
-                    _log.info("step %d, unit %d of %d: %s", self.step, index, len(self.units), way.fallback)
-            way.was_dense = way.dense
-        mean_seconds = self._ways[0].mean_seconds
-        if self.budget is not None and mean_seconds and not self._ways[0].dense:
-            self.budget = self.budget.after(Times(*mean_seconds))
-            if self.rank == 0 and (said := self.budget.says(self.world)):
-                _log.info("step %d: %s", self.step, said)
+        """The step was good on all ranks. The scheme learns nothing where everything was sent."""
+        scheme = self.scheme.whole() if self._flushes else self.scheme_of_this_step()
+        self.states = states if scheme.is_whole else scheme.next_states(states)
         if not self._flushes:
-            self.turns.add(self.bits(), is_over=getattr(self.states[0], "cursor", 0) == 0)
+            self._recent_bits.append(self.bits())
         self.step += 1
         if self.observer is not None:
             self.observer.after_step()
 
-    def fall_back(self, links: Links) -> None:
-        """From now on, dense where that is faster."""
-        for way, unit in zip(self._ways, self.units, strict=True):
-            words = unit.n * unit.dtype.itemsize // 4
-            way.fallback = Fallback(dense_seconds(words, links, self.world))
-
-    def _seconds_to_send(self, index: int, way: Way) -> Sequence[float]:
-        if self.budget is not None:
-            return self.times if index == 0 else ()
-        return [self.seconds(index)] if way.fallback is not None else []
-
-    def seconds(self, index: int | None = None) -> float:
-        """What this rank's last exchange took, of one unit or of all; 0 before the first."""
-        spans = self.stats.timeline.spans
-        own = (span for span in spans if (span.unit == index if index is not None else span.unit >= 0))
-        return sum(span.stop - span.start for span in own)
+    def seconds(self) -> float:
+        """What this rank's last exchange took; 0 before the first."""
+        return sum(span.stop - span.start for span in self.stats.timeline.spans if span.unit >= 0)
 
 
 def _nothing(like: Tensor, state: Any) -> Program[Outcome[Any]]:
@@ -388,35 +312,3 @@ def _nothing(like: Tensor, state: Any) -> Program[Outcome[Any]]:
     yield from ()
     nothing = Sparse.full(like.new_empty(0))
     return Outcome(nothing, nothing, state)
-
-
-def _located(program: Program[Result], where: str) -> Program[Result]:
-    try:
-        return (yield from program)
-    except Malformed as error:
-        raise Malformed(f"{where}: {error}") from error
-
-
-def _timed(program: Program[Result], timeline: Timeline, unit: int) -> Program[Result]:
-    """Time spent waiting for replies is the exchange, the rest is the scheme's own."""
-    reply: Tensor | None = None
-    while True:
-        with timeline.stage("select", unit):
-            try:
-                op = program.send(reply)  # type: ignore[arg-type]  # None starts a generator
-            except StopIteration as end:
-                result: Result = end.value
-                return result
-        start = time.perf_counter()
-        reply = yield op
-        timeline.add("exchange", unit, start)
-
-
-def _counted(program: Program[Result], meter: Meter) -> Program[Result]:
-    """What is really asked of the engine."""
-
-    def perform(op: Op) -> Program[Tensor]:
-        meter.count(op)
-        return (yield op)
-
-    return by_way_of(program, perform)

@@ -1,273 +1,194 @@
-"""How much is sent in a step, in bits a parameter: a fixed number, or as much as forward and backward hide.
+"""How much is sent, in bits a parameter and step: chosen once, then fixed.
 
-What a budget buys (`spend`): all of a stretch in codes of few bits, and longer stretches before wider codes,
-by what part of the energy that sends.
+More bits than quality needs bring nothing, and how many it needs follows from the number of ranks (`needed`).
+A link or a processor may not carry them behind a step. So the first exchanges are timed, the first ones with
+LEAST bits and the next with those that are needed:
 
-`Adaptive` finds the budget while training runs, by one question: does a step get longer? A rank's seconds
-are piggybacked on the exchange, so that all ranks know the same means and choose alike, without a message:
+    period     from one exchange's beginning to the next one's
+    exchange   what it takes
+    slack      from its beginning until optimizers need what it brings; they wait for the rest of it
 
-    step       from one exchange's beginning to the next one's
-    slack      of that, until the optimizer needs what the exchange brings
-    waited     what the optimizer then waited for
-
-On an accelerator these are seconds of the device (`sync/stopwatch.py`): a host that runs ahead of it waits
-for the device and not for the exchange.
-
-First it takes a look: next to nothing is sent, and it sees how long a step is then. Then it tries a budget,
-in every second exchange, with next to nothing in those between: what else makes a machine slow for a while
-makes both slow, and differences of neighbours show what the budget does. Budgets double, up to everything as
-it is, until a step is longer by more than ALLOWED, whatever makes it longer: the link is full, or what is
-exchanged needs the processors that compute. The largest one that hides is kept for some hundred exchanges,
-unless the optimizer begins to wait for it, and tried again.
-
-Where the rounds of an exchange alone take longer than a step computes, no budget hides it. Then the period is
-made longer first, to as many steps as it takes, and the bits are found for that.
+Two points give what a bit takes, and what rounds take however little is sent. `choose` then takes, of fewer
+bits and of longer periods, what has the same loss soonest. All ranks choose alike, by figures that they
+gather once. No clock decides anything afterwards, and checkpoints keep the choice.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypeAlias
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from gradsieve.comm.links import Links
-from gradsieve.errors import ConfigError
-from gradsieve.kernels.blocks import Layout, block_layout
-from gradsieve.pipeline.costs import bits_in, seconds_a_bit
-from gradsieve.schemes.agreed import Values
-from gradsieve.types import is_number
-from gradsieve.wire.values import VALUE_CODECS
+from gradsieve.comm.ops import AllGather
+from gradsieve.errors import ConfigError, Malformed
+from gradsieve.types import Program, is_number
 
-SENT: dict[Values, float] = {"sign": 0.637, "int2": 0.881, "int4": 0.985, "bf16": 0.99999, "exact": 1.0}
-"""Part of a Gaussian's energy that codes of this kind send."""
-LEAST = 0.05
-"""Bits with which a look is taken. With less than that models do not learn well."""
-LATE = 2
-"""Exchanges after which the seconds of one arrive."""
-LOOK, PAIRS, _MOST_PAIRS, KEEP = 6, 6, 24, 320
-"""Exchanges of a look; pairs of neighbours after which a budget may be clear, and after which it is left; and
-exchanges for which one is kept."""
-ALLOWED = 0.05
-"""Part by which a step may be longer than one in which next to nothing is sent."""
-_SURE = 2.0
-"""Standard errors that make it sure enough to send less: what was given up by chance comes back slowly."""
-_MORE, _LESS, _MUCH_LESS = 2.0, 0.75, 0.4
-"""Factors of a budget that hid; of one that did not; and of one with which a step took half as long again."""
-_NEAR = 1.15
-"""Two budgets, of which one hides and the other does not, that are so near to each other are near enough."""
-_FIRST = 0.5
-"""Bits that are tried first, at most; and the part of what the links promise."""
+LEAST = 0.15
+LITTLE, ALL = 4, 8  # exchanges with LEAST bits; and with those that are needed, by then
+# Ranks up to which so many bits end level with dense, and times the steps to the same loss with a fifth of
+# them. With 4 ranks 0.15 bits took 200 steps where 0.75 took 180; with 16 ranks losses of 400 steps with 0.75
+# and with 4 bits are 8 % apart, some 30 % of the steps. With 8 ranks nothing was measured: between both.
+_NEEDED = ((4, 0.75, 1.11), (8, 2.0, 1.2), (16, 4.0, 1.3))
+_MORE_RANKS = (8.0, 1.3)  # with 64 ranks 8 bits still ended 5 % above dense
+_THREEFOLD = 1.06  # times the steps with a period three times as long: 220 steps for 207, with 8 ranks
 MOST_STEPS = 64
-"""Steps to an exchange at most, where a budget chooses them."""
-_LONG = 1 << 16
-
-
-class Times(NamedTuple):
-    """Seconds; means over ranks."""
-
-    step: float = 0.0
-    slack: float = 0.0
-    waited: float = 0.0
-
-
-def spend(bits: float, world: int, costs: Mapping[Values, float] | None = None) -> tuple[Values, float]:
-    """How values travel, and the share of all that does, for so many bits a parameter and step. `costs`: of
-    the model, where its tensors are known."""
-    if world == 1:
-        return "exact", 1.0
-    costs = costs or {values: cost(values, world) for values in SENT}
-    shares = {values: min(1.0, bits / costs[values]) for values in SENT}
-    best = max(SENT, key=lambda values: shares[values] * SENT[values])
-    return best, shares[best]
-
-
-def cost(values: Values, world: int, layouts: Sequence[Layout] = ()) -> float:
-    """Bits that the busiest rank moves for one element: there, and the sum back. Of a model of these units;
-    of one in few large tensors, where none are given."""
-    codec = VALUE_CODECS[values]
-    units = [layout.between(0, int(layout.edges[-1])) for layout in layouts or [block_layout((_LONG,))]]
-    size = sum(codec.over(unit).predict_size(unit.count, torch.float32) for unit in units)
-    return 2.0 * 8 * size / max(1, sum(unit.count for unit in units)) * (world - 1) / world
+_PERIODS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, MOST_STEPS)
+_LONGEST = 1e6  # seconds, and not what a clock shows
+_NEAR = 1.05  # nobody can tell steps apart that differ by less, in so few: then quality decides
 
 
 @dataclass(frozen=True, slots=True)
-class Fixed:
-    """The same in every step: a run that is repeated is the same bits."""
+class Budget:
+    """What a step may send; the same on every rank."""
 
     bits: float
+    every: int = 1  # steps to an exchange, which has the bits of all of them
+    is_chosen: bool = True  # else it is what is timed now
 
     def __post_init__(self) -> None:
         if not is_number(self.bits):
             raise ConfigError(f"bits={self.bits!r} is a {type(self.bits).__name__}: give a number, bits=0.75")
-        if not 0 < self.bits < float("inf"):
+        if not 0 < self.bits < math.inf:
             raise ConfigError(f"bits are a budget a parameter and step, above 0, not {self.bits!r}")
 
-    def after(self, times: Times) -> Fixed:
-        return self
-
-    @property
-    def target(self) -> float:
-        return self.bits
-
-    def at(self, bits: float) -> Fixed:
-        return self
-
-    def says(self, world: int) -> str:
-        return ""
+    def __str__(self) -> str:
+        """As arguments of `attach`."""
+        overlap = f", overlap={self.every}" if self.every > 1 else ""
+        return f"bits={self.bits:g}, exchange=gradsieve.Steps(every={self.every}{overlap})"
 
 
 @dataclass(frozen=True, slots=True)
-class Adaptive:
-    """The same on every rank."""
+class Timed:
+    """Seconds of an exchange of so many bits a parameter and step."""
 
-    most: float
-    """Bits with which everything is sent as it is."""
-    bit: float
-    """Seconds that one more bit a parameter takes, by the links: for the first try only."""
-    every: int = 1
-    """Steps to an exchange, which has the bits of all of them."""
-    rounds: float = 0.0
-    """Seconds that an exchange of next to nothing takes, by the links. 0: the period is the user's choice."""
-    bits: float = LEAST
-    """Of the next exchange."""
-    target: float = 0.0
-    """What is tried, or kept; 0: nothing yet."""
-    phase: Literal["look", "try", "keep"] = "look"
-    count: int = 0
-    """Exchanges since it began."""
-    used: tuple[float, ...] = (0.0,) * LATE
-    """Bits of the last exchanges, of which no seconds have arrived."""
-    alone: tuple[Times, ...] = ()
-    """With next to nothing sent."""
-    steps: tuple[Times, ...] = ()
-    """With the target."""
-    longer: float = 0.0
-    noise: float = 0.0
-    """By what part these steps were longer, and the standard error of that."""
-    good: float = 0.0
-    """The most that hid; 0: none is known."""
-    ceiling: float = float("inf")
-    """The least that did not."""
-    waited: float = 0.0
-    """Seconds that are waited for the target where it hides."""
+    bits: float
+    period: float
+    exchange: float
+    slack: float
 
-    @classmethod
-    def over(cls, links: Links, n: int, world: int, every: int = 1, rounds: float = 0.0) -> Adaptive:
-        return cls(cost("exact", world), seconds_a_bit(links, n), rounds=rounds)._with_period(every)
-
-    def _with_period(self, every: int) -> Adaptive:
-        factor = every / self.every
-        return replace(self, most=self.most / factor, bit=self.bit * factor, every=every)
-
-    def at(self, bits: float) -> Adaptive:
-        """As a checkpoint left it, on links and processors that may be others: with a look first."""
-        return replace(Adaptive(self.most, self.bit, self.every, self.rounds), target=bits)
-
-    def after(self, times: Times) -> Adaptive:
-        """One more exchange, which brought the seconds of an earlier one; none where its step is 0."""
-        bits, *rest = *self.used, self.bits
-        now = replace(self, used=tuple(rest), count=self.count + 1)
-        if times.step > 0:
-            if bits == LEAST:
-                now = replace(now, alone=(*self.alone, times)[-_MOST_PAIRS:])
-            elif bits == self.target:
-                now = replace(now, steps=(*self.steps, times)[-_MOST_PAIRS:])
-        match self.phase:
-            case "look":
-                return now._after_look() if len(now.alone) >= LOOK else now
-            case "try":
-                return now._after_pair()
-            case "keep":
-                return now._while_kept()
-
-    def says(self, world: int) -> str:
-        """A line when a budget was found; otherwise nothing."""
-        if self.phase != "keep" or self.count:
-            return ""
-        values, share = spend(self.every * self.bits, world)
-        longest = self.every / share
-        turns = f", so that every element is sent within about {longest:.0f} steps" if longest > 1 else ""
-        period = f" every {self.every} steps" if self.every > 1 else ""
-        sent = (
-            f"sends {self.bits:.3g} bits a parameter and step{period}: {share:.1%} of all, as {values}{turns}"
-        )
-        noise = f"(+- {self.noise:.1%})"
-        return f"{sent}; a step takes {self.longer:.1%} {noise} longer than with next to nothing sent"
-
-    def _after_look(self) -> Adaptive:
-        step, slack, waited = (statistics.median(each) for each in zip(*self.alone, strict=True))
-        # Ranks that wait for a slow one have fast links, and a longer period would not help them.
-        if 2 * self.rounds > slack > 0 and waited > ALLOWED * step and self.every < MOST_STEPS:
-            more = math.ceil(waited / (step - waited) * self.every)
-            return self._with_period(min(self.every + more, MOST_STEPS)).at(0.0)
-        return self._try_from(self.target or bits_in(_FIRST * slack, self.bit, LEAST, _FIRST))
-
-    def _try_from(self, target: float) -> Adaptive:
-        """With nothing known: from so much on, up or down. Less than twice the least tells nothing."""
-        fresh = replace(self, good=0.0, ceiling=float("inf"))
-        return fresh._try(max(target, 2 * LEAST))
-
-    def _try(self, target: float) -> Adaptive:
-        """In every second exchange."""
-        return replace(self, phase="try", count=0, bits=LEAST, target=target, alone=(), steps=())
-
-    def _keep(self, target: float) -> Adaptive:
-        return replace(self, phase="keep", count=0, bits=target, target=target, steps=())
-
-    def _after_pair(self) -> Adaptive:
-        now = replace(self, bits=LEAST if self.bits == self.target else self.target)
-        pairs = min(len(self.alone), len(self.steps))
-        if pairs < PAIRS:
-            return now
-        longer, noise = _difference(self.alone, self.steps)
-        now = replace(now, longer=longer, noise=noise)
-        is_clear = pairs == _MOST_PAIRS
-        if longer - _SURE * noise > ALLOWED or (is_clear and longer > ALLOWED):
-            return now._did_not_hide()
-        return now._hid() if longer + noise < ALLOWED or is_clear else now
-
-    def _hid(self) -> Adaptive:
-        waited = statistics.median(times.waited for times in self.steps)
-        now = replace(self, good=self.target, waited=waited)
-        if self.target >= self.most or self.ceiling <= _NEAR * self.target:
-            return now._keep(self.target)
-        return now._try(min(_MORE * self.target, (self.target * self.ceiling) ** 0.5, self.most))
-
-    def _did_not_hide(self) -> Adaptive:
-        now = replace(self, ceiling=self.target)
-        if self.good:
-            is_near = self.target <= _NEAR * self.good
-            return now._keep(self.good) if is_near else now._try((self.good * self.target) ** 0.5)
-        less = self.target * (_LESS if self.longer < 0.5 else _MUCH_LESS)
-        return now._try(less) if less > 1.5 * LEAST else now._keep(LEAST)
-
-    def _while_kept(self) -> Adaptive:
-        recent = [times.waited for times in self.steps[-PAIRS:]]
-        if self.count < KEEP:
-            if len(recent) < PAIRS:
-                return self
-            patience = 2 * ALLOWED * statistics.median(times.step for times in self.steps)
-            if statistics.median(recent) <= self.waited + patience:
-                return self
-        return self._try_from(self.target)
+    @property
+    def waited(self) -> float:
+        return max(0.0, self.exchange - self.slack)
 
 
-def _difference(alone: Sequence[Times], steps: Sequence[Times]) -> tuple[float, float]:
-    """By what part the second are longer than their neighbours, and the standard error of that."""
-    more = [long.step - short.step for short, long in zip(alone, steps, strict=False)]
-    usual = statistics.median(times.step for times in alone)
-    return statistics.median(more) / usual, _error(more) / usual
+def needed(world: int) -> float:
+    """Bits with which so many ranks end level with dense."""
+    return _quality(world)[0]
 
 
-def _error(seconds: Sequence[float]) -> float:
-    """Standard error of the median, by the median deviation: some steps are far off, and say nothing."""
-    middle = statistics.median(seconds)
-    deviation = 1.4826 * statistics.median(abs(each - middle) for each in seconds)
-    return 1.2533 * deviation / math.sqrt(len(seconds))
+def _quality(world: int) -> tuple[float, float]:
+    return next(((bits, fifth) for most, bits, fifth in _NEEDED if world <= most), _MORE_RANKS)
 
 
-Budget: TypeAlias = Fixed | Adaptive
+def choose(world: int, timed: Sequence[Timed], every: int = 1, may_wait: bool = True) -> Budget:
+    """Of the needed bits or fewer what has the same loss soonest, by exchanges of LEAST bits and of the
+    needed ones in a period of `every` steps; `may_wait`: periods may become longer."""
+    little, much = timed
+    bits, fifth = _quality(world)
+    more = every * (bits - little.bits)
+    a_bit = max(0.0, much.exchange - little.exchange) / more
+    rounds = max(0.0, little.exchange - a_bit * every * little.bits)
+    alone = max(little.period - little.waited, 1e-9) / every  # of a step for which nobody waits
+    computed = max(0.0, much.period - much.waited - every * alone) / more  # for a bit, where ranks compute
+
+    def seconds(choice: Budget) -> float:
+        sent = choice.every * choice.bits
+        hidden = little.slack + (choice.every - every) * alone
+        waited = max(0.0, rounds + a_bit * sent - hidden) / choice.every
+        step = alone + computed * max(0.0, choice.bits - little.bits) + waited
+        return step * steps(choice)
+
+    def steps(choice: Budget) -> float:
+        longer = math.log(choice.every / every, 3)
+        return float(fifth ** math.log(bits / choice.bits, 5) * _THREEFOLD**longer)
+
+    halves = round(2 * math.log2(bits / LEAST))
+    spent = [*(round(bits / 2 ** (half / 2), 2) for half in range(halves)), LEAST]
+    periods = [period for period in _PERIODS if period > every] if may_wait else []
+    choices = [Budget(some, period) for period in (every, *periods) for some in spent]
+    soonest = min(map(seconds, choices))
+    return min((choice for choice in choices if seconds(choice) <= _NEAR * soonest), key=steps)
+
+
+class Timer:
+    """Seconds of this rank's first exchanges, by the device's own clock: a host that runs ahead of its device
+    waits for that and not for the exchange."""
+
+    def __init__(self, world: int, every: int, may_wait: bool, device: torch.device) -> None:
+        self.world, self.every, self.may_wait, self.device = world, every, may_wait, device
+        self.restart()
+
+    def restart(self, chosen: Budget | None = None) -> Budget:
+        """What the next exchange may send: as it was chosen, or to be timed anew."""
+        self.chosen, self.number = chosen, ALL if chosen else 0  # exchanges that were applied
+        self._moments: dict[int, dict[str, Any]] = {}
+        self._pending: dict[str, Any] = {}
+        return self.budget
+
+    @property
+    def is_last(self) -> bool:
+        """Whether all ranks are to gather their seconds in this exchange."""
+        return self.number == ALL - 1
+
+    def mark(self, what: str) -> None:
+        """An exchange begins ("begun"), is needed or has come ("got"), in the stream of this thread."""
+        if self.number >= ALL:
+            return
+        if what == "begun":
+            self._moments[self.number] = self._pending = {}
+        self._pending[what] = self.moment()  # it may be needed after it was applied, and counted
+
+    def after(self) -> Budget:
+        """What the next exchange may send, one more having been applied on all ranks."""
+        self.number += 1
+        return self.budget
+
+    @property
+    def budget(self) -> Budget:
+        if self.chosen is not None and self.number >= ALL:
+            return self.chosen
+        bits = LEAST if self.number < LITTLE else needed(self.world)
+        return Budget(bits, self.every, is_chosen=False)
+
+    def gather(self) -> Program[None]:
+        """In the last exchange. The first of each kind is left out; it loads what the others have."""
+        own = [*self._seconds(range(1, LITTLE)), *self._seconds(range(LITTLE + 1, ALL - 1))]
+        every = yield AllGather(torch.tensor(own, dtype=torch.float64, device=self.device))
+        ranks = every.view(-1, 2, 3).cpu()
+        if not bool(((ranks >= 0) & (ranks < _LONGEST)).all()):
+            raise Malformed(f"some rank took {ranks.tolist()} seconds: no clock shows that")
+        # Ranks wait for the slowest one, which waits for none: its exchange is the shortest.
+        periods, exchanges, slacks = ranks[..., 0].mean(0), ranks[..., 1].amin(0), ranks[..., 2].amax(0)
+        figures = torch.stack([periods, exchanges, slacks], 1).tolist()
+        timed = [Timed(bits, *each) for bits, each in zip((LEAST, needed(self.world)), figures, strict=True)]
+        self.chosen = choose(self.world, timed, self.every, self.may_wait)
+
+    def _seconds(self, numbers: range) -> list[float]:
+        """Period, exchange and slack, each the median, of two the shorter one: a pause is no step."""
+        laps = [(self._moments[number], self._moments[number + 1]["begun"]) for number in numbers]
+        seconds = [
+            (self._between(lap["begun"], end), *(self._between(lap["begun"], lap[to]) for to in _TO))
+            for lap, end in laps
+        ]
+        return [max(0.0, statistics.median_low(each)) for each in zip(*seconds, strict=True)]
+
+    def moment(self) -> Any:
+        if self.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(device=self.device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self.device))
+        return event
+
+    def _between(self, first: Any, then: Any) -> float:
+        if isinstance(first, float):
+            return float(then - first)
+        then.synchronize()
+        return 1e-3 * float(first.elapsed_time(then))
+
+
+_TO = ("got", "needed")

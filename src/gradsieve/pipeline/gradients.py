@@ -9,7 +9,6 @@ then all of it is.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -18,13 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsieve.comm.meter import Meter
-from gradsieve.comm.ops import AllReduce
-from gradsieve.feedback.clip import clip
-from gradsieve.feedback.estimate import Estimate
+from gradsieve.comm.ops import AllReduce, Meter
 from gradsieve.feedback.residual import Residual
-from gradsieve.feedback.units import Unit, by_slot, flat_view, parts_of
-from gradsieve.feedback.velocity import Momentum, Velocity
+from gradsieve.feedback.units import Unit, by_slot, parts_of
 from gradsieve.kernels import is_finite
 from gradsieve.pipeline.base import UNIT_CAP_MB, Memory, Pipeline, Stats
 from gradsieve.pipeline.exchange_settings import Gradients
@@ -39,7 +34,6 @@ class Staged:
     """What a unit's exchange gave, waiting for the verdict on the whole step."""
 
     outcome: Outcome[Any]
-    released: Sparse
     good: bool
 
 
@@ -55,22 +49,11 @@ class GradientPipeline(Pipeline):
         world: int,
         bucket_cap_mb: float = UNIT_CAP_MB,
         settings: Gradients = PLAIN,
-        momentum: Mapping[str, Momentum] | None = None,
     ) -> None:
-        """`momentum` by parameter name, where the settings have it applied before the exchange."""
-        named = dict(parameters)
-        super().__init__(named.items(), scheme, rank, world, bucket_cap_mb, settings)
-        kind = Estimate if settings.memory == "estimate" else Residual
-        self.residuals = [] if scheme.lossless else [kind(unit) for unit in self.units]
-        self.velocities: list[Velocity] = []
-        if momentum is not None and not scheme.lossless:
-            flat = {name: flat_view(parameter.detach()) for name, parameter in named.items()}
-            self.velocities = [Velocity(unit, momentum, flat) for unit in self.units]
+        super().__init__(parameters, scheme, rank, world, bucket_cap_mb, settings)
+        self.residuals = [] if scheme.lossless else [Residual(unit) for unit in self.units]
         self.loss_scale = self.residual_scale = 1.0
         """What gradients are multiplied by in this step, and were when the residuals were stored."""
-        self.rate, self.residual_rate = 1.0, 0.0
-        """The learning rate in this step, and the one in which residuals are counted; 0: none so far."""
-        self._elements = sum(parameter.numel() for parameter in named.values())
         self.may_have_unused = False
         """DDP with unused parameters: an update to one that no rank used would be dropped, so keep it."""
         self._staged: list[Staged] = []
@@ -99,12 +82,10 @@ class GradientPipeline(Pipeline):
         with stats.timeline.stage("apply", index):
             if self.may_have_unused and not self.scheme.lossless:
                 outcome = _only_used(outcome, unit, ride)
-            released = self.residuals[index].released(outcome.update) if self.residuals else outcome.update
-            good = (is_finite(released.bounds(), ride) or is_finite(released.values, ride)) and not int(
-                ride[-1]
-            )
-            good &= self._apply(unit, gradients, released, ride)
-        self._staged.append(Staged(outcome, released, good))
+            update = outcome.update
+            good = (is_finite(update.bounds(), ride) or is_finite(update.values, ride)) and not int(ride[-1])
+            good &= self._apply(unit, gradients, update, ride)
+        self._staged.append(Staged(outcome, good))
         if index == len(self.units) - 1:
             with stats.timeline.stage("commit"):
                 self._decide(gradients)
@@ -123,25 +104,11 @@ class GradientPipeline(Pipeline):
         if self.scheme.lossless:
             acc = torch.cat([gradients[slot.name].to(unit.dtype) for slot in unit.slots])
             return acc, is_finite(acc)
-        if self.settings.clip is not None:
-            own = {slot.name: gradients[slot.name] for slot in unit.slots}
-            share = sum(slot.numel for slot in unit.slots) / self._elements
-            clip(own, self.settings.clip * self.loss_scale * math.sqrt(share / self.world))
         scale = self.loss_scale / self.residual_scale
-        if self.velocities:
-            self.velocities[index].correct(gradients, scale, self.loss_scale)
-        if self.residual_rate > 0:
-            scale *= self.residual_rate / self._rate
         acc, good = self.residuals[index].accumulate(gradients, scale)
         if good and is_finite(*(gradients[slot.name] for slot in unit.dense)):
             return acc, True
         return self.residuals[index].without_gradient(), False
-
-    @property
-    def _rate(self) -> float:
-        """The learning rate in which residuals are to be counted. One of 0 moves nothing: the last one
-        holds."""
-        return self.rate if self.settings.by_rate and self.rate > 0 else self.residual_rate
 
     def _piggyback(self, unit: Unit, gradients: Mapping[str, Tensor], good: bool) -> Tensor:
         """Dense slots, then one flag for each sparse slot this rank used, then the vote."""
@@ -179,31 +146,27 @@ class GradientPipeline(Pipeline):
                 gradient.fill_(torch.nan)  # a GradScaler must see it, on every rank
             return
         for residual, staged in zip(self.residuals, self._staged, strict=False):
-            residual.commit(staged.outcome.spent, staged.released)  # e = acc - spent
-        masked = self.settings.momentum == "masked"
-        for velocity, staged in zip(self.velocities, self._staged, strict=False):
-            velocity.commit(staged.outcome.spent if masked else None)
-        self.residual_scale, self.residual_rate = self.loss_scale, self._rate
+            residual.commit(staged.outcome.spent)  # e = acc - spent
+        self.residual_scale = self.loss_scale
         self.apply([staged.outcome.state for staged in self._staged])
 
     def drain(self) -> Program[dict[str, Tensor]]:
         """Empties the residuals of all ranks, once the last of them was summed: their mean by
         parameter."""
         means: dict[str, Tensor] = {}
-        waiting = [each for each in self.residuals if isinstance(each, Residual)]  # an estimate has none
-        for residual in waiting:
+        for residual in self.residuals:
             total = yield AllReduce(residual.kept.clone())
             means |= parts_of(total / (self.world * self.residual_scale), residual.unit.sparse)
-        for residual in waiting:
+        for residual in self.residuals:
             residual.kept.zero_()
         self.last_step_good = True
         return means
 
     def figures(self) -> dict[str, float]:
-        return {"residual_scale": self.residual_scale, "residual_rate": self.residual_rate}
+        return {"residual_scale": self.residual_scale}
 
     def set_figures(self, figures: Mapping[str, float]) -> None:
-        self.residual_scale, self.residual_rate = figures["residual_scale"], figures["residual_rate"]
+        self.residual_scale = figures["residual_scale"]
 
     @property
     def outcomes(self) -> list[Outcome[Any]]:
@@ -213,7 +176,7 @@ class GradientPipeline(Pipeline):
         return (residual.kept for residual in self.residuals)
 
     def remembering(self) -> Sequence[Memory]:
-        return [*self.residuals, *self.velocities]
+        return self.residuals
 
 
 def _only_used(outcome: Outcome[Any], unit: Unit, ride: Tensor) -> Outcome[Any]:

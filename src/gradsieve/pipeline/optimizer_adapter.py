@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from gradsieve.errors import ConfigError
-from gradsieve.feedback.shared_momentum import Moments, has_moments
-from gradsieve.feedback.step_length import StepLength
 from gradsieve.feedback.units import flat_view
-from gradsieve.feedback.velocity import MovedMomentum
+from gradsieve.optimizers import traits_of
 from gradsieve.pipeline.base import UNIT_CAP_MB
 from gradsieve.pipeline.exchange_settings import Exchange, Gradients, Steps
 from gradsieve.pipeline.gradients import GradientPipeline
 from gradsieve.pipeline.steps import StepPipeline
 from gradsieve.schemes.base import Scheme
+from gradsieve.step_length import StepLength
 
 
 class OptimizerAdapter(ABC):
@@ -36,9 +35,6 @@ class OptimizerAdapter(ABC):
     def tensors(self) -> dict[str, Tensor]:
         """What the programs of this step are given: flat gradients, or flat parameters."""
 
-    def note_rate(self) -> None:
-        """Note the learning rate of this step, where residuals follow it."""
-
     def finish(self, tensors: Mapping[str, Tensor]) -> None:
         """After the programs of all units, before the optimizer's step."""
 
@@ -51,9 +47,6 @@ class OptimizerAdapter(ABC):
     def at_rest(self, names: Set[str]) -> None:
         """No optimizer is stepping these parameters, of which nothing else is due: what is due in their
         states before the next step is done now, so that whoever saves them has it."""
-
-    def give_back(self) -> None:
-        """Leave the optimizers as the user made them."""
 
     def _refuse_sparse_gradients(self) -> None:
         for name, parameter in self.parameters.items():
@@ -76,12 +69,9 @@ class StepAdapter(OptimizerAdapter):
     ) -> None:
         super().__init__(parameters, optimizers)
         self.pipeline = pipeline
-        self._names = {id(parameter): name for name, parameter in held.items()}
-        self._length = StepLength(pipeline.own)
-        for one in optimizers:
-            self._length.refuse_elsewhere(one)
-        self._moments = Moments(held)
-        if any(map(has_moments, optimizers)):
+        self._length = StepLength(pipeline.own, held)
+        traits = [traits_of(each, group) for each in optimizers for group in each.param_groups]
+        if any(each.has_moments for each in traits):
             pipeline.follow_others()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -95,24 +85,17 @@ class StepAdapter(OptimizerAdapter):
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer takes it off by itself
         every = {name: _flat_gradient(self.parameters[name]) for name in names}
         self.pipeline.note_gradients(every, 1.0 if scale is None else 1.0 / float(scale))
-        self._length.bring_along(optimizer)
-        self._moments.take_out(optimizer, self.pipeline.noise(names))
-        moving = [
-            [name for name in self._names_in(group) if every.get(name) is not None]
-            for group in optimizer.param_groups
-        ]
-        self._length.begin(optimizer, moving, self.pipeline.rho, self.pipeline.gradient_size)
+        stepped = {name for name, gradient in every.items() if gradient is not None}
+        pipeline = self.pipeline
+        self._length.before(optimizer, stepped, pipeline.noise(names), pipeline.rho, pipeline.gradient_size)
 
     def after_update(self) -> None:
-        self._length.end()
+        self._length.after()
 
     def at_rest(self, names: Set[str]) -> None:
         for optimizer in self.optimizers:
-            stepped = {name for group in optimizer.param_groups for name in self._names_in(group)}
-            self._moments.take_out(optimizer, self.pipeline.noise(names & stepped))
-
-    def _names_in(self, group: Mapping[str, Any]) -> list[str]:
-        return [self._names[id(each)] for each in group["params"] if id(each) in self._names]
+            stepped = {name for group in optimizer.param_groups for name in self._length.names_in(group)}
+            self._length.take_out(optimizer, self.pipeline.noise(names & stepped))
 
 
 class GradientAdapter(OptimizerAdapter):
@@ -125,25 +108,13 @@ class GradientAdapter(OptimizerAdapter):
         parameters: Mapping[str, Tensor],
         optimizers: Sequence[torch.optim.Optimizer],
         pipeline: GradientPipeline,
-        moved: MovedMomentum | None,
     ) -> None:
         super().__init__(parameters, optimizers)
-        self.pipeline, self.moved = pipeline, moved
-        if moved is not None:
-            moved.take()
+        self.pipeline = pipeline
 
     def tensors(self) -> dict[str, Tensor]:
         self._refuse_sparse_gradients()
-        self.note_rate()
         return {name: flat_view(_gradient_of(p)) for name, p in self.parameters.items()}
-
-    def note_rate(self) -> None:
-        """Schedules move all groups of parameters together: the first speaks for all."""
-        self.pipeline.rate = float(self.optimizers[0].param_groups[0]["lr"])
-
-    def give_back(self) -> None:
-        if self.moved is not None:
-            self.moved.give_back()
 
 
 def adapt(
@@ -162,15 +133,9 @@ def adapt(
     if isinstance(settings, Steps) and (settings.every > 1 or not scheme.lossless):
         steps = StepPipeline(parameters.items(), scheme, rank, world, bucket_cap_mb, settings)
         return StepAdapter(parameters, optimizers, held or parameters, steps)
-    moved, momentum = None, None
     plain = settings if isinstance(settings, Gradients) else Gradients()
-    if plain.momentum != "optimizer" and not scheme.lossless:
-        if len(optimizers) > 1:
-            raise ConfigError(f"momentum can be moved out of one optimizer, not out of {len(optimizers)}")
-        moved = MovedMomentum(optimizers[0])
-        momentum = {name: moved.of(name, parameter) for name, parameter in parameters.items()}
-    gradients = GradientPipeline(parameters.items(), scheme, rank, world, bucket_cap_mb, plain, momentum)
-    return GradientAdapter(parameters, optimizers, gradients, moved)
+    gradients = GradientPipeline(parameters.items(), scheme, rank, world, bucket_cap_mb, plain)
+    return GradientAdapter(parameters, optimizers, gradients)
 
 
 def _flat_gradient(parameter: Tensor) -> Tensor | None:

@@ -13,30 +13,40 @@ takes no step and has nothing new to send; the others go on.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradsieve.comm.meter import Meter
-from gradsieve.feedback.coherence import Coherence, count, places_in, probe, squares, with_square
-from gradsieve.feedback.local_steps import WINDOWS, LocalSteps
-from gradsieve.feedback.shared_momentum import CHUNK, LARGE_CHUNK, LEAST_STEPS, Noise
+from gradsieve.coherence import Coherence, probe, sample_count, sample_indices, squares, with_square
+from gradsieve.comm.ops import Meter
+from gradsieve.feedback.local_steps import WINDOWS, LocalSteps, Noise
 from gradsieve.feedback.units import Slot, flat_view
 from gradsieve.kernels import finite, is_finite
-from gradsieve.kernels.blocks import block_layout
 from gradsieve.pipeline.base import UNIT_CAP_MB, Memory, Pipeline, Stats
-from gradsieve.pipeline.budget import LEAST, SENT, Adaptive, Times, cost, spend
-from gradsieve.pipeline.checksum import WORDS as CHECKSUM_WORDS
+from gradsieve.pipeline.budget import Budget, Timer
 from gradsieve.pipeline.exchange_settings import Steps
+from gradsieve.pipeline.frame import CHECKSUM_WORDS
 from gradsieve.pipeline.tags import WORDS
-from gradsieve.schemes.agreed import Values
 from gradsieve.schemes.base import Scheme
 from gradsieve.types import Host, Outcome, Program, Sparse, Vector, to_device, to_host
+
+# Own noise is measured over so many steps at least: in one step the rounding of the sum is as large as what
+# was moved.
+LEAST_STEPS = 3
+# Elements in which it is measured together: on a processor as many as stay in its cache from the first pass
+# to the last, on an accelerator more, where what counts is launches.
+CHUNK, LARGE_CHUNK = 1 << 16, 1 << 22
+
+
+_log = logging.getLogger("gradsieve")
+
+FEWEST_BITS = 0.025  # of an exchange, however much rides along: what is sent has to move
+WELL_KNOWN = 16  # ranks up to which losses were measured with more than one seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +87,12 @@ class StepPipeline(Pipeline):
         """Of residuals; and of gradients."""
         self.agreement = Coherence()
         self.preview = 1.0
-        words = sum(1 + count(unit.n) + WORDS + CHECKSUM_WORDS for unit in self.units) + len(Times._fields)
+        words = sum(1 + sample_count(unit.n) + WORDS + CHECKSUM_WORDS for unit in self.units)
         elements = sum(slot.numel for unit in self.units for slot in unit.slots)
         self._piggyback_bits = 32.0 * words * 2.0 * (world - 1) / world / max(1, elements)
         """Bits a parameter that travel in addition to the scheme's own."""
+        self._spends: tuple[float, Scheme[Any]] | None = None
+        """Bits of an exchange, and what the scheme makes of them."""
         self._noted: dict[str, Tensor] = {}
         self._noted_for = -1
         """Gradients of the last step at the elements looked at, by parameter; and for which exchange."""
@@ -117,22 +129,17 @@ class StepPipeline(Pipeline):
             self._aside.append((waiting.between(0, unit.n), dense, piggyback))
 
     def _begins(self) -> None:
-        """A tentative exchange begins before the step that it belongs to was counted."""
-        self.began_at = 0 if self.tentative else self.since
+        self.began_at = self.since
         self._staged = []
 
-    def _within_budget(self) -> Scheme[Any]:
+    def scheme_of_this_step(self) -> Scheme[Any]:
         if self.budget is None:
             return self.scheme
-        bits = max(self.settings.every * self.budget.bits - self._piggyback_bits, LEAST / 2)
-        values, density = spend(bits, self.world, self._costs)
-        return replace(self.scheme, values=values, density=density)  # type: ignore[call-arg]  # stripes
-
-    @cached_property
-    def _costs(self) -> dict[Values, float]:
-        """Bits an element, by how values travel: scales and short blocks of this model are a part of them."""
-        layouts = [block_layout(tuple(unit.sizes)) for unit in self.units if unit.n]
-        return {values: cost(values, self.world, layouts) for values in SENT}
+        bits = max(self.settings.every * self.budget.bits - self._piggyback_bits, FEWEST_BITS)
+        if self._spends is None or self._spends[0] != bits:
+            sizes = [tuple(unit.sizes) for unit in self.units if unit.n]
+            self._spends = bits, self.scheme.at_bits(bits, self.world, sizes)
+        return self._spends[1]
 
     def offer(self, index: int) -> tuple[Vector, Tensor]:
         waiting, _, piggyback = self._offer(index, self.own, False)
@@ -183,7 +190,7 @@ class StepPipeline(Pipeline):
     def _looked_at(self, index: int) -> Iterator[tuple[Slot, Host]]:
         """Places in each parameter of a unit, dense ones too."""
         slots = self.units[index].slots
-        yield from zip(slots, places_in([slot.numel for slot in slots], self.step), strict=True)
+        yield from zip(slots, sample_indices([slot.numel for slot in slots], self.step), strict=True)
 
     def _probe_gradients(self, index: int) -> Tensor:
         return with_square(self._noted_in(index))
@@ -209,9 +216,8 @@ class StepPipeline(Pipeline):
             parts = torch.split(copied, [here.size for here in places])
             self._noted |= {slot.name: part for slot, part in zip(slots, parts, strict=True)}
 
-    def complete(self, tensors: Mapping[str, Tensor], names: Set[str] = frozenset()) -> bool:
-        """Apply what the exchange gave, after the programs of all units. Parameters of these names are
-        rebased at once; the others are only read.
+    def complete(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Apply what the exchange gave, after the programs of all units. Parameters are only read.
 
         A sum that overflowed is the same on all ranks, and they all leave it in the residual. Then False.
         """
@@ -236,21 +242,21 @@ class StepPipeline(Pipeline):
             self.agreement = self.agreement.after(seen, self.world, self.step, places)
         else:
             self.coherence = self.coherence.after(seen, self.world, self.step)
-        fixed = self.settings.preview
-        self.preview = self.coherence.share(self.world) if fixed is None else fixed
+        self.preview = self.coherence.share(self.world)
         for index, (local, staged) in enumerate(zip(self.local, self._staged, strict=True)):
             update, spent, dense = staged.outcome.update, staged.outcome.spent, staged.dense
             soon = self.scheme.round_robin and update.count * WINDOWS >= update.numel
             window = None if soon else self.step % WINDOWS
             with stats.timeline.stage("apply", index):
-                local.apply(update, spent, dense, tensors, self.world, window, self.preview, names)
+                local.apply(update, spent, dense, tensors, self.world, window)
                 if self.settings.every > 1:  # windows would come round only every WINDOWS periods
                     local.allow_rebase_all()
                 if self._is_noise_due(update):
                     local.look_for_noise(slice(update.start, update.stop))
         with stats.timeline.stage("commit"):
             self.apply([staged.outcome.state for staged in self._staged])
-            self._follow_budget()
+            if self.timer is not None and not self._flushes:
+                self.follow(self.timer.after())
         if self._flushes:
             self.set_common(())
         return True
@@ -286,11 +292,26 @@ class StepPipeline(Pipeline):
         for mine, vector in zip(self.common() if vectors else (), vectors, strict=True):
             mine.copy_(vector)
 
-    def _follow_budget(self) -> None:
-        """Exchange as seldom as the budget found out that it takes. All ranks complete an exchange before the
-        next one begins, and periods only become longer: none begins one that the others do not."""
-        if isinstance(self.budget, Adaptive) and self.budget.every > self.settings.every:
-            self.settings = replace(self.settings, every=self.budget.every, overlap=self.budget.every)
+    def choose_budget(self, may_wait: bool) -> None:
+        """Time the first exchanges and choose by them; `may_wait`: the period, too."""
+        self.timer = Timer(self.world, self.settings.every, may_wait, self.units[0].device)
+        self.budget = self.timer.budget
+
+    def follow(self, budget: Budget) -> None:
+        """Send so much from the next exchange on. All ranks complete an exchange before the next one begins,
+        and periods only become longer: none begins one that the others do not."""
+        if budget.is_chosen and budget != self.budget and self.rank == 0:
+            _log.info("step %d: from here on %s", self.step, budget)
+            if self.world > WELL_KNOWN:
+                _log.warning(
+                    "rank 0: what quality needs was measured with up to %d ranks, not with %d: compare "
+                    "losses with plain DistributedDataParallel",
+                    WELL_KNOWN,
+                    self.world,
+                )
+        self.budget = budget
+        if budget.every != self.settings.every:
+            self.settings = replace(self.settings, every=budget.every, overlap=budget.every)
 
     def needs_rebase(self, names: Set[str]) -> bool:
         return any(local.is_due(names) for local in self.local)
@@ -302,7 +323,7 @@ class StepPipeline(Pipeline):
 
     def finish(self, parameters: Mapping[str, Tensor]) -> bool:
         """Both, where no optimizer moves in between."""
-        good = self.complete(parameters, self.own.keys())
+        good = self.complete(parameters)
         self.rebase()
         return good
 
@@ -330,25 +351,29 @@ class StepPipeline(Pipeline):
             local.renew()
 
     def figures(self) -> dict[str, float]:
+        """`budget` and `every` are 0 unless gradsieve chose them."""
+        chosen = self.timer is not None and self.budget is not None and self.budget.is_chosen
         return {
             "preview": self.preview,
-            "alike": self.coherence.alike,
-            "all": self.coherence.all,
-            "gradients_alike": self.agreement.alike,
-            "gradients_all": self.agreement.all,
-            "gradients_seen": self.agreement.seen,
+            "alike": self.coherence.numerator,
+            "all": self.coherence.denominator,
+            "gradients_alike": self.agreement.numerator,
+            "gradients_all": self.agreement.denominator,
+            "gradients_seen": self.agreement.samples,
             "since": float(self.since),
-            "budget": 0.0 if self.budget is None else self.budget.target,
+            "budget": self.budget.bits if self.budget is not None and chosen else 0.0,
+            "every": float(self.settings.every) if chosen else 0.0,
         }
 
     def set_figures(self, figures: Mapping[str, float]) -> None:
-        self.coherence = Coherence(figures["alike"], figures["all"])
+        self.coherence = replace(self.coherence, numerator=figures["alike"], denominator=figures["all"])
         self.agreement = Coherence(
             figures["gradients_alike"], figures["gradients_all"], figures["gradients_seen"]
         )
         self.preview, self.since = figures["preview"], int(figures["since"])
-        if self.budget is not None:
-            self.budget = self.budget.at(figures["budget"])
+        if self.timer is not None:
+            chosen = Budget(figures["budget"], int(figures["every"])) if figures["budget"] else None
+            self.follow(self.timer.restart(chosen))
 
     @property
     def gradient_size(self) -> float:

@@ -13,11 +13,6 @@ only then they gather who does what. Sums of such numbers are exact in float32 f
 
 A rank without a step for a while says so in two more words: how many there are, and who, if it is one. One
 more word counts the ranks that were given notice (`sync/preemption.py`).
-
-An exchange that began with a forward is tentative: whether a backward will follow on all ranks is not known
-yet. If any rank makes a different exchange, all ranks drop it (`UnmatchedError`), and who turns out to need
-it begins again, not tentatively any more. So a forward on one rank alone does no harm, and ranks that really
-do different things find out one exchange later.
 """
 
 from __future__ import annotations
@@ -46,8 +41,6 @@ class Tag:
     unit: int = 0
     loads: int = 0
     since: int = 0
-    tentative: int = 0
-    """1 where this rank may yet do something else. Not part of the number: others may know already."""
 
     @property
     def called(self) -> str:
@@ -58,10 +51,6 @@ class Tag:
     def number(self) -> int:
         """Odd factors: ranks that differ in one part by less than 16 differ here."""
         return (self.call + 5 * self.step + 7 * self.unit + 11 * self.loads + 13 * self.since) % 16
-
-
-class UnmatchedError(MismatchError):
-    """Some rank answered a tentative exchange with a different one: no rank keeps anything of it."""
 
 
 def words(tag: Tag, rank: int, idle: int, has_notice: bool) -> list[float]:
@@ -77,8 +66,7 @@ def agree(tag: Tag, sums: Sequence[float], rank: int, world: int, device: torch.
     mine = torch.tensor(astuple(tag), dtype=torch.int64, device=device)
     rows = (yield AllGather(mine)).tolist()
     tags = [Tag(*row) for row in rows]
-    kind = UnmatchedError if any(each.tentative for each in tags) else MismatchError
-    raise kind(f"rank {rank}: {explain(tags)}")
+    raise MismatchError(f"rank {rank}: {explain(tags)}")
 
 
 def who_is_idle(sums: Sequence[float]) -> str:

@@ -38,8 +38,6 @@ class SingleModel:
 
     @property
     def may_write_shared(self) -> bool:
-        """Whether nobody would see the shared model change: no parameter holds it, and no graph or view of
-        the user's does, through which a backward pass could read it."""
         return False
 
     def show_own(self, names: Iterable[str] | None = None) -> Set[str]:
@@ -85,19 +83,21 @@ class ParameterViews(SingleModel):
         self._own_at = {name: own.data_ptr() for name, own in self._own.items()}
         self._shared_at = {name: shared.data_ptr() for name, shared in self._shared.items()}
         """Where these lie: a parameter that lies elsewhere was replaced."""
-        self._uses = {name: uses_of(shared) for name, shared in self._shared.items() if shared.numel()}
         self._showing_shared: dict[str, int] = {}
         """Parameters that hold the shared model, and their version when they began to."""
+        # Who else reads w's memory, such as a graph of parts of the model that were called at rest.
+        self._uses = {name: uses_of(shared) for name, shared in self._shared.items() if shared.numel()}
+
+    @property
+    def may_write_shared(self) -> bool:
+        """Whether nobody would see w change: no parameter holds it, and no graph or view of the user's."""
+        if self._showing_shared:
+            return False
+        return all(uses_of(self._shared[name]) == uses for name, uses in self._uses.items())
 
     @property
     def shows_own(self) -> bool:
         return len(self._showing_shared) < len(self._parameters)
-
-    @property
-    def may_write_shared(self) -> bool:
-        if self._showing_shared:
-            return False
-        return all(uses_of(self._shared[name]) == uses for name, uses in self._uses.items())
 
     def show_own(self, names: Iterable[str] | None = None) -> Set[str]:
         shown = self._showing_shared

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsieve.comm.c10d import Engine
+from gradsieve.comm.engine import Engine
 from gradsieve.pipeline import GradientPipeline, StepPipeline
-from gradsieve.pipeline.budget import Fixed
+from gradsieve.pipeline.budget import Budget
 from gradsieve.pipeline.exchange_settings import Exchange
 from gradsieve.pipeline.optimizer_adapter import OptimizerAdapter
 from gradsieve.replica.parameter_views import SingleModel
@@ -30,7 +30,7 @@ class Replica:
     adapter: OptimizerAdapter
     views: SingleModel
     """Which model the parameters hold at the moment."""
-    fixed: Fixed | None = None
+    fixed: Budget | None = None
     """The budget, if the user gave one."""
     part: str = ""
     """For names of files: of which part of the model, where ranks hold parts."""
@@ -76,6 +76,19 @@ class Replica:
     def where(self) -> str:
         """For messages."""
         return f"rank {self.rank}, step {self.pipeline.step}"
+
+    @property
+    def shard(self) -> int:
+        return 0
+
+    @property
+    def shards_of_host(self) -> int:
+        """How many parts the model is cut into, of which each rank of a host has one."""
+        return 1
+
+    def of_all_shards(self, row: Tensor) -> Tensor:
+        """This row of every shard of this host."""
+        return row.unsqueeze(0)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """As it is saved, in tensors of this rank's own."""

@@ -1,10 +1,8 @@
 """What `fully_shard` left of a model on this rank: plain tensors, and where FSDP reads them.
 
-FSDP gathers a parameter from a flat tensor of its own, as long as the longest shard, whose beginning is the
-parameter's local tensor. So both are pointed elsewhere together, and what is shown has to lie in memory as
-long as that. What was gathered before is given up: it is of the model that was shown then.
-
-Nothing public leads there: `torch_names.py` has FSDP's own names.
+FSDP gathers a parameter from a flat tensor of its own, as long as the longest shard, which begins with the
+parameter's local tensor. So both are pointed to another model together, in memory of that length, and what
+FSDP gathered of the model before is given up.
 """
 
 from __future__ import annotations
@@ -20,19 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from gradsieve import torch_names
 from gradsieve.errors import ConfigError
 from gradsieve.feedback.units import flat_view
 from gradsieve.pipeline import StepPipeline
 from gradsieve.replica.parameter_views import ParameterViews
 from gradsieve.replica.replica import Replica
-from gradsieve.torch_names import (
-    all_gather_flat,
-    averaging_hook_of,
-    local_of,
-    set_averaging_hook,
-    shard_flats_of,
-    shard_groups_of,
-)
+from gradsieve.torch_names import all_gather_flat, local_of, plain_part_of, shard_groups_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +33,7 @@ class LocalShard:
 
     held: DTensor
     local: Tensor
-    flat: Tensor
-    """What FSDP gathers from: the shard, and as much as it is shorter than the longest one."""
+    flat: Tensor  # what FSDP gathers from: the shard, padded to the length of the longest one
 
     @property
     def is_padded(self) -> bool:
@@ -50,22 +41,19 @@ class LocalShard:
 
 
 class Shards:
-    """Of a model that `fully_shard` was applied to."""
+    """This rank's part of a model that `fully_shard` was applied to."""
 
     def __init__(self, model: nn.Module) -> None:
-        held = {name: _checked(name, each) for name, each in model.named_parameters() if each.requires_grad}
+        parameters = dict(model.named_parameters())
+        held = {name: _checked(name, p) for name, p in parameters.items() if p.requires_grad}
         mesh = _mesh_of(held)
-        self.frozen: dict[str, Tensor] = {
-            name: each for name, each in model.named_parameters() if not each.requires_grad
-        }
+        self.frozen: dict[str, Tensor] = {name: p for name, p in parameters.items() if not p.requires_grad}
         self.group: dist.ProcessGroup = mesh.get_group()
         self.rank, self.count = mesh.get_local_rank(), mesh.size()
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.give_up_gathered()
         flats = self._flats()
-        self.parts: dict[str, LocalShard] = {
-            name: LocalShard(each, local_of(each), flats[each]) for name, each in held.items()
-        }
+        self.parts = {name: LocalShard(p, local_of(p), flats[p]) for name, p in held.items()}
         for name, part in self.parts.items():
             if part.local.is_meta or type(part.local) is not Tensor:
                 raise ConfigError(
@@ -76,17 +64,15 @@ class Shards:
         for module in self._modules:
             module.reshard()
 
-    def listen(self, heard: Callable[[], None] | None) -> None:
-        """Call this when gradients were averaged among shards and are to be exchanged: not in passes that
-        only accumulate (`set_requires_gradient_sync(False)` or `set_requires_all_reduce(False)`)."""
-        for module in self._modules:
-            for group in shard_groups_of(module):
-                set_averaging_hook(group, heard)
+    def listen(self, averaged: Callable[[], None] | None) -> None:
+        """Call `averaged` when gradients were averaged among shards and are to be exchanged: not in passes
+        that only accumulate (`set_requires_gradient_sync(False)` or `set_requires_all_reduce(False)`)."""
+        for group in self._groups():
+            torch_names.set_averaging_hook(group, averaged)
 
     def refuse_exchange_over(self, group: dist.ProcessGroup) -> None:
         """Raise where these shards cannot be exchanged over that group."""
-        of_modules = [each for module in self._modules for each in shard_groups_of(module)]
-        if any(averaging_hook_of(each) is not None for each in of_modules):
+        if any(torch_names.averaging_hook_of(each) is not None for each in self._groups()):
             raise ConfigError(
                 "the model has an all-reduce hook already, or a sync: close() it, or leave out "
                 "set_all_reduce_hook()"
@@ -98,22 +84,21 @@ class Shards:
                 "replicate= is the other axis of the mesh whose shard axis fully_shard() was given"
             )
 
+    def _groups(self) -> list[Any]:
+        return [group for module in self._modules for group in shard_groups_of(module)]
+
     def _flats(self) -> dict[Any, Tensor]:
+        if any(len(shard_groups_of(module)) > 1 for module in self._modules):
+            raise ConfigError(_TWO_MESHES)
         flats: dict[Any, Tensor] = {}
-        for module in self._modules:
-            groups = shard_groups_of(module)
-            if len(groups) > 1:
-                raise ConfigError(_TWO_MESHES)
-            for group in groups:
-                if isinstance(group.offload_policy, CPUOffloadPolicy):
-                    raise ConfigError(
-                        "parameters that are kept on the host (CPUOffloadPolicy) are not supported"
-                    )
-                flats |= shard_flats_of(group)
+        for group in self._groups():
+            if isinstance(group.offload_policy, CPUOffloadPolicy):
+                raise ConfigError("parameters that are kept on the host (CPUOffloadPolicy) are not supported")
+            flats |= torch_names.shard_flats_of(group)
         return flats
 
     def gather(self, row: Tensor) -> Tensor:
-        """A row of every shard of this host."""
+        """Every shard of this host gives a row."""
         rows = row.new_empty((self.count, row.numel()))
         all_gather_flat(rows.view(-1), row, self.group)
         return rows
@@ -121,21 +106,25 @@ class Shards:
     # -- optimizers' states -----------------------------------------------------------------------------
 
     def local_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Of an optimizer, in plain tensors."""
-        return {**state, "state": _mapped(state["state"], lambda _, each: _local(each))}
+        """An optimizer's state in plain tensors."""
+
+        def plain(_: int, value: Any) -> Any:
+            return plain_part_of(value) if isinstance(value, Tensor) else value
+
+        return {**state, "state": _mapped(state["state"], plain)}
 
     def held_state(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
-        """The reverse: what is as large as this rank's shard of a parameter is sharded like it."""
-        order = [each for group in optimizer.param_groups for each in group["params"]]
+        """The reverse: a tensor as large as this rank's shard of a parameter is sharded like it."""
+        order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
-        def wrapped(index: int, each: Any) -> Any:
+        def wrapped(index: int, value: Any) -> Any:
             held = order[index]
-            if not isinstance(each, Tensor) or not isinstance(held, DTensor):
-                return each
-            if each.shape != local_of(held).shape:
-                return each
+            if not isinstance(value, Tensor) or not isinstance(held, DTensor):
+                return value
+            if value.shape != local_of(held).shape:
+                return value
             return DTensor.from_local(
-                each, held.device_mesh, held.placements, shape=held.shape, stride=held.stride()
+                value, held.device_mesh, held.placements, shape=held.shape, stride=held.stride()
             )
 
         return {**state, "state": _mapped(state["state"], wrapped)}
@@ -143,9 +132,20 @@ class Shards:
 
 @dataclass(slots=True, eq=False)
 class ShardedReplica(Replica):
-    """A replica of which this rank holds shards."""
+    """A replica whose ranks are hosts: this rank holds shards of it."""
 
     shards: Shards = field(kw_only=True)
+
+    @property
+    def shard(self) -> int:
+        return self.shards.rank
+
+    @property
+    def shards_of_host(self) -> int:
+        return self.shards.count
+
+    def of_all_shards(self, row: Tensor) -> Tensor:
+        return self.shards.gather(row)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         return self.shards.local_state(super(ShardedReplica, self).optimizer_state(optimizer))
@@ -156,15 +156,12 @@ class ShardedReplica(Replica):
 
 
 class ShardedViews(ParameterViews):
-    """Which of the two models the shards hold."""
+    """The model that the shards hold: the shared one or this rank's own."""
 
     def __init__(self, shards: Shards, pipeline: StepPipeline) -> None:
-        self._shards = shards
-        self._gathered_own = False
-        """Which model FSDP's gathered parameters, if there are any, are of."""
-        self._flats: dict[int, Tensor] = {}
-        """FSDP's flat tensor by where a shard begins, for those that are padded."""
-        parts = shards.parts
+        self._shards, parts = shards, shards.parts
+        self._gathered_own = False  # which model FSDP's gathered parameters, if there are any, are of
+        self._flats: dict[int, Tensor] = {}  # of padded shards, by where the shard begins
         for name, part in parts.items():
             if part.is_padded and part.local.numel():
                 memory = torch.zeros_like(part.flat)
@@ -190,8 +187,7 @@ class ShardedViews(ParameterViews):
         part.flat.data = self._flats[memory.data_ptr()] if part.is_padded else flat_view(memory)
 
     def before_gathering(self) -> None:
-        """A forward begins: what was gathered of the other model is given up. What is of the same one may
-        stay, for those who accumulate."""
+        """Parameters gathered of the same model may stay for a forward, where gradients accumulate."""
         if self._gathered_own != self.shows_own:
             self._shards.give_up_gathered()
             self._gathered_own = self.shows_own
@@ -214,7 +210,6 @@ _TWO_MESHES = "parameters are sharded over different meshes: give every fully_sh
 
 
 def _mesh_of(held: Mapping[str, DTensor]) -> DeviceMesh:
-    """The one that all parameters are sharded over."""
     if not held:
         raise ConfigError("there is no parameter that requires a gradient")
     meshes = {each.device_mesh for each in held.values()}
@@ -245,9 +240,5 @@ def _checked(name: str, held: Tensor) -> DTensor:
 
 def _mapped(states: Mapping[int, Any], change: Callable[[int, Any], Any]) -> dict[int, Any]:
     return {
-        index: {key: change(index, each) for key, each in state.items()} for index, state in states.items()
+        index: {key: change(index, value) for key, value in state.items()} for index, state in states.items()
     }
-
-
-def _local(each: Any) -> Any:
-    return local_of(each) if isinstance(each, DTensor) else each

@@ -1,38 +1,17 @@
-"""Schemes by name, and what a scheme is written with: adding one is its file and one line here."""
+"""Schemes are registered here by name, and imported when somebody asks for them."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
-from typing import Any
+import importlib
+from collections.abc import Iterator, Mapping, MutableMapping
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
 
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op
 from gradsieve.errors import ConfigError
 from gradsieve.schemes.agreed import Agreed, Values
 from gradsieve.schemes.base import Scheme
-from gradsieve.schemes.baselines.cltk import CltK
-from gradsieve.schemes.baselines.dense import Dense
-from gradsieve.schemes.baselines.dgc import Dgc
-from gradsieve.schemes.baselines.gaussiank import GaussianK
-from gradsieve.schemes.baselines.gtopk import GTopK
-from gradsieve.schemes.baselines.hard_threshold import HardThreshold
-from gradsieve.schemes.baselines.noop import Noop
-from gradsieve.schemes.baselines.randomk import RandomK
-from gradsieve.schemes.baselines.sidco import Sidco
-from gradsieve.schemes.baselines.topk import TopK
-from gradsieve.schemes.baselines.topk_union import TopKUnion
-from gradsieve.schemes.deft import Deft
-from gradsieve.schemes.exdyna import ExDyna
-from gradsieve.schemes.micro import Micro
-from gradsieve.schemes.oktopk import OkTopk
-from gradsieve.schemes.papers.deft import DeftPaper
-from gradsieve.schemes.papers.exdyna import ExDynaPaper
-from gradsieve.schemes.papers.micro import MicroPaper
-from gradsieve.schemes.papers.oktopk import OkTopkPaper
-from gradsieve.schemes.papers.spardl import SparDLPaper
-from gradsieve.schemes.settings import with_settings
-from gradsieve.schemes.spardl import SparDL
-from gradsieve.schemes.stripes import Stripes
 from gradsieve.types import (
     Ctx,
     Outcome,
@@ -44,86 +23,111 @@ from gradsieve.types import (
     static,
     target_count,
 )
-from gradsieve.wire.indices import INDEX_CODECS
 from gradsieve.wire.values import VALUE_CODECS
 
-__all__ = [
-    "INDEX_CODECS",
-    "SCHEMES",
-    "VALUE_CODECS",
-    "Agreed",
-    "AllGather",
-    "AllReduce",
-    "AllToAll",
-    "Broadcast",
-    "CltK",
-    "Ctx",
-    "Deft",
-    "DeftPaper",
-    "Dense",
-    "Dgc",
-    "ExDyna",
-    "ExDynaPaper",
-    "Exchange",
-    "GTopK",
-    "GaussianK",
-    "HardThreshold",
-    "Micro",
-    "MicroPaper",
-    "Noop",
-    "OkTopk",
-    "OkTopkPaper",
-    "Op",
-    "Outcome",
-    "Program",
-    "RandomK",
-    "Result",
-    "Scheme",
-    "Sidco",
-    "SparDL",
-    "SparDLPaper",
-    "Sparse",
-    "Stripes",
-    "TopK",
-    "TopKUnion",
-    "Values",
-    "by_way_of",
-    "check_density",
-    "make",
-    "parse",
-    "static",
-    "target_count",
-    "with_settings",
-]
+if TYPE_CHECKING:
+    from gradsieve.schemes.baselines.dense import Dense
+    from gradsieve.schemes.baselines.noop import Noop
+    from gradsieve.schemes.baselines.randomk import RandomK
+    from gradsieve.schemes.baselines.topk import TopK
+    from gradsieve.schemes.baselines.topk_union import TopKUnion
+    from gradsieve.schemes.deft import Deft
+    from gradsieve.schemes.exdyna import ExDyna
+    from gradsieve.schemes.micro import Micro
+    from gradsieve.schemes.oktopk import OkTopk
+    from gradsieve.schemes.papers.deft import DeftPaper
+    from gradsieve.schemes.papers.exdyna import ExDynaPaper
+    from gradsieve.schemes.papers.micro import MicroPaper
+    from gradsieve.schemes.papers.oktopk import OkTopkPaper
+    from gradsieve.schemes.papers.spardl import SparDLPaper
+    from gradsieve.schemes.spardl import SparDL
+    from gradsieve.schemes.stripes import Stripes
+    from gradsieve.wire.indices import INDEX_CODECS
 
-SCHEMES: dict[str, type[Scheme[Any]]] = {
-    "noop": Noop,
-    "dense": Dense,
-    "topk": TopK,
-    "topk-union": TopKUnion,
-    "gtopk": GTopK,
-    "cltk": CltK,
-    "randomk": RandomK,
-    "stripes": Stripes,
-    "deft": Deft,
-    "hard-threshold": HardThreshold,
-    "gaussiank": GaussianK,
-    "sidco": Sidco,
-    "dgc": Dgc,
-    "oktopk": OkTopk,
-    "spardl": SparDL,
-    "micro": Micro,
-    "exdyna": ExDyna,
-    "exdyna-paper": ExDynaPaper,
-    "micro-paper": MicroPaper,
-    "deft-paper": DeftPaper,
-    "oktopk-paper": OkTopkPaper,
-    "spardl-paper": SparDLPaper,
+__all__ = [
+    "INDEX_CODECS", "SCHEMES", "VALUE_CODECS", "Agreed", "AllGather", "AllReduce", "AllToAll",
+    "Broadcast", "Ctx", "Deft", "DeftPaper", "Dense", "ExDyna", "ExDynaPaper", "Exchange", "Micro",
+    "MicroPaper", "Noop", "OkTopk", "OkTopkPaper", "Op", "Outcome", "Program", "RandomK", "Result",
+    "Scheme", "SparDL", "SparDLPaper", "Sparse", "Stripes", "TopK", "TopKUnion", "Values", "by_way_of",
+    "check_density", "make", "static", "target_count",
+]  # fmt: skip
+
+# Other packages add schemes of theirs by entry points of this group: a name, and "module:Class".
+GROUP = "gradsieve.schemes"
+_PLACES = {
+    "noop": "baselines.noop:Noop",
+    "dense": "baselines.dense:Dense",
+    "topk": "baselines.topk:TopK",
+    "topk-union": "baselines.topk_union:TopKUnion",
+    "randomk": "baselines.randomk:RandomK",
+    "stripes": "stripes:Stripes",
+    "deft": "deft:Deft",
+    "oktopk": "oktopk:OkTopk",
+    "spardl": "spardl:SparDL",
+    "micro": "micro:Micro",
+    "exdyna": "exdyna:ExDyna",
+    "exdyna-paper": "papers.exdyna:ExDynaPaper",
+    "micro-paper": "papers.micro:MicroPaper",
+    "deft-paper": "papers.deft:DeftPaper",
+    "oktopk-paper": "papers.oktopk:OkTopkPaper",
+    "spardl-paper": "papers.spardl:SparDLPaper",
 }
+_IN_TOOLS = ("gtopk", "cltk", "hard-threshold", "gaussiank", "sidco", "dgc")
+
+
+class Registry(MutableMapping[str, type[Scheme[Any]]]):
+    """A registry imports the class of a scheme when its name is asked for. Other classes may be put in."""
+
+    def __init__(self, places: Mapping[str, str]) -> None:
+        self._known: dict[str, str | type[Scheme[Any]]] = dict(places)
+        self._has_entry_points = False
+
+    def _all(self) -> dict[str, str | type[Scheme[Any]]]:
+        if not self._has_entry_points:
+            self._has_entry_points = True
+            for entry in entry_points(group=GROUP):
+                self._known.setdefault(entry.name, entry.value)
+        return self._known
+
+    def __getitem__(self, name: str) -> type[Scheme[Any]]:
+        known = self._known.get(name) or self._all()[name]
+        if isinstance(known, str):
+            module, _, kind = known.partition(":")
+            known = self._known[name] = getattr(importlib.import_module(module), kind)
+        return known
+
+    def __setitem__(self, name: str, kind: type[Scheme[Any]]) -> None:
+        self._known[name] = kind
+
+    def __delitem__(self, name: str) -> None:
+        del self._known[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def name_of(self, kind: type[Scheme[Any]]) -> str:
+        """Returns the name that a class is registered by, or else its own; imports nothing."""
+        same = (kind, f"{kind.__module__}:{kind.__qualname__}")
+        return next((name for name, known in self._all().items() if known in same), kind.__name__)
+
+
+SCHEMES = Registry({name: f"{__name__}.{place}" for name, place in _PLACES.items()})
+
+
+def __getattr__(name: str) -> Any:
+    if name == "INDEX_CODECS":
+        return importlib.import_module("gradsieve.wire.indices").INDEX_CODECS
+    for scheme, place in _PLACES.items():
+        if place.endswith(f":{name}"):
+            return SCHEMES[scheme]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def make(scheme: str | Scheme[Any], density: float | None = None) -> Scheme[Any]:
-    """A scheme from its name, or the given object itself."""
+    """Returns the scheme of this name, or the given object itself."""
     if isinstance(scheme, Scheme):
         if density is not None and density != scheme.density:
             raise ConfigError(
@@ -131,18 +135,10 @@ def make(scheme: str | Scheme[Any], density: float | None = None) -> Scheme[Any]
             )
         return scheme
     if scheme not in SCHEMES:
+        if scheme in _IN_TOOLS:
+            raise ConfigError(f"{scheme!r} is in another package: pip install gradsieve-tools")
         near = difflib.get_close_matches(str(scheme), SCHEMES, 1)
         hint = f"did you mean {near[0]!r}? There are: " if near else "there are: "
         raise ConfigError(f"no scheme is called {scheme!r}; {hint}{', '.join(SCHEMES)}")
     kind = SCHEMES[scheme]
     return kind() if density is None or kind.lossless else kind(density=density)
-
-
-def parse(
-    text: str, density: float | None = None, fixed: Collection[str] = frozenset({"density"})
-) -> Scheme[Any]:
-    """A scheme from text, with settings: `topk`, `gtopk:paper=true`, `spardl:teams=2+residuals=local`; at
-    that density. `fixed` settings are not for the text."""
-    name, colon, settings = text.partition(":")
-    scheme = make(name, density)
-    return with_settings(scheme, name, settings, fixed) if colon else scheme

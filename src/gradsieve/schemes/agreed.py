@@ -13,13 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-import torch
 from torch import Tensor
 
-from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Op
+from gradsieve.comm.ops import AllGather, AllReduce, AllToAll
 from gradsieve.kernels.blocks import Layout
-from gradsieve.schemes.base import Scheme, blank
-from gradsieve.telemetry import stage
+from gradsieve.schemes.base import Scheme
 from gradsieve.types import Ctx, Program, State, Stream, Vector, gathered
 from gradsieve.wire.coded import Coded, Shape, Sum, shape_over
 from gradsieve.wire.values import VALUE_CODECS
@@ -29,31 +27,14 @@ Values: TypeAlias = Literal["exact", "bf16", "int8", "int4", "int2", "sign"]
 
 @dataclass(frozen=True, kw_only=True)
 class Agreed(Scheme[State]):
-    """A scheme in which all ranks know the places before any value travels."""
+    """In an agreed scheme all ranks know the places before any value travels."""
 
+    # How values travel. Who rounds keeps the rounding error, so that nothing is lost.
     values: Values = "exact"
-    """How values travel. Who rounds keeps the rounding error, so that nothing is lost."""
-
-    def coded(self, n: int, world: int) -> int:
-        return 0 if self.values == "exact" else self.k(n)
-
-
-def asked_for_sum(count: int, values: Values, world: int) -> list[Op]:
-    """What `sum_agreed` asks for."""
-    if values == "exact":
-        return [AllReduce(blank(count, torch.float32))]
-    return asked_for_rows(VALUE_CODECS[values].predict_size(-(-count // world), torch.float32), world)
-
-
-def asked_for_rows(row: int, world: int) -> list[Op]:
-    """The same for rows of so many bytes."""
-    one_each = (1,) * world
-    rows = blank(world * row, torch.uint8).view(world, row)
-    return [AllToAll(rows, one_each, one_each, even=True), AllGather(blank(row, torch.uint8))]
 
 
 def sum_agreed(mine: Tensor, values: Values, ctx: Ctx) -> Program[tuple[Tensor, Tensor]]:
-    """The sum over ranks, and what this rank gave to it. `mine` is handed over."""
+    """Returns the sum over ranks, and what this rank gave to it. `mine` is handed over."""
     total, given = yield from sum_between(mine, 0, mine.numel(), values, ctx)
     return gathered(total), gathered(given, mine)
 
@@ -61,8 +42,8 @@ def sum_agreed(mine: Tensor, values: Values, ctx: Ctx) -> Program[tuple[Tensor, 
 def sum_between(
     acc: Tensor | Vector, start: int, stop: int, values: Values, ctx: Ctx, layout: Layout | None = None
 ) -> Program[tuple[Tensor | Stream, Tensor | Stream]]:
-    """The same for some elements of a vector that need not be in memory; nor need what is returned. With the
-    vector's layout, blocks end with its tensors, and `start` and `stop` are edges of blocks."""
+    """Sums some elements of a vector that need not be in memory; nor need what is returned. With the vector's
+    layout, blocks end with its tensors, and `start` and `stop` are edges of blocks."""
 
     def read(first: int, last: int) -> Tensor:
         first, last = start + first, start + last
@@ -78,12 +59,10 @@ def sum_between(
         shape = Shape(VALUE_CODECS[values], world, stop - start, acc.dtype, acc.device)
     else:
         shape = shape_over(values, world, acc.dtype, acc.device, layout, start, stop)
-    with stage("encode"):
-        rows = shape.encode(read)
+    rows = shape.encode(read)
     dealt, one_each = rows.roll(-turn, 0), (1,) * world  # row (r + step) mod P is rank r's
     arrived = yield AllToAll(dealt, one_each, one_each, even=True)
-    with stage("decode"):
-        row = shape.add_up(own, arrived)
-    sums = yield AllGather(row)
-    mine = Sum(own, arrived, row)
-    return Coded(shape, sums.roll(turn, 0)), Coded(shape, rows, mine)
+    row = shape.add_up(own, arrived)
+    sums = (yield AllGather(row)).roll(turn, 0)
+    mine = Sum(own, arrived, sums[own])
+    return Coded(shape, sums), Coded(shape, rows, mine)

@@ -14,19 +14,20 @@ from gradsieve.kernels import candidates as find_candidates
 from gradsieve.kernels import largest_of_each, sum_by_index
 from gradsieve.types import Sparse
 from gradsieve.wire.check import strictly_increasing
-from gradsieve.wire.frame import from_pairs, to_pairs
+from gradsieve.wire.pairs import from_pairs, to_pairs
 
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Elements of the vector, sorted by index; block by block where they pass the end of the vector."""
+    """Entries are elements of the vector, sorted by index; block by block where they pass its end."""
 
     indices: Tensor
     values: Tensor
 
 
 class BlockBuffers:
-    """`places` blocks of equal length, the last one shorter; block b may send quotas[b] elements.
+    """The vector has `places` blocks of equal length, the last one shorter; block b may send quotas[b]
+    elements.
 
     `candidates` of a block's own elements are looked at: as many as may be sent and as may be received for it
     make every choice exact, since what is received can only take the place of, or cancel, that many.
@@ -43,23 +44,23 @@ class BlockBuffers:
         self._dropped = [nothing]
 
     def buffer(self, first: int, size: int) -> int:
-        """Elements that `size` blocks from `first` on may send."""
+        """Returns how many elements `size` blocks from `first` on may send."""
         return int(self.quotas.roll(-first)[:size].sum())
 
     def _ahead(self, indices: Tensor, first: int) -> Tensor:
-        """How many blocks after `first` the block of each index comes, cyclically."""
+        """Says how many blocks after `first` the block of each index comes, cyclically."""
         return (indices // self.length - first) % self.places
 
     def pack(self, entries: Entries, first: int, buffer: int) -> Tensor:
-        """A message of the blocks from `first` on, with capacity for so many elements: pairs of index and
-        value bits. Places without an element hold index n, which is nowhere."""
+        """Writes a message of the blocks from `first` on, with capacity for so many elements: pairs of index
+        and value bits. Places without an element hold index n, which is nowhere."""
         pairs = to_pairs(entries.indices, entries.values, self.n)
         message = pairs.new_full((buffer, 2), self.n)
         message[self._slots(entries, first)] = pairs
         return message.flatten()
 
     def unpack(self, message: Tensor, first: int, size: int, what: str) -> Entries:
-        """The entries of the `size` blocks from `first` on, in cyclic order, checked."""
+        """Reads the entries of the `size` blocks from `first` on, in cyclic order, and checks them."""
         pairs = message.view(-1, 2)
         indices, values = from_pairs(pairs[pairs[:, 0] != self.n], self.acc.dtype)
         span = self.length * self.places
@@ -69,7 +70,7 @@ class BlockBuffers:
         return Entries(indices, values)
 
     def _slots(self, entries: Entries, first: int) -> Tensor:
-        """Where each entry stands in a message of the blocks from `first` on."""
+        """Says where each entry stands in a message of the blocks from `first` on."""
         ahead = self._ahead(entries.indices, first)
         buffer = self.quotas.roll(-first)
         counts = torch.bincount(ahead, minlength=self.places)
@@ -77,7 +78,7 @@ class BlockBuffers:
         return torch.arange(ahead.numel(), dtype=torch.long, device=ahead.device) + skipped[ahead]
 
     def cut(self, first: int, size: int, limit: int | None = None) -> Entries:
-        """Cut the `size` blocks from `first` on down to their largest elements, in the blocks' cyclic order.
+        """Cuts the `size` blocks from `first` on down to their largest elements, in the blocks' cyclic order.
 
         What is chosen counts as sent; what others had added to the rest is dropped here.
         """
@@ -98,17 +99,17 @@ class BlockBuffers:
         return picked
 
     def add(self, entries: Entries) -> None:
-        """Received: part of the blocks still held."""
+        """Adds what was received to the blocks still held."""
         indices = torch.cat([self._received.indices, entries.indices])
         values = torch.cat([self._received.values, entries.values])
         self._received = Entries(*sum_by_index(indices, values, self.n))
 
     def drop(self, entries: Entries) -> None:
-        """A sum that this rank answers for: its own share of it must not be lost."""
+        """Notes a sum that this rank dropped: what it has to do with it must not be lost."""
         self._dropped.append(entries)
 
     def merged(self, messages: Tensor, place: int) -> Entries:
-        """The sum of several messages about one block, in the order of the rows."""
+        """Adds several messages about one block up, in the order of the rows."""
         parts = [
             self.unpack(row, place, 1, f"of block {place} from team {team}")
             for team, row in enumerate(messages)
@@ -119,7 +120,7 @@ class BlockBuffers:
         return Entries(*sum_by_index(indices, values, self.n))
 
     def largest(self, union: Entries, place: int) -> tuple[Entries, Entries]:
-        """A block cut down to its part of k, and what that drops."""
+        """Cuts a block down to its part of k, and returns what that drops as well."""
         chosen = largest_of_each(
             union.values.abs(), torch.zeros_like(union.indices), self.quotas[place : place + 1]
         )
@@ -129,7 +130,7 @@ class BlockBuffers:
         return kept, Entries(union.indices[rest], union.values[rest])
 
     def spent(self, final: Tensor, residuals: str) -> Sparse:
-        """This rank's part of the result, by the kinds of residual that are collected."""
+        """Returns this rank's part of the result, by the kinds of residual that are collected."""
         chosen = torch.cat(self._chosen).sort().values
         if residuals == "local":
             return Sparse(chosen, self.acc[chosen], self.n)

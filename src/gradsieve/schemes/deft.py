@@ -15,7 +15,6 @@ same bins: no leader, no broadcast, and the count is k.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,39 +22,33 @@ import torch
 from torch import Tensor
 
 from gradsieve import torch_names
-from gradsieve.comm.ops import AllGather, AllReduce, Op
+from gradsieve.comm.ops import AllGather, AllReduce
 from gradsieve.kernels import largest
-from gradsieve.schemes.agreed import Agreed, asked_for_sum, sum_agreed
-from gradsieve.schemes.base import blank, log2_ceil
+from gradsieve.schemes.agreed import Agreed, sum_agreed
 from gradsieve.schemes.quota import evenly, phase
 from gradsieve.schemes.speeds import check_speeds, shares_of_work
-from gradsieve.telemetry import stage
 from gradsieve.types import Ctx, Outcome, Program, Sparse
 from gradsieve.wire.check import none_negative, rows_increasing, strictly_increasing
-from gradsieve.wire.frame import index_dtype
-
-UNEVEN = 1.6
-"""Times the mean that the longest row is where whole layers are dealt out: 1.3 to 3.5 were seen with 2 to 64
-ranks (`traffic-published-16-2026-11-16.json` and `-2-4-64-`)."""
+from gradsieve.wire.pairs import index_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
+    # First element of every layer, and n.
     edges: Tensor
-    """First element of every layer, and n."""
     sent: int = 0
+    # Indices in the longest row of the last step.
     longest: int = 0
-    """Indices in the longest row of the last step."""
+    # Indices in all of them.
     rows: int = 0
-    """Indices in all of them."""
+    # The longest row over the mean.
     imbalance: float = 1.0
-    """The longest row over the mean."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deft(Agreed[State]):
+    # How fast each rank selects, if not all alike: bins are filled in proportion.
     speeds: tuple[float, ...] | None = None
-    """How fast each rank selects, if not all alike: bins are filled in proportion."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,38 +102,18 @@ class Deft(Agreed[State]):
     def report(self, state: State) -> Mapping[str, float]:
         return {"layers": state.edges.numel() - 1.0, "imbalance": state.imbalance}
 
-    def asks(self, n: int, world: int) -> Sequence[Op]:
-        norms = AllReduce(blank(self.begin(n, world).edges.numel() - 1, torch.float32))
-        rows = AllGather(blank(math.ceil(UNEVEN * self.k(n) / world)))
-        return [norms, rows, *asked_for_sum(self.k(n), self.values, world)]
-
-    def looked_at(self, n: int, world: int) -> float:
-        """Norms of everything, and the largest of a share."""
-        return n * (1 + self.looks / world)
-
-    def expected_words(self, n: int, world: int, state: State | None = None) -> float:
-        """K' (f + 2) (P-1)/P as published, f K' being all rows at the length of the longest; the norms cost
-        2 L (P-1)/P instead of the leader's (P + L) log P."""
-        state = state or replace(self.begin(n, world), sent=self.k(n), longest=self.k(n) // world)
-        norms = 2.0 * (state.edges.numel() - 1)
-        return (state.longest * world + 2.0 * state.sent + norms) * (world - 1) / world
-
-    def expected_rounds(self, n: int, world: int, state: State | None = None) -> int:
-        """As published; ours are 5 log P, since counts need no gather of their own."""
-        return 6 * log2_ceil(world)
-
 
 def make_layers(sizes: Sequence[int], world: int) -> Tensor:
-    """First element of every layer, and n."""
+    """Returns the first element of every layer, and n."""
     n, layers = sum(sizes), [0]
     for size in sizes:
         layers += evenly(size, min(world, size)) if size * world > n else [size] * (size > 0)
     return torch.tensor(layers, dtype=torch.long, device="cpu").cumsum(0)
 
 
-@stage("partition")
 def norms_of(acc: Tensor, sizes: list[int]) -> Tensor:
-    """Of every layer; where squares overflow or underflow, the largest magnitude stands in."""
+    """Computes the norm of every layer; where squares overflow or underflow, the largest magnitude stands
+    in."""
     layers = torch.split(acc, sizes) if sizes else ()
     norms = torch.stack(torch_names.norms_of(layers)) if layers else acc[:0].clone()
     for odd in (~((norms > 0) & norms.isfinite())).nonzero().flatten().tolist():
@@ -149,14 +122,13 @@ def norms_of(acc: Tensor, sizes: list[int]) -> Tensor:
 
 
 def finite(norms: Tensor) -> Tensor:
-    """What is not finite is voted on elsewhere; here it only has to be a number."""
+    """Replaces what is not finite by numbers: whether a step counts is decided elsewhere."""
     return norms.nan_to_num(nan=0.0, posinf=torch.finfo(torch.float32).max)
 
 
-@stage("partition")
 def _apportion(norms: Tensor, sizes: Tensor, k: int, step: int) -> Tensor:
-    """k in proportion to the norms, no layer beyond its size; which layers get the fractions changes with
-    the step, so that none is passed over for ever."""
+    """Divides k in proportion to the norms, no layer beyond its size. Which layers get the fractions changes
+    with the step, so that none is passed over for ever."""
     norms = finite(norms)
     order = (sizes / norms).argsort()
     size, norm = sizes[order].double(), norms[order]
@@ -176,9 +148,8 @@ def _apportion(norms: Tensor, sizes: Tensor, k: int, step: int) -> Tensor:
     return counts
 
 
-@stage("partition")
 def pack(cost: Tensor, work: Tensor, step: int, even: bool) -> Tensor:
-    """The rank that selects in each layer."""
+    """Returns the rank that selects in each layer."""
     world, layers = work.numel(), cost.numel()
     speed = work.roll(step % world).numpy()  # of the rank that takes each bin in this step
     load, bins = speed * 0.0, [0] * layers
@@ -198,7 +169,7 @@ def pack(cost: Tensor, work: Tensor, step: int, even: bool) -> Tensor:
 
 
 def all_of(whole: Tensor, edges: Tensor) -> Tensor:
-    """All indices of the layers marked."""
+    """Returns all indices of the layers marked."""
     starts, lengths = edges[:-1][whole], edges.diff()[whole]
     before = lengths.cumsum(0) - lengths
     place = torch.arange(int(lengths.sum()), dtype=torch.long, device=edges.device)

@@ -26,7 +26,6 @@ there. So an exchange waits for the device once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -37,37 +36,35 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradsieve.comm import bruck
-from gradsieve.comm.ops import AllGather, Op
+from gradsieve.comm.ops import AllGather
 from gradsieve.kernels import largest, select
-from gradsieve.kernels.fast import sendable
-from gradsieve.schemes.agreed import Agreed, Values, asked_for_sum, sum_agreed
-from gradsieve.schemes.base import blank, log2_ceil
+from gradsieve.kernels.torch_passes import sendable
+from gradsieve.schemes.agreed import Agreed, Values, sum_agreed
 from gradsieve.schemes.owners import Owners
 from gradsieve.schemes.quota import phase
 from gradsieve.schemes.threshold import FACTORS, AnyPartitioned, move_threshold
-from gradsieve.telemetry import stage
 from gradsieve.types import Ctx, Host, Program, Sparse, Vector, to_host
 from gradsieve.wire import indices
 from gradsieve.wire.check import counts_within, inside_its_partition, statistics_within
 
+# Bytes of demand (int64) and statistic (float32).
 HEADER = 12
-"""Bytes of demand (int64) and statistic (float32)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exclusive(Agreed[AnyPartitioned]):
-    """A scheme of exclusive partitions: one threshold for the model, about three words an element."""
+    """Exclusive partitions have one threshold for the model, and cost about three words an element."""
 
+    # False, for ablation: the threshold stays as it was found, until it selects nothing.
     control: bool = True
-    """False, for ablation: the threshold stays as it was found, until it selects nothing."""
 
     reads_parts: ClassVar[bool] = True
 
     def owners(self, world: int, state: AnyPartitioned) -> int:
-        """Ranks that own a partition, and send a row."""
+        """Returns how many ranks own a partition, and send a row."""
         return world
 
-    def apply(self, states: Sequence[AnyPartitioned]) -> list[AnyPartitioned]:
+    def next_states(self, states: Sequence[AnyPartitioned]) -> list[AnyPartitioned]:
         return move_threshold(states, self.k(sum(state.n for state in states)), self.control)
 
     def report(self, state: AnyPartitioned) -> Mapping[str, float]:
@@ -78,53 +75,27 @@ class Exclusive(Agreed[AnyPartitioned]):
             "cut": state.cut,
         }
 
-    def asks(self, n: int, world: int) -> Sequence[Op]:
-        """With rows an eighth longer than they are filled."""
-        span = max(1, n // world)
-        capacity = min(span, math.ceil(1.125 * self.k(n) / world))
-        row = HEADER + indices.choose(capacity, span).predict_size(capacity, span)
-        return [AllGather(blank(row, torch.uint8)), *asked_for_sum(self.k(n), self.values, world)]
-
-    def looked_at(self, n: int, world: int) -> float:
-        return n / world
-
-    def expected_words(self, n: int, world: int, state: AnyPartitioned | None = None) -> float:
-        """K' (f + 2) (P-1)/P as published, f K' being all rows at the length of the longest."""
-        rows = sent = self.k(n)
-        if state is not None:
-            rows, sent = state.longest * self.owners(world, state), state.sent
-        return (rows + 2.0 * sent) * (world - 1) / world
-
-    def words_band(self, n: int, world: int, state: AnyPartitioned | None = None) -> tuple[float, float]:
-        """From values alone, a byte each, up: packed, an index needs a part of its word in the formula."""
-        words = self.expected_words(n, world, state)
-        return words / 6.0, 1.1 * words
-
-    def expected_rounds(self, n: int, world: int, state: AnyPartitioned | None = None) -> int:
-        """As published; ours are 3 log P, since counts travel with the indices."""
-        return 4 * log2_ceil(world)
-
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """What every rank knows after the index gather, in partition order, on the host."""
+    """This is known to every rank after the gather of indices, in partition order, on the host."""
 
+    # All indices, sorted.
     picked: Host
-    """All indices, sorted."""
+    # Indices from each partition.
     sent: Host
-    """Indices from each partition."""
+    # Elements above the threshold in each partition.
     demand: Host
-    """Elements above the threshold in each partition."""
+    # Indices that a row can hold.
     capacity: int
-    """Indices that a row can hold."""
+    # Log excess or smallest sum of each partition.
     statistic: NDArray[np.float64]
-    """Log excess or smallest sum of each partition."""
 
 
 def gather_selected(
     acc: Tensor | Vector, cuts: Host, quotas: Host, capacity: int, threshold: float, ctx: Ctx
 ) -> Program[Gathered]:
-    """Select in this rank's partition, gather the rows of all owners, put them in partition order."""
+    """Selects in this rank's partition, gathers the rows of all owners and puts them in partition order."""
     span = max(1, int(np.diff(cuts).max()))
     capacity = min(capacity, span)
     codec, owners = indices.choose(capacity, span), Owners(ctx.world, len(cuts) - 1, ctx.step)
@@ -135,17 +106,15 @@ def gather_selected(
         if threshold
         else _select_largest(acc, start, stop, min(most, capacity), capacity)
     )
-    with stage("encode"):
-        kept = demand.clamp(max=capacity)
-        header = [demand[None].view(torch.uint8), statistic[None].view(torch.uint8)]
-        row = torch.cat([*header, codec.encode(selected, kept, capacity, span)])
+    kept = demand.clamp(max=capacity)
+    header = [demand[None].view(torch.uint8), statistic[None].view(torch.uint8)]
+    row = torch.cat([*header, codec.encode(selected, kept, capacity, span)])
     rows = yield from _gather_rows(row, owners, ctx.rank)
-    with stage("decode"):
-        return read_rows(to_host(rows), codec, cuts, capacity, owners)
+    return read_rows(to_host(rows), codec, cuts, capacity, owners)
 
 
 def _gather_rows(row: Tensor, owners: Owners, rank: int) -> Program[Tensor]:
-    """In rank order, those of owners."""
+    """Gathers the rows of the owners in rank order."""
     if owners.partitions == owners.world:
         return (yield AllGather(row))
     lengths = np.zeros(owners.world, dtype=np.int64)
@@ -158,7 +127,7 @@ def _gather_rows(row: Tensor, owners: Owners, rank: int) -> Program[Tensor]:
 def read_rows(
     rows: NDArray[np.uint8], codec: indices.IndexCodec, cuts: Host, capacity: int, owners: Owners
 ) -> Gathered:
-    """What the rows of all owners say, checked, in partition order."""
+    """Reads and checks the rows of all owners, and puts them in partition order."""
     spans, turn, step = np.diff(cuts), owners.first, owners.step
     parts, ranks = len(spans), owners.ranks()
     span = max(1, int(spans.max()))
@@ -178,14 +147,14 @@ def read_rows(
 
 
 def _by_rank(of_owners: NDArray[Any], ranks: Host, owners: Owners) -> NDArray[Any]:
-    """0 where a rank owns nothing: checks name a rank by its place."""
+    """Puts 0 where a rank owns nothing: checks name a rank by its place."""
     every = np.zeros(owners.world, of_owners.dtype)
     every[ranks] = of_owners
     return every
 
 
 def _turned(row: NDArray[Any], by: int) -> NDArray[Any]:
-    """The last `by` of a row before its first: `np.roll` of short rows, in a fraction of its time."""
+    """Puts the last `by` of a row before its first: `np.roll` of short rows, in a fraction of its time."""
     cut = len(row) - by
     return np.concatenate((row[cut:], row[:cut]))
 
@@ -193,7 +162,8 @@ def _turned(row: NDArray[Any], by: int) -> NDArray[Any]:
 def _select_above(
     acc: Tensor | Vector, start: int, stop: int, threshold: float, capacity: int, step: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the partition: as many indices as fit, then filler; how many were wanted; their log excess."""
+    """Returns as many indices of the partition as fit, then filler; how many reach the threshold; their log
+    excess."""
     if isinstance(acc, Tensor):
         return select(acc[start:stop], threshold, capacity, phase(step))
     return acc.select(start, stop, threshold, capacity, phase(step))
@@ -202,8 +172,8 @@ def _select_above(
 def _select_largest(
     acc: Tensor | Vector, start: int, stop: int, count: int, capacity: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the partition: the indices of the largest elements, then filler; how many these are; their smallest
-    sum."""
+    """Returns the indices of the largest elements of the partition, then filler; how many these are; their
+    smallest sum."""
     x = acc[start:stop] if isinstance(acc, Tensor) else acc.between(start, stop)
     chosen = largest(x, count)
     smallest = x[chosen].abs().min() if chosen.numel() else x.new_zeros(())
@@ -215,7 +185,7 @@ def _select_largest(
 def sum_values(
     acc: Tensor | Vector, gathered: Gathered, values: Values, ctx: Ctx
 ) -> Program[tuple[Sparse, Sparse]]:
-    """The sum over ranks at the gathered indices, and what this rank gave to it."""
+    """Returns the sum over ranks at the gathered indices, and what this rank gave to it."""
     n, host = acc.numel(), gathered.picked
     picked = torch.from_numpy(host).to(acc.device, non_blocking=True)
     mine = acc[picked] if isinstance(acc, Tensor) else acc.at(host, picked)
@@ -224,7 +194,7 @@ def sum_values(
 
 
 def absorb(state: AnyPartitioned, gathered: Gathered) -> AnyPartitioned:
-    """The bucket's figures of this step, for `apply`."""
+    """Puts the bucket's figures of this step into its state, for the threshold of the next one."""
     demand = float(gathered.demand.sum())
     return replace(
         state,

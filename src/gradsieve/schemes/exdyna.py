@@ -29,53 +29,52 @@ from gradsieve.schemes.owners import partitions
 from gradsieve.schemes.quota import quota
 from gradsieve.schemes.speeds import check_speeds, shares_of_work
 from gradsieve.schemes.threshold import Partitioned, no_curve
-from gradsieve.telemetry import stage
-from gradsieve.types import Ctx, Outcome, Program, Vector, later
+from gradsieve.types import Ctx, Outcome, Program, Vector
 
 Edges: TypeAlias = NDArray[np.float64]
 
 # What chose these, where something did: docs/adr/0004-threshold-control.md, "Rows that are cut".
+# How far the cuts move toward this step's quantiles. These are noisy where a rank sends few elements. No
+# measurement chose this value.
 _CUT_GAIN = 0.2
-"""How far the cuts move toward this step's quantiles. These are noisy where a rank sends few elements. No
-measurement chose this value."""
+# In which the load is known where partitions are of unequal size.
 _PIECES_A_RANK = 16
-"""In which the load is known where partitions are of unequal size."""
+# Share of the rows that may be too short for what is above the threshold; the rest stays in the residual.
+# Without it 36 to 38 % were (CNN, 16 ranks); with it 14 to 15 %, for 2 % more bytes.
 _OVERFLOWING = 0.15
-"""Share of the rows that may be too short for what is above the threshold; the rest stays in the residual.
-Without it 36 to 38 % were (CNN, 16 ranks); with it 14 to 15 %, for 2 % more bytes."""
+# How much longer rows become, as a logarithm, for rows that overflow in excess of that share.
 _BUFFER_GAIN = 0.05
-"""How much longer rows become, as a logarithm, for rows that overflow in excess of that share."""
+# Steps in which cuts find their places: until then moving the cuts has to fix what overflows. Longer rows
+# would send up to 3.3 words an element in these.
 _FIRST_CUTS = 32
-"""Steps in which cuts find their places: until then moving the cuts has to fix what overflows. Longer rows
-would send up to 3.3 words an element in these."""
+# Rows over what is expected in them. Longer ones would cost more than they carry.
 _SHORTEST, _LONGEST = 1.05, 2.0
-"""Rows over what is expected in them. Longer ones would cost more than they carry."""
 
+# Every so many times P steps all partitions are equal, whatever the speeds: every rank then owns everything
+# once.
 _EVEN_TURNS = 8
-"""Every so many times P steps all partitions are equal, whatever the speeds: every rank then owns everything
-once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class State(Partitioned):
+    # Positions that divide the load evenly, P + 1 of them (more with unequal speeds, whose partitions lie
+    # between). Not rounded to blocks: that would swallow moves of less than half a block, and could stall.
     cuts: Tensor
-    """Positions that divide the load evenly, P + 1 of them (more with unequal speeds, whose partitions lie
-    between). Not rounded to blocks: that would swallow moves of less than half a block, and could stall."""
+    # Steps since the cuts were set. The first moves are the largest: the mean of all quantiles so far.
     age: int = 0
-    """Steps since the cuts were set. The first moves are the largest: the mean of all quantiles so far."""
-    buffer: float = later()
-    """Of a row, over what is expected in it."""
+    # Of a row, over what is expected in it.
+    buffer: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExDyna(Exclusive[State]):
+    # Finer blocks balance better; coarser ones keep a partition's edges in place longer.
     blocks_per_partition: int = 64
-    """Finer blocks balance better; coarser ones keep a partition's edges in place longer."""
+    # False, for ablation: equal partitions for ever; what does not fit stays in the residual.
     balance: bool = True
-    """False, for ablation: equal partitions for ever; what does not fit stays in the residual."""
+    # How fast each rank selects, if not all alike: partitions are sized in proportion, and rows are as long
+    # as the fastest rank needs.
     speeds: tuple[float, ...] | None = None
-    """How fast each rank selects, if not all alike: partitions are sized in proportion, and rows are as long
-    as the fastest rank needs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -111,32 +110,30 @@ class ExDyna(Exclusive[State]):
         gathered = yield from gather_selected(acc, cuts, quotas, capacity, state.threshold, ctx)
         # 4.
         update, spent = yield from sum_values(acc, gathered, self.values, ctx)
-        # 5. and 6. The threshold is scaled in `apply`, when all buckets of the model are known.
+        # 5. and 6. The threshold is scaled in `next_states`, when all buckets of the model are known.
         new = absorb(state, gathered)
         if self.balance:
             new = replace(new, cuts=_balanced(state, gathered))
         return Outcome(update, spent, replace(new, age=state.age + 1, buffer=_buffer(state, new.cut)))
 
 
-@stage("partition")
 def _in_proportion(cuts: Edges, parts: Edges) -> Edges:
-    """From cuts that divide the load evenly, those that divide it in proportion to `parts`."""
+    """Turns cuts that divide the load evenly into those that divide it in proportion to `parts`."""
     place = np.concatenate([[0.0], parts.cumsum()]) * (cuts.size - 1)
     moved: Edges = np.interp(place, np.arange(cuts.size), cuts)
     return moved
 
 
 def _buffer(state: State, cut: float) -> float:
-    """A little more where more rows were cut than may be, else a little less: rows become as long as demands
-    scatter, whatever makes them scatter."""
+    """Lengthens rows a little where more of them were cut than may be, and else shortens them a little: they
+    become as long as demands scatter, whatever makes them scatter."""
     if not state.threshold or state.age < _FIRST_CUTS:  # an exact selection has the length that is expected
         return state.buffer
     return min(max(state.buffer * math.exp(_BUFFER_GAIN * (cut - _OVERFLOWING)), _SHORTEST), _LONGEST)
 
 
-@stage("partition")
 def _balanced(state: State, gathered: Gathered) -> Tensor:
-    """Cuts moved toward the quantiles of the selected indices."""
+    """Moves the cuts toward the quantiles of the selected indices."""
     if not gathered.picked.size:
         return state.cuts
     pieces = state.cuts.numel() - 1

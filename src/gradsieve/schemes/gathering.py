@@ -10,24 +10,24 @@ Ranks pick the same index or not, as it happens. Either everybody's values are a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from gradsieve.comm.ops import AllGather, Op
+from gradsieve.comm.ops import AllGather
 from gradsieve.kernels import above, largest, sum_by_index
 from gradsieve.schemes.agreed import Values, sum_agreed
-from gradsieve.schemes.base import Scheme, Seen, blank, log2_ceil
+from gradsieve.schemes.base import Scheme, Seen
 from gradsieve.types import Ctx, Program, Sparse
 from gradsieve.wire.check import counts_within, rows_increasing
-from gradsieve.wire.frame import from_bits, index_dtype, to_bits
+from gradsieve.wire.pairs import from_bits, index_dtype, to_bits
 
 
 class Figures(Protocol):
-    """What a State says of the last step."""
+    """Every State of such a scheme has these figures of the last step."""
 
     @property
     def longest(self) -> int: ...
@@ -40,33 +40,24 @@ AnyFigures = TypeVar("AnyFigures", bound=Figures)
 
 @dataclass(frozen=True, kw_only=True)
 class Gathering(Scheme[AnyFigures]):
-    """A scheme that moves its entries by `gather_entries`."""
+    """A gathering scheme moves its entries by `gather_entries`."""
 
     def report(self, state: AnyFigures) -> Mapping[str, float]:
         return {"imbalance": state.imbalance}
 
-    def asks(self, n: int, world: int) -> Sequence[Op]:
-        return [AllGather(blank(1)), AllGather(blank(2 * self.k(n)))]
-
-    def expected_words(self, n: int, world: int, state: AnyFigures | None = None) -> float:
-        return 2.0 * (state.longest if state else self.k(n)) * (world - 1)
-
-    def expected_rounds(self, n: int, world: int, state: AnyFigures | None = None) -> int:
-        return 2 * log2_ceil(world)
-
 
 def reaching(acc: Tensor, threshold: float) -> Tensor:
-    """`above` for an estimate, which may be zero or less: that means all elements but zeros and denormals."""
+    """Selects by an estimate, which may be zero or less: that means all elements but zeros and denormals."""
     return above(acc, max(threshold, torch.finfo(acc.dtype).tiny))
 
 
 def at_least_one(acc: Tensor, mine: Tensor) -> Tensor:
-    """The largest element where an estimate found none: whatever it says, residuals drain."""
+    """Returns the largest element where an estimate found none: whatever it says, residuals drain."""
     return mine if mine.numel() else largest(acc, 1)
 
 
 def pack_entries(mine: Tensor, values: Tensor, length: int, n: int) -> Tensor:
-    """Indices and values in one message of shape (2, length), filled up with index n."""
+    """Writes indices and values into one message of shape (2, length), filled up with index n."""
     message = torch.full((2, length), n, dtype=index_dtype(n, values.dtype), device=values.device)
     message[0, : mine.numel()] = mine
     message[1, : mine.numel()] = to_bits(values)
@@ -74,7 +65,7 @@ def pack_entries(mine: Tensor, values: Tensor, length: int, n: int) -> Tensor:
 
 
 def sum_entries(messages: Tensor, n: int, dtype: torch.dtype, ctx: Ctx) -> Sparse:
-    """All ranks' packed entries, added up for each index in rank order.
+    """Adds all ranks' packed entries up for each index, in rank order.
 
     Virtual ranks are handed one and the same reply; the sum is kept with it, so that it is formed once for
     all of them and not P times (a thousand ranks would add up a thousand times ten million entries).
@@ -94,7 +85,8 @@ def sum_entries(messages: Tensor, n: int, dtype: torch.dtype, ctx: Ctx) -> Spars
 def gather_entries(
     acc: Tensor, mine: Tensor, ctx: Ctx, most: int | None = None
 ) -> Program[tuple[Sparse, Sparse, Seen]]:
-    """Update, spent and figures when every rank sends its `mine`, of at most so many, to everybody."""
+    """Returns update, spent and figures when every rank sends its `mine`, of at most so many, to
+    everybody."""
     n, values = acc.numel(), acc[mine]
     counts = yield from _gather_counts(mine, n if most is None else most, n, ctx)
     messages = yield AllGather(pack_entries(mine, values, int(counts.max()), n))
@@ -105,7 +97,7 @@ def gather_entries(
 def reduce_union(
     acc: Tensor, mine: Tensor, values: Values, ctx: Ctx, length: int | None = None
 ) -> Program[tuple[Sparse, Sparse, Seen]]:
-    """Update, spent and figures when every rank gives what it has where any rank picked.
+    """Returns update, spent and figures when every rank gives what it has where any rank picked.
 
     `length` is that of the rows, where everybody knows it; else counts are gathered first.
     """

@@ -23,15 +23,15 @@ from gradsieve.schemes.quota import quota
 from gradsieve.schemes.threshold import Partitioned, no_curve
 from gradsieve.types import Ctx, Outcome, Program, Vector
 
+# Capacity of a row over what the heaviest partition had lately. Every rank's row is as long, so that capacity
+# costs much here; what does not fit stays in the residual for one step.
 _SLACK = 1.03
-"""Capacity of a row over what the heaviest partition had lately. Every rank's row is as long, so that
-capacity costs much here; what does not fit stays in the residual for one step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class State(Partitioned):
+    # Share of the count that each partition holds; rows are as long as the heaviest one needs.
     load: Tensor
-    """Share of the count that each partition holds; rows are as long as the heaviest one needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Micro(Exclusive[State]):
         gathered = yield from gather_selected(acc, cuts, quotas, capacity, state.threshold, ctx)
         # 4.
         update, spent = yield from sum_values(acc, gathered, self.values, ctx)
-        # 5. The threshold is scaled in `apply`, when all buckets of the model are known.
+        # 5. The threshold is scaled in `next_states`, when all buckets of the model are known.
         new = absorb(state, gathered)
         if new.demand:
             load = torch.from_numpy(gathered.demand / new.demand)

@@ -36,16 +36,16 @@ from gradsieve.schemes.oktopk_parts import (
 from gradsieve.schemes.quota import quota
 from gradsieve.types import Ctx, Outcome, Program, Sparse
 from gradsieve.wire.check import counts_within, strictly_increasing
-from gradsieve.wire.frame import from_pairs, index_dtype, to_pairs
+from gradsieve.wire.pairs import from_pairs, index_dtype, to_pairs
 
+# Elements over k that shall reach a threshold. More than k never travel, so that a little too many cost
+# nothing, and too few would leave capacity unused.
 _AIM = 1.125
-"""Elements over k that shall reach a threshold. More than k never travel, so that a little too many cost
-nothing, and too few would leave capacity unused."""
+# Share of the way to the aim that is gone at once. What a step leaves behind is there in the next, so that a
+# threshold that goes all the way swings to and fro.
 _GAIN = 0.5
-"""Share of the way to the aim that is gone at once. What a step leaves behind is there in the next, so that
-a threshold that goes all the way swings to and fro."""
+# Imbalance from which on regions follow the loads.
 _LOPSIDED = 1.1
-"""Imbalance from which on regions follow the loads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class OkTopk(Regional):
 
 
 def _select(acc: Tensor, threshold: float, k: int) -> tuple[Tensor, float]:
-    """At most k indices of this rank, and the threshold for the next step."""
+    """Returns at most k indices of this rank, and the threshold for the next step."""
     if threshold:
         reached = above(acc, threshold)
         if 2 * reached.numel() >= k:
@@ -92,15 +92,15 @@ def _select(acc: Tensor, threshold: float, k: int) -> tuple[Tensor, float]:
 
 
 def _quantiles(selected: Tensor, n: int, world: int) -> Tensor:
-    """P - 1 cuts with as many selected indices between any two as between any other two, give or take one;
-    of nothing selected, even ones."""
+    """Returns P - 1 cuts with as many selected indices between any two as between any other two, give or take
+    one; even ones, if nothing is selected."""
     part = torch.arange(1, world, dtype=torch.long, device=selected.device)
     count = selected.numel()
     return selected[part * count // world] if count else part * n // world
 
 
 def _select_globally(sums: Sums, threshold: float, k: int, cuts: Tensor, ctx: Ctx) -> Program[Chosen]:
-    """About k of the sums of all regions. Without a threshold exactly the k largest.
+    """Returns about k of the sums of all regions; without a threshold exactly the k largest.
 
     Sums of zero are among those gathered then: where ranks cancel each other out, all ranks have to know it.
     """
@@ -130,12 +130,12 @@ def _select_globally(sums: Sums, threshold: float, k: int, cuts: Tensor, ctx: Ct
 
 
 def _exact(kept: Tensor, k: int) -> float:
-    """The threshold to go on with after a selection of the k largest."""
+    """Returns the threshold to go on with after a selection of the k largest."""
     return _follow(float(kept.min()), kept.numel(), kept, k) if kept.numel() else 0.0
 
 
 def _follow(threshold: float, reached: int, kept: Tensor, k: int) -> float:
-    """The threshold that `_AIM` k elements will reach, or 0 if there is no telling.
+    """Returns the threshold that `_AIM` k elements will reach, or 0 if it cannot be known.
 
     Two points of the tail are known: `reached` magnitudes are from `threshold` up, half of those kept (the
     largest) from their median up. On a logarithmic scale the aim lies on the line through both.

@@ -19,15 +19,14 @@ from torch import Tensor
 
 from gradsieve.comm.ops import AllGather, AllToAll
 from gradsieve.kernels import largest_of_each
-from gradsieve.telemetry import stage
 from gradsieve.types import Program
 
+# Elements for one region over k / P. Bounds what an owner receives, wherever ranks select.
 _MOST = 1.1
-"""Elements for one region over k / P. Bounds what an owner receives, wherever ranks select."""
 
 
 def gather_lists(rows: Tensor, counts: Tensor, rank: int, balanced: bool) -> Program[Tensor]:
-    """`counts[r]` rows of rank r, one list behind the other."""
+    """Gathers `counts[r]` rows of rank r, one list behind the other."""
     counts = counts.cpu()
     if balanced:
         held, shall = _edges(counts), _edges(_even(counts))
@@ -50,9 +49,8 @@ def balancing_pays(counts: Tensor) -> bool:
     return moved + int(even.max()) * (counts.numel() - 1) < int(counts.max()) * (counts.numel() - 1)
 
 
-@stage("partition")
 def evened(cuts: Tensor, loads: Tensor) -> Tensor:
-    """Regions that would have had equal loads, if every load lay evenly in its region.
+    """Returns regions that would have had equal loads, if every load lay evenly in its region.
 
     It does not, but a region that is cut is known better in the next step. (The mean of the ranks' quantiles
     is not: it falls next to the clusters that all of them select.)
@@ -68,8 +66,8 @@ def evened(cuts: Tensor, loads: Tensor) -> Tensor:
 
 
 def thinned(acc: Tensor, selected: Tensor, cuts: Tensor, k: int) -> Tensor:
-    """Of the selected indices, no more for one region than its owner can be sent by all: a little over k / P,
-    the largest of them. The others wait until regions have followed."""
+    """Keeps of the selected indices no more for one region than its owner can be sent by all: a little over k
+    / P, the largest of them. The others stay in the residual until regions have followed."""
     world = cuts.numel() - 1
     region = torch.searchsorted(cuts[1:-1].to(selected.device), selected, right=True)
     share = math.ceil(_MOST * k / world)
@@ -78,17 +76,17 @@ def thinned(acc: Tensor, selected: Tensor, cuts: Tensor, k: int) -> Tensor:
 
 
 def _even(counts: Tensor) -> Tensor:
-    """The same total in lists of one length, but for the last."""
+    """Divides the same total into lists of one length, but for the last."""
     total, world = int(counts.sum()), counts.numel()
     place = torch.arange(world + 1, dtype=torch.long, device=counts.device)
     return (place * -(-total // world)).clamp(max=total).diff()
 
 
 def _edges(counts: Tensor) -> Tensor:
-    """Where each list begins and ends when they stand one behind the other."""
+    """Says where each list begins and ends when they stand one behind the other."""
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
 def _overlaps(start: Tensor, stop: Tensor, edges: Tensor) -> Tensor:
-    """How much of start..stop lies between each edge and the next."""
+    """Says how much of start..stop lies between each edge and the next."""
     return edges.clamp(start, stop).diff()

@@ -2,74 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradsieve.comm import bruck
-from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Exchange, Op
+from gradsieve.comm.ops import AllReduce, AllToAll
 from gradsieve.errors import ConfigError
 from gradsieve.kernels import sum_by_index
-from gradsieve.schemes.base import Scheme, blank, log2_ceil
-from gradsieve.schemes.quota import evenly
+from gradsieve.schemes.base import Scheme
 from gradsieve.types import Ctx, Program, private
 from gradsieve.wire.check import counts_within, lists_increasing, stamped
-from gradsieve.wire.frame import from_pairs, index_dtype, to_pairs
+from gradsieve.wire.pairs import from_pairs, index_dtype, to_pairs
 
+# As many as four bytes hold.
 _STAMPS = 2**31
-"""As many as four bytes hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
     n: int
+    # P + 1 edges of the regions; all 0: not set yet.
     cuts: Tensor
-    """P + 1 edges of the regions; all 0: not set yet."""
+    # For sums, of this vector alone. 0: none known.
     global_threshold: float = 0.0
-    """For sums, of this vector alone. 0: none known."""
+    # For this rank's own elements. 0: none known.
     local_threshold: float = private(0.0)
-    """For this rank's own elements. 0: none known."""
+    # Sums gathered in the last step.
     gathered: int = 0
-    """Sums gathered in the last step."""
+    # 1 if these were all sums there are, for an exact threshold.
     exact: int = 0
-    """1 if these were all sums there are, for an exact threshold."""
+    # Most elements that came to one owner over the mean.
     imbalance: float = 1.0
-    """Most elements that came to one owner over the mean."""
 
 
 class Sums(NamedTuple):
     indices: Tensor
     values: Tensor
+    # Elements that were added up.
     load: int
-    """Elements that were added up."""
 
 
 class Chosen(NamedTuple):
-    """The same on every rank."""
+    """The chosen sums are the same on every rank."""
 
     indices: Tensor
     values: Tensor
     gathered: int
+    # For the next step.
     threshold: float
-    """For the next step."""
+    # Elements that came to each owner.
     loads: Tensor
-    """Elements that came to each owner."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Regional(Scheme[State]):
+    # Steps between exact local thresholds; the paper's tau', as the next one.
     local_period: int = 32
-    """Steps between exact local thresholds; the paper's tau', as the next one."""
+    # Steps between exact global thresholds.
     global_period: int = 32
-    """Steps between exact global thresholds."""
+    # Steps between new regions; the paper's tau.
     region_period: int = 64
-    """Steps between new regions; the paper's tau."""
-
-    looks: ClassVar[float] = 4.0
-    merges: ClassVar[float] = 1.35
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,34 +81,9 @@ class Regional(Scheme[State]):
         exact = float(state.exact)
         return {"threshold": state.global_threshold, "imbalance": state.imbalance, "exact": exact}
 
-    def asks(self, n: int, world: int) -> Sequence[Op]:
-        """Counts, elements to their owners, counts, sums to everybody; without balancing and new regions."""
-        k, log = self.k(n), log2_ceil(world)
-        counts = blank(2 * max(1, world // 2))
-        dealt = tuple(evenly(k, world))
-        pairs = AllToAll(blank(2 * k).view(k, 2), dealt, dealt)
-        rows = AllGather(blank(2 * -(-k // world)))
-        return [*[Exchange(counts, 1, 1, counts.numel())] * log, pairs, AllGather(blank(2)), rows]
-
-    def expected_words(self, n: int, world: int, state: State | None = None) -> float:
-        """4k of the published 2k to 6k: k elements to owners, k sums (all on exact steps) to everybody."""
-        imbalance, gathered = (state.imbalance, state.gathered) if state else (1.0, self.k(n))
-        return 2.0 * (self.k(n) * imbalance + gathered) * (world - 1) / world
-
-    def words_band(self, n: int, world: int, state: State | None = None) -> tuple[float, float]:
-        """2k to 6k as published. The upper end is 2k to the owners and 2k twice, to balance and to gather;
-        of more than k sums on an exact step."""
-        unit = (world - 1) / world
-        gathered = max(self.k(n), state.gathered if state else 0)
-        return 2.0 * self.k(n) * unit, (2.0 * self.k(n) + 4.0 * gathered) * unit
-
-    def expected_rounds(self, n: int, world: int, state: State | None = None) -> int:
-        """As published, with balancing. Ours are P-1 + 3 ceil(log2 P), and P-1 more with balancing."""
-        return 2 * world + 2 * log2_ceil(world)
-
 
 def make_regions(wanted: Tensor, n: int) -> Program[Tensor]:
-    """From the P - 1 cuts that each rank would like, P + 1 edges that are the same on every rank."""
+    """Turns the P - 1 cuts that each rank would like into P + 1 edges that are the same on every rank."""
     world = wanted.numel() + 1
     total = yield AllReduce(wanted)
     cuts = torch.zeros(world + 1, dtype=torch.long, device="cpu")
@@ -123,9 +94,10 @@ def make_regions(wanted: Tensor, n: int) -> Program[Tensor]:
 
 
 def split_and_reduce(acc: Tensor, selected: Tensor, cuts: Tensor, most: int, ctx: Ctx) -> Program[Sums]:
-    """What all ranks selected in this rank's region, at most `most` each, added up in rank order.
+    """Adds up what all ranks selected in this rank's region, at most `most` each, in rank order.
 
-    That nobody is everybody's target at once and a few messages are pending together is the engine's work.
+    The engine sees to it that nobody is everybody's target at once, and that few messages are pending
+    together.
     """
     n, start, stop = acc.numel(), int(cuts[ctx.rank]), int(cuts[ctx.rank + 1])
     what = f"in step {ctx.step}"
@@ -141,10 +113,10 @@ def split_and_reduce(acc: Tensor, selected: Tensor, cuts: Tensor, most: int, ctx
 
 
 def _announced(counts: Tensor, dtype: torch.dtype, ctx: Ctx, what: str) -> Program[Tensor]:
-    """How many elements every rank has for this one, from how many this one has for each.
+    """Returns how many elements every rank has for this one, given how many this one has for each.
 
-    With a stamp of step, sender and owner: a message that came again would announce another length than is
-    sent, and an engine that receives more than it expects may end the process.
+    Counts are stamped with step, sender and owner: a message that came again would announce another length
+    than is sent, and an engine that receives more than it expects may end the process.
     """
     ranks = torch.arange(ctx.world, dtype=torch.int64, device=counts.device)
     to_all = ((ctx.step * ctx.world + ctx.rank) * ctx.world + ranks) % _STAMPS
@@ -155,7 +127,7 @@ def _announced(counts: Tensor, dtype: torch.dtype, ctx: Ctx, what: str) -> Progr
 
 
 def among(sorted_some: Tensor, sorted_all: Tensor) -> Tensor:
-    """Which of `sorted_some` are in `sorted_all`."""
+    """Says which of `sorted_some` are in `sorted_all`."""
     if not sorted_all.numel():
         return torch.zeros_like(sorted_some, dtype=torch.bool)
     place = torch.searchsorted(sorted_all, sorted_some).clamp(max=sorted_all.numel() - 1)

@@ -13,14 +13,14 @@ import torch
 
 from gradsieve.types import Host, to_host
 
+# Ranks up to which all of them own a partition: so many headers are next to nothing.
 MANY = 16
-"""Ranks up to which all of them own a partition: so many headers are next to nothing."""
+# Elements that a row should hold.
 _ROW = 64
-"""Elements that a row should hold."""
 
 
 def partitions(k: int, world: int) -> int:
-    """For k elements a step."""
+    """Returns how many partitions there are for k elements a step."""
     return world if world <= MANY else min(world, max(1, k // _ROW))
 
 
@@ -31,18 +31,18 @@ class Owners:
     step: int
 
     def part_of(self, rank: int) -> int | None:
-        """The partition of a rank, if it has one."""
+        """Returns the partition of a rank, if it has one."""
         part, offset = divmod((rank + self.step) % self.world, self._apart)
         return part if not offset and part < self.partitions else None
 
     @property
     def first(self) -> int:
-        """The partition of the first owner in rank order; those after it have the next ones."""
+        """Returns the partition of the first owner in rank order; those after it have the next ones."""
         part = -(-(self.step % self.world) // self._apart)
         return part if part < self.partitions else 0
 
     def ranks(self) -> Host:
-        """In their order."""
+        """Returns the owners in their order."""
         rows = torch.arange(self.partitions, dtype=torch.int64, device="cpu")
         parts = (rows + self.first) % self.partitions
         return to_host((self._apart * parts - self.step) % self.world)

@@ -11,16 +11,16 @@ from torch import Tensor
 
 
 def phase(step: int) -> float:
-    """Where rounding begins in this step: in 0..1, and never long near where it was."""
+    """Says where rounding begins in this step: in 0..1, and never long near where it was."""
     return step * 0.6180339887498949 % 1.0
 
 
 def quota(weights: Tensor, total: float, step: int) -> Tensor:
-    """`total` split in proportion to `weights` into whole numbers."""
+    """Splits `total` in proportion to `weights` into whole numbers."""
     edges = (weights.double().cumsum(0) / weights.sum() * total + phase(step)).floor().long()
     return torch.diff(edges, prepend=edges.new_zeros(1))
 
 
 def evenly(total: int, parts: int) -> list[int]:
-    """`total` in `parts` whole numbers; the first ones get what is left over."""
+    """Splits `total` into `parts` whole numbers; the first ones get what is left over."""
     return [total // parts + (part < total % parts) for part in range(parts)]

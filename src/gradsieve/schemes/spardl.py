@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -42,26 +42,25 @@ Across = Literal["r-sag", "b-sag"]
 @dataclass(frozen=True, kw_only=True)
 class State:
     n: int
+    # d; 0 while it is still to be chosen.
     teams: int
-    """d; 0 while it is still to be chosen."""
+    # h of B-SAG, the same at the same place of all teams; 0 before the first step.
     kept: int = private(0)
-    """h of B-SAG, the same at the same place of all teams; 0 before the first step."""
+    # By how much h changes next.
     move: int = private(0)
-    """By how much h changes next."""
+    # 1 if the last change went the right way: the next one that does is twice as large.
     confirmed: int = private(0)
-    """1 if the last change went the right way: the next one that does is twice as large."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparDL(Scheme[State]):
+    # d, which divides the number of ranks; more teams mean fewer rounds and more words. "auto" measures
+    # latency and bandwidth in the first step.
     teams: int | Literal["auto"] = 1
-    """d, which divides the number of ranks; more teams mean fewer rounds and more words. "auto" measures
-    latency and bandwidth in the first step."""
+    # How teams exchange; R-SAG needs a power of two of them.
     across: Across = "b-sag"
-    """How teams exchange; R-SAG needs a power of two of them."""
+    # What is collected; all but "all" lose gradient, for ablation only.
     residuals: Residuals = "all"
-    """What is collected; all but "all" lose gradient, for ablation only."""
-    merges: ClassVar[float] = 1.6
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,27 +112,27 @@ class SparDL(Scheme[State]):
         )
 
     def quotas(self, n: int, places: int, step: int) -> Tensor:
-        """Elements that each block may send."""
+        """Returns how many elements each block may send."""
         even = torch.ones(places, dtype=torch.float64, device="cpu")
         return quota(even, self.k(n), step)
 
     def part(self, n: int, places: int) -> int:
-        """Of k, a block's."""
+        """Returns a block's part of k."""
         return max(1, self.k(n) // places)
 
     def candidates(self, quotas: Tensor) -> int:
-        """Elements of a block that are looked at."""
+        """Returns how many elements of a block are looked at."""
         return int(quotas.max())
 
     def first_move(self, part: int, kept: int) -> int:
-        """By how much h of B-SAG changes first. Published, it stays 0 where a block has fewer than a hundred
-        elements to send, and h never moves."""
+        """Returns by how much h of B-SAG changes first. Published, it stays 0 where a block has fewer than a
+        hundred elements to send, and h never moves."""
         return max(1, (part - kept) // 100)
 
     def _bruck(
         self, buffers: BlockBuffers, place: int, team: int, state: State
     ) -> Program[tuple[Entries, State]]:
-        """B-SAG. The published h has no upper bound; here it stays within the block's part of k."""
+        """Runs B-SAG. The published h has no upper bound; here it stays within the block's part of k."""
         part = self.part(state.n, buffers.places)
         least = max(1, part // state.teams)
         kept = state.kept or least
@@ -172,19 +171,13 @@ class SparDL(Scheme[State]):
         kept = state.kept if state and state.kept else k * (d + 1) / (2 * world)  # between k/P and k d/P
         return inside + 2.0 * (d - 1) * kept
 
-    def words_band(self, n: int, world: int, state: State | None = None) -> tuple[float, float]:
-        k, d = self.k(n), (state or self.begin(n, world)).teams or 1
-        if self.across == "r-sag" or d == 1:
-            return super().words_band(n, world, state)
-        return 1.8 * k * (2 * world - d - 1) / world, 2.2 * k * (d * d + 2 * world - 3 * d) / world
-
     def expected_rounds(self, n: int, world: int, state: State | None = None) -> int:
         d = (state or self.begin(n, world)).teams or 1
         return 2 * log2_ceil(world // d) + log2_ceil(d)
 
 
 def _reduce_scatter(buffers: BlockBuffers, place: int, first_rank: int) -> Program[None]:
-    """The block buffer of a round: as many blocks as the gap, in the first round those beyond it."""
+    """A message of a round has room for as many blocks as the gap, in the first round for those beyond it."""
     places = buffers.places
     for power in reversed(range(log2_ceil(places))):
         gap = 1 << power
@@ -196,7 +189,8 @@ def _reduce_scatter(buffers: BlockBuffers, place: int, first_rank: int) -> Progr
 
 
 def _recursive(buffers: BlockBuffers, place: int, team: int, teams: int) -> Program[Entries]:
-    """R-SAG. What is dropped in round s is dropped by 2^(s+1) teams alike: each keeps its share of it."""
+    """Runs R-SAG. What is dropped in round s is dropped by 2^(s+1) teams alike: each keeps its share of
+    it."""
     block, buffer = buffers.cut(place, 1), int(buffers.quotas[place])
     for power in range(log2_ceil(teams)):
         partner = team ^ (1 << power)

@@ -16,7 +16,7 @@ def check_speeds(speeds: tuple[float, ...] | None) -> None:
 
 
 def shares_of_work(speeds: tuple[float, ...] | None, world: int) -> Tensor:
-    """The part of all work that is each rank's, in rank order; equal parts where no speeds are given."""
+    """Returns each rank's part of all work, in rank order; equal parts where no speeds are given."""
     if speeds is None:
         return torch.full((world,), 1.0 / world, dtype=torch.float64, device="cpu")
     if len(speeds) != world:

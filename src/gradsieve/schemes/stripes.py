@@ -22,24 +22,36 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradsieve.comm.ops import Op
 from gradsieve.kernels import blocks
 from gradsieve.kernels.blocks import Layout
-from gradsieve.schemes.agreed import Agreed, Values, asked_for_rows, asked_for_sum, sum_between
-from gradsieve.schemes.base import log2_ceil
+from gradsieve.schemes.agreed import Agreed, Values, sum_between
 from gradsieve.types import Ctx, Outcome, Program, Sparse, Vector, static
 from gradsieve.wire.values import VALUE_CODECS
+
+# Part of a Gaussian's energy that codes of this kind send.
+SENT: dict[Values, float] = {"sign": 0.637, "int2": 0.881, "int4": 0.985, "bf16": 0.99999, "exact": 1.0}
+_LONG = 1 << 16
+
+
+def cost(values: Values, world: int, layouts: Sequence[Layout] = ()) -> float:
+    """Bits that the busiest rank moves for one element: there, and the sum back. Of a model of these units;
+    of one in few large tensors, where none are given."""
+    codec = VALUE_CODECS[values]
+    layouts = layouts or [blocks.block_layout((_LONG,))]
+    units = [layout.between(0, int(layout.edges[-1])) for layout in layouts]
+    size = sum(codec.over(unit).predict_size(unit.count, torch.float32) for unit in units)
+    return 2.0 * 8 * size / max(1, sum(unit.count for unit in units)) * (world - 1) / world
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
     n: int
+    # Where the next stretch begins.
     cursor: int = 0
-    """Where the next stretch begins."""
+    # Elements sent so far beyond k a step.
     ahead: int = 0
-    """Elements sent so far beyond k a step."""
+    # Of the tensors that the vector is made of.
     sizes: tuple[int, ...] = static(())
-    """Of the tensors that the vector is made of."""
 
     @property
     def layout(self) -> Layout:
@@ -53,8 +65,6 @@ class Stripes(Agreed[State]):
 
     reads_parts: ClassVar[bool] = True
     round_robin: ClassVar[bool] = True
-    looks: ClassVar[float] = 0.0
-    merges: ClassVar[float] = 0.0
 
     @property
     def is_whole(self) -> bool:
@@ -62,6 +72,16 @@ class Stripes(Agreed[State]):
 
     def whole(self) -> Stripes:
         return replace(self, density=1.0, values="exact")
+
+    def at_bits(self, bits: float, world: int, sizes: Sequence[Sequence[int]] = ((_LONG,),)) -> Stripes:
+        """All of a stretch in codes of few bits, and longer stretches before wider codes, by what part of the
+        energy that sends."""
+        if world == 1:
+            return self.whole()
+        layouts = [blocks.block_layout(tuple(each)) for each in sizes]
+        shares = {values: min(1.0, bits / cost(values, world, layouts)) for values in SENT}
+        best = max(SENT, key=lambda values: shares[values] * SENT[values])
+        return replace(self, values=best, density=shares[best])
 
     def begin(self, n: int, world: int, previous: State | None = None) -> State:
         return self.init_state([n], world, previous)
@@ -96,25 +116,3 @@ class Stripes(Agreed[State]):
         if world <= number < left.number:  # in bytes, all rows are as long as the longest: as many for each
             number = min(left.number, (number + world // 2) // world * world)
         return start, edges.item(first + number)
-
-    def asks(self, n: int, world: int) -> Sequence[Op]:
-        if self.values == "exact":
-            return asked_for_sum(self.k(n), self.values, world)
-        return asked_for_rows(round(self._row(State(n=n), world)), world)
-
-    def expected_words(self, n: int, world: int, state: State | None = None) -> float:
-        if self.values == "exact":
-            return 2.0 * self.k(n) * (world - 1) / world
-        return self._row(state or State(n=n), world) / 2 * (world - 1)
-
-    def _row(self, state: State, world: int) -> float:
-        """Bytes of a row in a step, in the mean."""
-        every = state.layout.between(0, state.n)
-        if not every.number:
-            return 0.0
-        size = VALUE_CODECS[self.values].over(every).predict_size(state.n, torch.float32)
-        return max(1.0, self.k(state.n) * every.number / state.n / world) * size / every.number
-
-    def expected_rounds(self, n: int, world: int, state: State | None = None) -> int:
-        """The all-to-all's messages, P - 1, go at the same time where the network lets them."""
-        return 2 * log2_ceil(world) if self.values == "exact" else world - 1 + log2_ceil(world)

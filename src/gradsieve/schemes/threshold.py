@@ -15,58 +15,55 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from gradsieve.telemetry import stage
-
 # What chose these: docs/adr/0004-threshold-control.md, by the name of the section.
+# Share of the estimated correction applied at once, and added to the threshold's drift per step. Residuals
+# grow and drain, so that a constant count often needs a threshold that keeps moving (and less so with time:
+# what fills up linearly grows by 1/t). "Tried and dropped": the first alone is off by -64 to +27 %.
 PROPORTIONAL, INTEGRAL = 0.8, 0.3
-"""Share of the estimated correction applied at once, and added to the threshold's drift per step. Residuals
-grow and drain, so that a constant count often needs a threshold that keeps moving (and less so with time:
-what fills up linearly grows by 1/t). "Tried and dropped": the first
-alone is off by -64 to +27 %."""
+# Error of ln(count) beyond which the whole correction is applied. No measurement chose this value.
 JUMP_ERROR = 0.7
-"""Error of ln(count) beyond which the whole correction is applied. No measurement chose this value."""
+# Errors teach the drift as much as one of this size at most; beyond, it is a jump and not a trend. "Drift":
+# without it the drift winds up in the first steps and overshoots for dozens.
 MAX_LESSON = 0.25
-"""Errors teach the drift as much as one of this size at most; beyond, it is a jump and not a trend. "Drift":
-without it the drift winds up in the first steps and overshoots for dozens."""
+# Part of both gains that is applied to small errors, and the error from which on it is all of them. Small
+# ones are chance, which differs from batch to batch: to answer it in full would double it. "In trainings it
+# answered chance": the count swung by 14 and 25 % from step to step, and a quarter of the rows overflowed;
+# now a tenth of them do.
 NOISE_GAIN, TREND_ERROR = 0.4, 0.5
-"""Part of both gains that is applied to small errors, and the error from which on it is all of them. Small
-ones are chance, which differs from batch to batch: to answer it in full would double it. "In trainings it
-answered chance": the count swung by 14 and 25 % from step to step, and a quarter of the rows overflowed; now
-a tenth of them do."""
+# Mean of ln(|x| / threshold) from which on a lower threshold has nothing left to find. No measurement chose
+# this value.
 EMPTY_BELOW = 3.0
-"""Mean of ln(|x| / threshold) from which on a lower threshold has nothing left to find. No measurement chose
-this value."""
+# Weight of the past in a bucket's share of k. No measurement chose this value.
 SHARE_MEMORY = 0.5
-"""Weight of the past in a bucket's share of k. No measurement chose this value."""
+# Of the demand, for which it is known what would have been sent.
 FACTORS = [2.0 ** (place / 8) for place in range(-24, 25)]
-"""Of the demand, for which it is known what would have been sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Partitioned:
-    """State of one bucket, the same on every rank."""
+    """The state of one bucket is the same on every rank."""
 
     n: int
+    # Of the whole model. 0: none known, the next step locks.
     threshold: float
-    """Of the whole model. 0: none known, the next step locks."""
+    # Change of ln(threshold) per step that keeps the count, learnt so far.
     drift: float = 0.0
-    """Change of ln(threshold) per step that keeps the count, learnt so far."""
+    # Steps since the threshold was found.
     tracked: int = 0
-    """Steps since the threshold was found."""
+    # How many of the model's k elements are expected from this bucket.
     share: float
-    """How many of the model's k elements are expected from this bucket."""
+    # Elements that would have been sent in the last step, had the demand been each of FACTORS as large.
     curve: Tensor
-    """Elements that would have been sent in the last step, had the demand been each of FACTORS as large."""
     demand: float = 0.0
+    # The statistic of the last step (`exclusive.py`), summed over the bucket's partitions.
     tail: float = 0.0
-    """The statistic of the last step (`exclusive.py`), summed over the bucket's partitions."""
     sent: int = 0
+    # The papers' f(t): the longest selection over the mean, before any row is cut.
     imbalance: float = 1.0
-    """The papers' f(t): the longest selection over the mean, before any row is cut."""
+    # Elements in the longest row of the last step: what the cost formula's f counts.
     longest: int = 0
-    """Elements in the longest row of the last step: what the cost formula's f counts."""
+    # Share of the rows of the last step into which not all fitted.
     cut: float = 0.0
-    """Share of the rows of the last step into which not all fitted."""
 
 
 def no_curve() -> Tensor:
@@ -78,9 +75,8 @@ TINY, HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 AnyPartitioned = TypeVar("AnyPartitioned", bound=Partitioned)
 
 
-@stage("threshold")
 def move_threshold(states: Sequence[AnyPartitioned], k: int, control: bool = True) -> list[AnyPartitioned]:
-    """One threshold for all buckets, and each bucket's share of k, from what all of them saw."""
+    """Finds one threshold for all buckets, and each bucket's share of k, from what all of them saw."""
     demand = sum(state.demand for state in states)
     sent = sum(state.sent for state in states)
     statistic = sum(state.tail for state in states)
@@ -116,7 +112,7 @@ def move_threshold(states: Sequence[AnyPartitioned], k: int, control: bool = Tru
 
 
 def _error(curve: Sequence[float], k: int) -> float:
-    """By how much the demand is too large, as a logarithm: how much less of it would have sent k.
+    """Returns by how much the demand is too large, as a logarithm: how much less of it would have sent k.
 
     Rows hide what goes beyond them, so that the count sent says little about the demand; and where hot spots
     move, some rows overflow while others stay short, so that it takes a demand above k to send k.

@@ -21,34 +21,31 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Self
 
-from gradsieve import kernels
-from gradsieve.checkpoint import directory
+from gradsieve import kernels, ranks_alike, startup
+from gradsieve.checkpoint import files
 from gradsieve.checkpoint import state as checkpoints
 from gradsieve.checkpoint.fencing import Writer
-from gradsieve.comm.c10d import Engine, place_in
-from gradsieve.consensus import replica_check
-from gradsieve.consensus.link_probe import know_the_links
-from gradsieve.errors import ConfigError, GradsieveError, MismatchError
+from gradsieve.comm.engine import Engine, place_in
+from gradsieve.comm.links import nominal
+from gradsieve.errors import ConfigError, GradsieveError
 from gradsieve.feedback.units import flat_view
-from gradsieve.observe import startup_log
-from gradsieve.observe.diagnostics import Advisor, signs_of
-from gradsieve.observe.metrics import metrics
+from gradsieve.metrics import metrics
+from gradsieve.optimizers import as_list, refuse_sharded, refuse_unfrozen
 from gradsieve.pipeline import UNIT_CAP_MB, GradientPipeline, StepPipeline
-from gradsieve.pipeline.budget import Fixed
+from gradsieve.pipeline.budget import Budget
 from gradsieve.pipeline.exchange_settings import (
-    DETERMINISTIC_BITS,
     Exchange,
     Gradients,
     Steps,
@@ -56,22 +53,18 @@ from gradsieve.pipeline.exchange_settings import (
     choose_scheme,
 )
 from gradsieve.pipeline.optimizer_adapter import OptimizerAdapter, StepAdapter, adapt
-from gradsieve.pipeline.tags import CALLS, UnmatchedError
+from gradsieve.pipeline.tags import CALLS
 from gradsieve.replica.parameter_views import ParameterViews, SingleModel
 from gradsieve.replica.replica import Replica
 from gradsieve.schemes.base import Scheme
-from gradsieve.schemes.stripes import Stripes
 from gradsieve.sync.moments import make_equal
-from gradsieve.sync.optimizer_hooks import OptimizerHooks, as_list, refuse_sharded, refuse_unfrozen
+from gradsieve.sync.optimizer_hooks import OptimizerHooks
 from gradsieve.sync.pending import Pending
 from gradsieve.sync.preemption import Notice
-from gradsieve.sync.stopwatch import Stopwatch
 from gradsieve.telemetry import Span
 
 VERIFY_EVERY = 100
 """Steps between two comparisons of the replicas' fingerprints: a few bytes and one pass over the model."""
-_TRIES = 4
-"""Of a call while others make tentative exchanges: one is enough with honest ranks."""
 _attached: weakref.WeakSet[GradientSync] = weakref.WeakSet()
 _attaching = threading.Lock()
 """Several ranks may be threads of one process."""
@@ -81,8 +74,6 @@ class GradientSync:
     """Sparse exchange between the ranks of a group: residuals, the shared model, the scheme's state."""
 
     replica: Replica
-    may_choose_period: ClassVar[bool] = True
-    """Whether a budget may exchange every so many steps where rounds take longer than a step computes."""
     _optimizers: OptimizerHooks | None = None
     _notice: Notice | None = None
 
@@ -96,7 +87,6 @@ class GradientSync:
         bits: float | None = None,
         exchange: Exchange | None = None,
         scaler: torch.amp.GradScaler | None = None,
-        deterministic: bool = False,
         group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float = UNIT_CAP_MB,
     ) -> None:
@@ -109,9 +99,7 @@ class GradientSync:
         self._frozen = {name: p for name, p in named.items() if not p.requires_grad}
         chosen = choose_scheme(scheme, density, bits, exchange)
         settings = choose_exchange(exchange, chosen)
-        if deterministic and isinstance(chosen, Stripes) and scheme is None:
-            bits = DETERMINISTIC_BITS if bits is None else bits
-        fixed = None if bits is None or isinstance(settings, Gradients) else Fixed(bits)
+        fixed = None if bits is None or isinstance(settings, Gradients) else Budget(bits)
         optimizers = as_list(optimizer)
         refuse_sharded(optimizers, isinstance(settings, Steps))
         _refuse_taken(held, isinstance(settings, Steps))
@@ -128,16 +116,13 @@ class GradientSync:
             # are still connecting fails them.
             parts, place = self.parts_of(held), place_in(group)
             adapter = adapt(parts, optimizers, chosen, settings, *place, bucket_cap_mb, held)
-            undo.callback(adapter.give_back)
             engine = Engine(group)
             undo.callback(engine.close)
             self.replica = self.make_replica(engine, held, adapter, fixed)
             undo.callback(self.leave)
-            self.timer = Stopwatch(self.replica.device)
-            chooses_period = self.may_choose_period and exchange is None
-            self._agree(scheme is None and density is None, chooses_period, deterministic)
+            self._agree(scheme is None and density is None and bits is None, exchange is None)
             self.enter()
-            startup_log.report_settings(self.replica)
+            startup.report_settings(self.replica)
             if self.exchanges_steps:
                 _warn_at_exit(self)
             undo.pop_all()
@@ -149,28 +134,27 @@ class GradientSync:
         return held
 
     def make_replica(
-        self, engine: Engine, held: Mapping[str, Tensor], adapter: OptimizerAdapter, fixed: Fixed | None
+        self, engine: Engine, held: Mapping[str, Tensor], adapter: OptimizerAdapter, fixed: Budget | None
     ) -> Replica:
         views = SingleModel()
         if isinstance(adapter, StepAdapter):
             views = ParameterViews(adapter.parameters, adapter.pipeline)
         return Replica(engine, held, adapter, views, fixed)
 
-    def _agree(self, spends: bool, chooses_period: bool, deterministic: bool) -> None:
-        """With the other ranks. `spends`: as many bits are sent as forward and backward hide;
-        `chooses_period`: in as many steps as that takes."""
-        replica = self.replica
+    def _agree(self, chooses_budget: bool, chooses_period: bool) -> None:
+        """With the other ranks, on what is sent and when."""
+        replica, pipeline = self.replica, self.pipeline
         if replica.world > 1 and not replica.scheme.no_comm:
             replica.engine.agree_on_secret(replica.device)
-            replica_check.start_alike(replica, deterministic)
-            may_go_dense = not deterministic and not replica.scheme.whole_model
-            know_the_links(replica, spends and self.exchanges_steps, chooses_period, may_go_dense)
-        adaptive = not all(isinstance(one, torch.optim.SGD) for one in replica.optimizers)
-        self._advisor = Advisor(replica.scheme, adaptive, replica.rank)
+            ranks_alike.start_alike(replica)
+            replica.engine.links = nominal(replica.world)
+            if isinstance(pipeline, StepPipeline):
+                pipeline.budget = replica.fixed
+                if chooses_budget:
+                    pipeline.choose_budget(chooses_period)
 
     def enter(self) -> None:
         """Listen to the optimizers that step the model."""
-        self.timer.forget()
         self.is_listening = True
         self._optimizers = OptimizerHooks(self.held, self)
 
@@ -217,25 +201,21 @@ class GradientSync:
         if self.scheme.no_comm:
             return True
         self.begin_step()
-        self.start_if_due()
-        self.complete_if_due(self.parameters.keys())
+        if self.pipeline.begins_exchange():
+            self.start_exchange()
+        self.complete_if_due()
+        self.refresh()
         self.replica.views.raise_versions()
         return self.pipeline.last_step_good
 
-    def start_if_due(self) -> None:
-        """A step of all ranks begins."""
-        if self.pipeline.begins_exchange():
-            self.start_exchange()
-
-    def start_exchange(self, call: str = CALLS[0], tentative: bool = False) -> None:
+    def start_exchange(self, call: str = CALLS[0]) -> None:
         """Of all units; what it is given is read. For `flush()`, all of the residual."""
         self.complete()
         pipeline, everything = self.pipeline, call == "flush()"
-        pipeline.tentative = tentative
         pipeline.has_notice = self._has_notice
         refuse_unfrozen(self._frozen, self.replica.where)
         moved, self._moved = self._moved, False
-        pipeline.times = self.timer.begin()
+        self._time("begun")
         tensors = self.replica.adapter.tensors()
         pipeline.begin(tensors, everything, moved)
         futures = []
@@ -243,89 +223,68 @@ class GradientSync:
             own = {slot.name: tensors[slot.name] for slot in unit.slots}
             program = pipeline.program(index, own, everything, CALLS.index(call))
             futures.append(self.engine.submit(program, self.describe(index), unit.device))
-        self._pending = Pending(tensors, futures, tentative)
+        self._pending = Pending(tensors, futures)
 
-    def complete_if_due(self, names: Set[str] = frozenset()) -> None:
+    def _time(self, what: str) -> None:
+        if self.pipeline.timer is not None:
+            self.pipeline.timer.mark(what)
+
+    def complete_if_due(self) -> None:
         """In the step in which all ranks do; before it, nobody waits for the pending exchange."""
-        pending = self._pending
-        if pending is None or pending.applied is not None or self.pipeline.is_exchange_due:
-            self.complete(names)
         if self.pipeline.is_exchange_due:
+            self.complete()
             self._is_preempted = self.pipeline.heard_notice
 
-    def complete(self, names: Set[str] = frozenset()) -> bool:
-        """Wait for the pending exchange, if there is one, and apply what it gave; then write this rank's own
-        model in these parameters, where that is due. False where a sum overflowed."""
+    def complete(self) -> bool:
+        """Wait for the pending exchange, if there is one, and apply what it gave. False where a sum
+        overflowed."""
         pending = self._pending
-        if pending is None and not self.pipeline.needs_rebase(names):
-            return True
-        start = time.perf_counter()
-        if pending is not None:
-            self.timer.need()
-            self._apply(pending, names)
-        done = self.engine.submit_call(lambda: self._rebase(pending, names), self.replica.device)
-        try:
-            wait([done])
-        finally:
-            if done.done():
-                self._pending = None
-        try:
-            was_good = done.result()
-        except UnmatchedError:
-            assert pending is not None
-            if pending.is_tentative:
-                self.forget_exchange()
-            else:
-                self.start_exchange()
-            return self.complete(names)
         if pending is None:
             return True
+        start = time.perf_counter()
+        self._time("needed")
+        applied = self.apply_meanwhile()
+        try:
+            wait([applied])
+        finally:
+            if applied.done():
+                self._pending = None
+        was_good = applied.result()
         self.pipeline.stats.timeline.spans.append(Span("waiting", -1, start, time.perf_counter()))
         if self.exchanges_steps:
             self._compare()  # now, and not after an optimizer's step: a rank may skip its own
         return was_good
 
-    @property
-    def has_begun_tentatively(self) -> bool:
-        """Whether an exchange is pending of which nobody knows yet whether all ranks take part."""
-        return self._pending is not None and self._pending.is_tentative
+    def apply_meanwhile(self) -> Future[bool]:
+        """Apply the pending exchange as soon as it ends, once, and do not wait. Until it is completed nobody
+        may look at the shared model or at residuals."""
+        pending = self._pending
+        assert pending is not None
 
-    def forget_exchange(self) -> None:
-        """A tentative one, of which nothing was or will be kept."""
-        self._pending = None
+        def apply() -> bool:
+            for future in pending.futures:
+                future.result()
+            self._time("got")
+            return self.pipeline.complete(pending.tensors)
 
-    def apply_meanwhile(self) -> None:
-        """Apply the pending exchange as soon as it ends, and do not wait. Until it is completed nobody may
-        look at the shared model or at residuals."""
-        if self._pending is not None:
-            self._apply(self._pending, frozenset())
+        if pending.applied is None:
+            pending.applied = self.engine.call(apply, self.replica.device)
+        return pending.applied
 
     def before_looking(self) -> None:
         """Complete what is being applied."""
         if self._pending is not None and self._pending.applied is not None:
             self.complete()
 
-    def _apply(self, pending: Pending, names: Set[str]) -> None:
-        """On the engine's thread, after the programs of the exchange; not a second time."""
-
-        def apply() -> bool:
-            for future in pending.futures:
-                future.result()
-            self.timer.got()
-            return self.pipeline.complete(pending.tensors, names)
-
-        if pending.applied is None:
-            pending.applied = self.engine.submit_call(apply, self.replica.device)
-
-    def _rebase(self, pending: Pending | None, names: Set[str]) -> bool:
-        """On the engine's thread, after the pending exchange was applied; what that found, or raised."""
-        was_good = pending is None or pending.applied is None or pending.applied.result()
-        if names:
-            self.pipeline.rebase(names)
-        return was_good
+    def refresh(self, names: Set[str] | None = None) -> None:
+        """Write what is due of this rank's own model, in these parameters or in all."""
+        names = self.parameters.keys() if names is None else names
+        if self.pipeline.needs_rebase(names):
+            done = self.engine.call(lambda: self.pipeline.rebase(names), self.replica.device)
+            wait([done])
+            done.result()
 
     def begin_step(self) -> None:
-        self.replica.adapter.note_rate()
         self.pipeline.has_notice = self._has_notice
         if self._scaler is not None:
             self.pipeline.note_loss_scale(self._scaler.get_scale())
@@ -340,7 +299,8 @@ class GradientSync:
         voted on, so that all ranks skip. A step is each rank's own business.
         """
         self.replica.views.show_own(names)
-        self.complete_if_due(names)
+        self.complete_if_due()
+        self.refresh(names)
         if self.exchanges_steps:
             good = self.are_finite([g for name in names if (g := self.parameters[name].grad) is not None])
             self.pipeline.last_step_good = good
@@ -362,8 +322,7 @@ class GradientSync:
     def _compare(self) -> None:
         if self.pipeline.step - self.replica.compared >= VERIFY_EVERY and self._may_compare():
             self.replica.compared = self.pipeline.step
-            replica_check.compare(self.replica)
-            self._advisor.look(signs_of(self.pipeline), self.pipeline.step)
+            ranks_alike.compare(self.replica)
 
     def _may_compare(self) -> bool:
         return True
@@ -396,9 +355,10 @@ class GradientSync:
         """Raise DivergenceError unless the shared model and replicated state are the same bits on every rank.
         Call it on all of them. It also happens by itself, every 100 steps."""
         if not self.scheme.no_comm:
+            self.before_call("verify()")
             self.complete()
-            self.engine.assemble("verify()", self.pipeline.step)  # no exchange: states may differ
-            replica_check.compare(self.replica)
+            self.engine.meet("verify()", self.pipeline.step)  # no exchange: states may differ
+            ranks_alike.compare(self.replica)
 
     def quiesce(self, call: str | None = None) -> None:
         """Leave no exchange pending that will be completed whatever comes; where all ranks are needed, check
@@ -407,12 +367,17 @@ class GradientSync:
             raise ConfigError(
                 f"{self.replica.where}: the sync is closed, and has nothing to save or to load into"
             )
+        self.before_call(call or "state_dict()")
+        self.complete()
         names = self.writable_at_rest()
-        if call is not None or not self.has_begun_tentatively:
-            self.complete(names)
+        if names:
+            self.refresh(names)
         self.replica.adapter.at_rest(names)
         if call is not None and not self.scheme.no_comm:
             self.handshake(call)
+
+    def before_call(self, call: str) -> None:
+        """Refuse it where models are being exchanged."""
 
     def writable_at_rest(self) -> Set[str]:
         """Parameters in which this rank's own model may be written outside of a step: what is due there is in
@@ -423,13 +388,7 @@ class GradientSync:
         """Raise on all ranks unless all make this call."""
         what = f"{call.removesuffix('()')} after step {self.pipeline.step}"
         with self.engine.called(call, self.pipeline.step):
-            for _ in range(_TRIES):
-                try:
-                    self.engine.run(self.pipeline.handshake(CALLS.index(call)), what, self.replica.device)
-                    return
-                except UnmatchedError as error:  # with a rank that had only called its model
-                    found = str(error)
-        raise MismatchError(found)
+            self.engine.run(self.pipeline.handshake(CALLS.index(call)), what, self.replica.device)
 
     @contextmanager
     def shared_model(self) -> Iterator[None]:
@@ -487,13 +446,13 @@ class GradientSync:
         """As `save`; with `pair`, what a framework's file says that is written with it, the checkpoint before
         stays until that file is written: `frameworks/sidecar.py`."""
         self.quiesce("save()")
-        directory.save(self.replica, Path(folder), self._writer.next, optimizers, pair)
+        files.save(self.replica, Path(folder), self._writer.next, optimizers, pair)
 
     def load(self, folder: str | PathLike[str], optimizers: bool = True) -> None:
         """Load what `save` wrote, also with another number of ranks; on all ranks or on none. Call it on
         all of them, after the model's own load_state_dict()."""
         self.quiesce("load()")
-        read = partial(directory.newest_offer, self.replica, Path(folder), optimizers)
+        read = partial(files.newest_offer, self.replica, Path(folder), optimizers)
         checkpoints.load(self.replica, read)
 
     def flush(self) -> None:
@@ -504,6 +463,7 @@ class GradientSync:
         """
         if self.scheme.no_comm:
             return
+        self.before_call("flush()")
         self.complete()
         self.handshake("flush()")
         if isinstance(self.pipeline, GradientPipeline):
@@ -523,14 +483,15 @@ class GradientSync:
         moved, self._moved = self._moved, True
         self.start_exchange("flush()")
         self._moved = moved
-        if not self.complete(self.parameters.keys()):
+        if not self.complete():
             raise GradsieveError(
                 f"{self.replica.where}: the residuals of all ranks add up to more than "
                 f"{self.pipeline.units[0].dtype} holds; nothing was flushed, and all residuals are as they "
                 "were. The training has diverged: go back to a checkpoint from before"
             )
+        self.refresh()
         self.replica.views.raise_versions()
-        replica_check.compare(self.replica)
+        ranks_alike.compare(self.replica)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip as `torch.nn.utils.clip_grad_norm_` would clip the mean of all ranks' gradients; before the
@@ -551,12 +512,10 @@ class GradientSync:
             return
         self.leave()
         pending = self._pending
-        if self.has_begun_tentatively:
-            self.forget_exchange()
-        elif pending is not None and not wait(pending.futures, timeout=1.0).not_done:
+        if pending is not None and not wait(pending.futures, timeout=1.0).not_done:
             self.complete()
         if isinstance(self.pipeline, StepPipeline) and not self.is_preempted:  # else it goes on elsewhere
-            startup_log.warn_of_residual(self.pipeline)
+            startup.warn_of_residual(self.pipeline, "close() was called")
         self.replica.views.end()
         self.abandon()
 
@@ -581,16 +540,15 @@ class GradientSync:
         self.is_closed = True
         if self._notice is not None:
             self._notice.close()
-        self.replica.adapter.give_back()
         self.engine.close()
         if self.pipeline.observer is not None:
             self.pipeline.observer.close()
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, float]:
         """The last step in figures: bits, bytes, density, seconds, size and age of the residual, through all
         of which it goes: not for every step of a large model."""
         self.before_looking()
-        return metrics(self.replica, self.timer.slack)
+        return metrics(self.replica)
 
 
 def _warn_at_exit(sync: GradientSync) -> None:
@@ -603,7 +561,7 @@ def _warn_at_exit(sync: GradientSync) -> None:
             return  # a training that was preempted goes on elsewhere
         with contextlib.suppress(Exception):  # whatever is gone already: it is only a line
             assert isinstance(alive.pipeline, StepPipeline)
-            startup_log.warn_of_lost_steps(alive.pipeline)
+            startup.warn_of_residual(alive.pipeline, "the training ended")
 
     atexit.register(warn)
     weakref.finalize(sync, atexit.unregister, warn).atexit = False

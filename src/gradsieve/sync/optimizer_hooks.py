@@ -1,4 +1,4 @@
-"""Every optimizer that steps the model is heard of, also one that was made after `attach` or is called by a
+"""Every optimizer that steps the model is noticed, also one that was made after `attach` or is called by a
 framework: torch calls global hooks around the step of each of them.
 
     before    just before parameters are written: for `step(closure)` that is after the closure, which
@@ -11,7 +11,7 @@ One pair of hooks serves all syncs of the process, in the order in which they we
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +20,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from gradsieve.errors import ConfigError
-from gradsieve.torch_names import calls_hooks, never_compiled
+from gradsieve.optimizers import MANY_CLOSURES
+from gradsieve.torch_names import never_compiled
 
 
 class Listener(Protocol):
@@ -29,15 +30,15 @@ class Listener(Protocol):
     def after_update(self, names: Set[str]) -> None: ...
 
 
+# `OptimizerHooks` in the order in which they were made, which is the same on all ranks.
 _all: list[weakref.ref[Any]] = []
-"""Of `Optimizers`, in the order in which they were made: the same on all ranks."""
 _before_handle: RemovableHandle | None = None
+# By optimizer.
 _after_handles: weakref.WeakKeyDictionary[Any, RemovableHandle] = weakref.WeakKeyDictionary()
-"""By optimizer."""
 
 
 class OptimizerHooks:
-    """Those that step any of these parameters, as they come to be known."""
+    """Tell a listener of the steps of any of these parameters."""
 
     def __init__(self, parameters: Mapping[str, Tensor], listener: Listener) -> None:
         global _before_handle
@@ -50,19 +51,20 @@ class OptimizerHooks:
             _before_handle = register_optimizer_step_pre_hook(_before)
 
     def close(self) -> None:
-        for each in [each for each in _all if each() is self]:
-            _forget(each)
+        for reference in [reference for reference in _all if reference() is self]:
+            _forget(reference)
 
     def known(self, given: Sequence[Any]) -> list[Any]:
-        """These, and others that have stepped our parameters, in the order in which they came to be known."""
-        return [*given, *(each for each in self._known if each not in given and self._known[each][1])]
+        """The given optimizers, and others that have stepped these parameters, in the order in which they
+        were noticed."""
+        return [*given, *(other for other in self._known if other not in given and self._known[other][1])]
 
     def names_in(self, optimizer: Any) -> Set[str]:
-        """Which of our parameters it has now: groups can be added and exchanged at any time."""
-        every = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        """Which of these parameters the optimizer has now: groups can be added and exchanged at any time."""
+        ids = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         known = self._known.get(optimizer)
-        if known is None or known[0] != every:
-            known = every, frozenset(self._names[each] for each in every if each in self._names)
+        if known is None or known[0] != ids:
+            known = ids, frozenset(self._names[each] for each in ids if each in self._names)
             self._known[optimizer] = known
         return known[1]
 
@@ -83,9 +85,9 @@ def _concerned(optimizer: Any) -> list[tuple[Any, Set[str]]]:
     """Listeners and which of their parameters this optimizer has."""
     found = []
     for reference in list(_all):
-        one = reference()
-        listener = None if one is None else one.listener()
-        if one is not None and listener is not None and (names := one.names_in(optimizer)):
+        hooks = reference()
+        listener = None if hooks is None else hooks.listener()
+        if hooks is not None and listener is not None and (names := hooks.names_in(optimizer)):
             found.append((listener, names))
     return found
 
@@ -97,15 +99,15 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | N
         return None
     _be_first_after(optimizer)
 
-    def tell() -> None:
+    def call_listeners() -> None:
         for listener, names in concerned:
             listener.before_update(names, optimizer)
 
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure):
-        tell()
+        call_listeners()
         return None
-    after_closure = _followed_by(closure, tell, type(optimizer).__name__)
+    after_closure = _followed_by(closure, call_listeners, type(optimizer).__name__)
     if "closure" in kwargs:
         return args, {**kwargs, "closure": after_closure}
     return (args[0], after_closure, *args[2:]), kwargs
@@ -134,79 +136,10 @@ def _followed_by(closure: Callable[[], Any], then: Callable[[], None], name: str
         nonlocal calls
         calls += 1
         if calls > 1:
-            raise ConfigError(f"{name} {_MANY_CLOSURES}")
+            raise ConfigError(f"{name} {MANY_CLOSURES}")
         result = closure()
         with torch.no_grad():
             then()
         return result
 
     return both
-
-
-_MANY_CLOSURES = (
-    "evaluates its closure several times a step, each rank as often as its own loss asks for, so that ranks "
-    "would exchange different things: use plain DDP for it"
-)
-_TWO_STEPS = (
-    "moves the parameters between two backward passes and puts them back, which would be exchanged as if it "
-    "were a step: use plain DDP for it"
-)
-_NOT_TORCHS = (
-    "is not a torch.optim.Optimizer, so that nobody hears of its steps and they would not be exchanged: "
-    "derive it from torch.optim.Optimizer and call super().__init__(params, defaults)"
-)
-
-# A framework's wrapper is known by its module and not by having an `.optimizer`: one that adds a rule of its
-# own to another's (Lookahead) has that too, and taken off, its state would not be saved.
-_FRAMEWORKS = frozenset({"accelerate", "lightning", "pytorch_lightning", "lightning_fabric"})
-
-
-def _unwrapped(optimizer: Any) -> Any:
-    """The optimizer that steps, without what frameworks put around it."""
-    while type(optimizer).__module__.partition(".")[0] in _FRAMEWORKS and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
-def as_list(optimizers: Any) -> list[Any]:
-    """One optimizer or several, checked for what cannot work."""
-    every = [_unwrapped(one) for one in (optimizers if isinstance(optimizers, Iterable) else [optimizers])]
-    if not every:
-        raise ConfigError("there is no optimizer: give the one, or the ones, that step the model")
-    for one in every:
-        if not isinstance(getattr(one, "param_groups", None), list):
-            raise ConfigError(f"{type(one).__name__} is not an optimizer: it has no param_groups")
-        if isinstance(one, torch.optim.LBFGS):
-            raise ConfigError(f"{type(one).__name__} {_MANY_CLOSURES}")
-        if hasattr(one, "first_step") and hasattr(one, "second_step"):
-            raise ConfigError(f"{type(one).__name__} {_TWO_STEPS}")
-        if not _is_heard_of(one):
-            raise ConfigError(f"{type(one).__name__} {_NOT_TORCHS}")
-    return every
-
-
-def _is_heard_of(optimizer: Any) -> bool:
-    """Whether torch calls hooks around its steps, or around those of one that it puts a rule around."""
-    while optimizer is not None:
-        if calls_hooks(optimizer):
-            return True
-        optimizer = getattr(optimizer, "optimizer", None)
-    return False
-
-
-def refuse_sharded(optimizers: Sequence[Any], exchanges_steps: bool) -> None:
-    if exchanges_steps and any(type(one).__name__ == "ZeroRedundancyOptimizer" for one in optimizers):
-        raise ConfigError(
-            "a ZeroRedundancyOptimizer steps each parameter on one rank, by that rank's gradient alone: "
-            "use exchange=gradsieve.Gradients()"
-        )
-
-
-def refuse_unfrozen(frozen: Mapping[str, Tensor], where: str) -> None:
-    unfrozen = [name for name, parameter in frozen.items() if parameter.requires_grad]
-    if unfrozen:
-        raise ConfigError(
-            f"{where}: {', '.join(unfrozen[:4])} required no gradient when the sync was made, so "
-            "that nobody would exchange it: flush() and close() the sync, wrap the model in "
-            "DistributedDataParallel again and attach again"
-        )

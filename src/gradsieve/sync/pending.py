@@ -10,12 +10,8 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Pending:
-    """An exchange of all units."""
-
     tensors: dict[str, Tensor]
-    futures: list[Future[None]]
-    is_tentative: bool = False
-    """It began with a forward; no backward has shown yet that all ranks take part (`pipeline/tags.py`)."""
+    futures: list[Future[None]]  # of all units
+    # Whether no sum overflowed, from the moment on at which it was to be applied: nothing is applied twice,
+    # also where that raised or whoever waited for it was interrupted.
     applied: Future[bool] | None = None
-    """Whether no sum overflowed, from the moment on at which it was to be applied: nothing is applied twice,
-    also where that raised or whoever waited for it was interrupted."""

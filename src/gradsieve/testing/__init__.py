@@ -11,16 +11,17 @@ for another number of ranks.
 """
 
 from gradsieve import kernels
+from gradsieve.checkpoint.rank_state import Merger, capture, restore, stand_in
+from gradsieve.coherence import Coherence
 from gradsieve.comm import lockstep
 from gradsieve.comm.lockstep import run
-from gradsieve.comm.meter import Meter
-from gradsieve.feedback.digest import digest
+from gradsieve.comm.ops import Meter
 from gradsieve.pipeline import UNIT_CAP_MB, GradientPipeline, StepPipeline
-from gradsieve.pipeline.budget import Fixed, cost
+from gradsieve.pipeline.budget import Budget
 from gradsieve.pipeline.exchange_settings import Exchange
-from gradsieve.pipeline.exchange_settings import parse as parse_exchange
 from gradsieve.pipeline.optimizer_adapter import adapt
-from gradsieve.pipeline.parts import Merger, capture, restore, stand_in
+from gradsieve.ranks_alike import digest
+from gradsieve.schemes.stripes import cost
 from gradsieve.testing.check import check_scheme
 from gradsieve.testing.gradients import KINDS, Source
 from gradsieve.testing.ranks import Round, VirtualRanks
@@ -28,8 +29,9 @@ from gradsieve.testing.ranks import Round, VirtualRanks
 __all__ = [
     "KINDS",
     "UNIT_CAP_MB",
+    "Budget",
+    "Coherence",
     "Exchange",
-    "Fixed",
     "GradientPipeline",
     "Merger",
     "Meter",
@@ -44,7 +46,6 @@ __all__ = [
     "digest",
     "kernels",
     "lockstep",
-    "parse_exchange",
     "restore",
     "run",
     "stand_in",

@@ -1,4 +1,4 @@
-"""`check_scheme`: all laws for one scheme, in a few seconds, with the same gradients every time."""
+"""`check_scheme` holds a scheme to all laws in a few seconds, with the same gradients every time."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from gradsieve.testing.gradients import KINDS, Source
 from gradsieve.testing.ranks import Round, VirtualRanks
 
 WORLDS = (1, 2, 3, 4, 7, 8)
+# Steps until a scheme has to have sent every residual.
 DRAIN_STEPS = 400
-"""Steps without a gradient, after which a scheme has sent every residual."""
 
 
 def check_scheme(scheme: Scheme[Any]) -> None:
@@ -30,9 +30,12 @@ def check_scheme(scheme: Scheme[Any]) -> None:
     valid indices      they are sorted, unique and in range
     inputs unchanged   neither the vector nor the state that were passed in is changed
     dense at 1         with density 1 the update is the sum of everything
-    one threshold      all buckets select by the same threshold after `apply`
+    one threshold      all buckets select by the same threshold after `next_states`
     bad values         NaN and infinity raise nothing; the pipeline rejects them before they are applied
     all is sent        once gradients stop, every residual reaches zero
+
+    A tensor that was handed over with an op is spoilt on some ranks: a scheme that reads it again breaks one
+    of these laws.
 
     The message names the law, the ranks, the elements and the gradients. Schemes with a fixed layout of the
     whole model get one bucket; the others several, which are also rebuilt in mid-run.
@@ -68,8 +71,8 @@ def _described(scheme: Scheme[Any], world: int, sizes: tuple[int, ...], kind: st
 def totals(
     ranks: VirtualRanks, source: Source, steps: int, look: Callable[[Round], None] = lambda round_: None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Over these steps and all ranks, for one bucket: gradients, updates, residuals at the end, and the sum
-    of all magnitudes, in float64. `look` is called with every round before it is committed."""
+    """Returns sums over these steps and all ranks, for one bucket, in float64: of gradients, of updates, of
+    residuals at the end, and of all magnitudes. `look` is called with every round before it is committed."""
     gradients, updates, moved = (
         torch.zeros(ranks.sizes[0], dtype=torch.float64, device="cpu") for _ in range(3)
     )
@@ -85,7 +88,7 @@ def totals(
 
 
 def check_drains(ranks: VirtualRanks, source: Source) -> None:
-    """After 12 steps with gradients and enough without, every residual was sent."""
+    """Checks that after 12 steps with gradients and enough without every residual was sent."""
     most = 0.0
 
     def then_none(step: int, rank: int, bucket: int) -> Tensor:

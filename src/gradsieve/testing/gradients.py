@@ -1,4 +1,4 @@
-"""Gradients that schemes have to live with, from a seed: `KINDS[kind](generator, n)` in float64.
+"""Gradients that schemes have to live with are drawn from a seed, by `KINDS[kind](generator, n)` in float64.
 
 Those in `EXACT` are small integers times one power of two, so that no order of adding them up rounds.
 """
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
+# The smallest denormal float32.
 _SMALLEST = 2.0**-149
-"""The smallest denormal float32."""
 
 
 def _uniform(source: Generator, n: int) -> Tensor:
@@ -48,12 +48,12 @@ def _denormal(source: Generator, n: int) -> Tensor:
 
 
 def _sometimes_silent(source: Generator, n: int) -> Tensor:
-    """Nothing at all, on some ranks in some steps."""
+    """Gives some ranks nothing at all in some steps."""
     return _integers(source, n) * float(_uniform(source, 1) < 0.4)
 
 
 def _one_place(source: Generator, n: int) -> Tensor:
-    """All the mass in the last sixteenth."""
+    """Puts all mass into the last sixteenth."""
     return _integers(source, n) * (torch.arange(n, dtype=torch.int64, device="cpu") >= n - max(1, n // 16))
 
 
@@ -99,7 +99,7 @@ EXACT = [
 
 @dataclass(frozen=True)
 class Source:
-    """Gradients of one kind; the same ones again for the same (step, rank, bucket)."""
+    """A source gives the same gradients again for the same (step, rank, bucket)."""
 
     kind: str
     sizes: tuple[int, ...]

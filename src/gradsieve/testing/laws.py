@@ -1,4 +1,4 @@
-"""The laws: functions that raise AssertionError where one is broken. The message begins with its name."""
+"""Each law is a function that raises AssertionError where it is broken; the message begins with its name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def same_bits(left: Any, right: Any) -> bool:
-    """Equal to the last bit, through dataclasses, lists and tensors. NaN equals itself, 0.0 is not -0.0."""
+    """Compares dataclasses, lists and tensors to the last bit. NaN equals itself, 0.0 is not -0.0."""
     if type(left) is not type(right):
         return False
     if isinstance(left, Tensor):
@@ -38,14 +38,14 @@ def same_bits(left: Any, right: Any) -> bool:
 
 
 def same_state(left: Any, right: Any) -> bool:
-    """As `same_bits`, for the fields of a State that are not the rank's own."""
+    """Compares the fields of a State that are not the rank's own, to the last bit."""
     return type(left) is type(right) and all(
         same_bits(getattr(left, name), getattr(right, name)) for name in replicated_fields(left)
     )
 
 
 def check_conservation(round_: Round, exact: bool) -> None:
-    """Sum over ranks of spent == update, element by element."""
+    """Checks that the sum of spent over ranks is the update, element by element."""
     spent = [outcome.spent.to_dense() for outcome in round_.outcomes]
     update = round_.outcomes[0].update.to_dense()
     total = torch.stack(spent).double().sum(0)
@@ -59,7 +59,7 @@ def check_conservation(round_: Round, exact: bool) -> None:
 
 
 def check_nothing_lost(gradients: Tensor, updates: Tensor, residuals: Tensor, tolerance: Tensor) -> None:
-    """Over a whole run: all gradients of all ranks == all updates + what all ranks still hold."""
+    """Checks that all gradients of all ranks in a run are all updates and what all ranks still hold."""
     _within(
         gradients - updates - residuals,
         tolerance,
@@ -68,7 +68,7 @@ def check_nothing_lost(gradients: Tensor, updates: Tensor, residuals: Tensor, to
 
 
 def check_replicated(outcomes: Sequence[Outcome[Any]]) -> None:
-    """Update and state are bit-identical on every rank."""
+    """Checks that update and state are the same bits on every rank."""
     for rank, outcome in enumerate(outcomes):
         assert same_bits(outcome.update, outcomes[0].update), (
             f"identical ranks: rank {rank} has another update than rank 0"
@@ -79,15 +79,15 @@ def check_replicated(outcomes: Sequence[Outcome[Any]]) -> None:
 
 
 def check_same_states(states: Sequence[Sequence[Any]]) -> None:
-    """After `apply`, every rank's states of all buckets."""
+    """Checks that the states of all buckets are the same on every rank, after `next_states`."""
     for rank, own in enumerate(states):
         assert all(map(same_state, own, states[0])), (
-            f"identical ranks: rank {rank} has another state after apply"
+            f"identical ranks: rank {rank} has another state after next_states"
         )
 
 
 def check_indices(sparse: Sparse, n: int) -> None:
-    """Sorted, unique, within 0..n-1, one value each."""
+    """Checks that indices are sorted, unique and within 0..n-1, with one value each."""
     assert sparse.numel == n, f"valid indices: the vector has {n} elements, not {sparse.numel}"
     if sparse.indices is None:
         assert 0 <= sparse.start <= sparse.stop <= n, "valid indices: a run beyond the vector"
@@ -101,7 +101,7 @@ def check_indices(sparse: Sparse, n: int) -> None:
 
 
 def check_nothing_mutated(round_: Round) -> None:
-    """`acc` and the state handed in are as they were."""
+    """Checks that `acc` and the state handed in are as they were."""
     for rank, (acc, before) in enumerate(zip(round_.accs, round_.accs_before, strict=True)):
         assert same_bits(acc, before), f"inputs unchanged: rank {rank}: acc was changed"
     for rank, (state, before) in enumerate(zip(round_.states, round_.states_before, strict=True)):
@@ -109,7 +109,7 @@ def check_nothing_mutated(round_: Round) -> None:
 
 
 def check_is_dense_sum(round_: Round) -> None:
-    """The update is the sum in rank order of everything, bit for bit, and nothing stays behind."""
+    """Checks that the update is the sum in rank order of everything, and that nothing stays behind."""
     total = round_.accs_before[0].clone()
     for acc in round_.accs_before[1:]:
         total += acc
@@ -119,7 +119,7 @@ def check_is_dense_sum(round_: Round) -> None:
 
 
 def check_one_threshold(states: Sequence[Any]) -> None:
-    """After `apply` all buckets of the model select by the same threshold."""
+    """Checks that all buckets of the model select by the same threshold, after `next_states`."""
     thresholds = [state.threshold for state in states if hasattr(state, "threshold")]
     assert all(same_bits(threshold, thresholds[0]) for threshold in thresholds), (
         f"one threshold: buckets have different thresholds {thresholds}"
@@ -127,13 +127,13 @@ def check_one_threshold(states: Sequence[Any]) -> None:
 
 
 def rounds_freely(scheme: Any) -> bool:
-    """Whether values travel with scales of any size: sums of whole numbers are then none, nor is nothing
-    left of them in the end."""
+    """Says whether values travel with scales of any size: sums of whole numbers are then none, and a little
+    is left of them in the end."""
     return getattr(scheme, "values", "exact") in ("sign", "int2", "int4")
 
 
 def check_drained(residuals: Sequence[Tensor], most: float | None = None) -> None:
-    """The residual is empty; or, where it was at most `most`, nearly so."""
+    """Checks that the residual is empty; or, where it was at most `most`, nearly so."""
     if most is not None:
         left = max((float(residual.abs().max()) for residual in residuals if len(residual)), default=0.0)
         assert left <= 0.05 * most, f"all is sent: {left} of {most} stays in the residual"
@@ -143,7 +143,7 @@ def check_drained(residuals: Sequence[Tensor], most: float | None = None) -> Non
 
 
 def check_round(round_: Round, exact: bool) -> None:
-    """Every law that one round can show, those first without which the others make no sense."""
+    """Checks every law that one round can show, those first without which the others make no sense."""
     check_nothing_mutated(round_)
     for outcome, acc in zip(round_.outcomes, round_.accs_before, strict=True):
         check_indices(outcome.update, acc.numel())
@@ -153,7 +153,7 @@ def check_round(round_: Round, exact: bool) -> None:
 
 
 def _rounding(dtype: torch.dtype, additions: int, magnitude: Tensor, exact: bool) -> Tensor:
-    """How far a sum of `additions` numbers may be off, element by element."""
+    """Returns how far a sum of `additions` numbers may be off, element by element."""
     return magnitude * (0.0 if exact else additions * torch.finfo(dtype).eps)
 
 

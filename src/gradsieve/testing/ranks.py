@@ -1,4 +1,4 @@
-"""Virtual ranks: P ranks in one process that run a scheme as the pipeline does.
+"""Virtual ranks run a scheme as the pipeline does, P of them in one process.
 
 Each rank carries its own residual; the states of all buckets are applied together. What a step did is kept
 as a `Round`, which the functions of `laws.py` examine before it is committed.
@@ -18,13 +18,13 @@ from gradsieve.comm import lockstep
 from gradsieve.schemes.base import Scheme
 from gradsieve.types import Ctx, Outcome, Program
 
+# The gradient of (step, rank, bucket).
 Gradients = Callable[[int, int, int], Tensor]
-"""The gradient of (step, rank, bucket)."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """One exchange of one bucket, before it is committed. Every list is in rank order."""
+    """A round is one exchange of one bucket before it is committed. Every list is in rank order."""
 
     step: int
     bucket: int
@@ -83,5 +83,5 @@ class VirtualRanks:
             for bucket, round_ in enumerate(rounds):
                 round_.outcomes[rank].spent.subtract_from(round_.accs[rank])
                 self.residuals[rank][bucket] = round_.accs[rank]
-            self.states[rank] = self.scheme.apply([round_.outcomes[rank].state for round_ in rounds])
+            self.states[rank] = self.scheme.next_states([round_.outcomes[rank].state for round_ in rounds])
         self.step += 1

@@ -1,5 +1,5 @@
-"""What bytes: how a message is laid out, and the one entry point of a peer's message."""
+"""How messages are laid out in bytes, and how a peer's message is checked."""
 
+# Raised with every change after which ranks of both sides would misread each other's messages, or compute
+# other bits from them.
 VERSION = 3
-"""Of all messages, and of the arithmetic on them: one more whenever a rank before a change and one after it
-would not understand each other, or not come to the same bits."""

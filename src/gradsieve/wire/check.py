@@ -1,4 +1,4 @@
-"""The only entry point of a peer's indices: nothing is scattered before it went through here."""
+"""A peer's indices are checked here before anything is scattered with them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from gradsieve.types import Host, to_host
 
 
 def counts_within(counts: Tensor | Host, limit: int | Host, what: str) -> None:
-    """Every rank's count is in 0..limit, where each may have its own. What is allocated for a peer's next
-    message follows from its count: the limit is what that rank can have, and not all there is."""
+    """Checks that every rank's count is in 0..limit, where each may have its own. What is allocated for a
+    peer's next message follows from its count: the limit is what that rank can have, and not all there is."""
     seen = to_host(counts) if isinstance(counts, Tensor) else counts
     bad = (seen < 0) | (seen > limit)
     if bad.any():
@@ -26,7 +26,7 @@ def counts_within(counts: Tensor | Host, limit: int | Host, what: str) -> None:
 
 
 def stamped(found: Tensor, meant: Tensor, what: str) -> None:
-    """Every rank's message is the expected one."""
+    """Checks that every rank's message is the expected one."""
     bad = found != meant.to(found.dtype)
     if bool(bad.any()):
         rank = int(bad.to(torch.uint8).argmax())
@@ -36,7 +36,7 @@ def stamped(found: Tensor, meant: Tensor, what: str) -> None:
 
 
 def statistics_within(statistics: NDArray[np.float32], what: str) -> None:
-    """What every rank says of its threshold is a finite number from 0 up."""
+    """Checks that every rank's statistic is a finite number from 0 up."""
     bad = ~np.isfinite(statistics) | (statistics < 0)
     if bad.any():
         rank = int(bad.argmax())
@@ -44,20 +44,20 @@ def statistics_within(statistics: NDArray[np.float32], what: str) -> None:
 
 
 def none_negative(sums: Tensor, what: str) -> None:
-    """No sum is below 0. Whether they are finite is voted on elsewhere: they need not be."""
+    """Checks that no sum is below 0. Sums that are not finite pass: the exchange is then skipped."""
     if bool((sums < 0).any()):
         raise Malformed(f"{what} add up to {float(sums.min())} over all ranks: some rank sent one below 0")
 
 
 def sums_within(sums: Sequence[float], what: str) -> None:
-    """Each is the sum of finite numbers from 0 up, one a rank."""
+    """Checks that each is the sum of finite numbers from 0 up, one a rank."""
     for total in sums:
         if not 0.0 <= total < math.inf:
             raise Malformed(f"{what} add up to {total} over all ranks: some rank sent what it cannot have")
 
 
 def inside_its_partition(places: Host, spans: Host, ranks: Host, what: str) -> None:
-    """Every index, relative to the partition it is from, lies in it; `spans` and `ranks` say whose it is."""
+    """Checks that every index, relative to its partition, lies in it; `spans` and `ranks` say whose it is."""
     bad = places >= spans
     if bad.any():
         first = int(bad.argmax())
@@ -67,7 +67,7 @@ def inside_its_partition(places: Host, spans: Host, ranks: Host, what: str) -> N
 
 
 def rows_increasing(rows: Tensor, n: int, what: str) -> None:
-    """Each rank's row of indices is sorted, unique and inside 0..n-1, then filled up with n."""
+    """Checks that each rank's row of indices is sorted, unique and inside 0..n-1, then filled up with n."""
     fine = _in_order(rows, n)
     if not bool(fine.all()):
         rank = int(fine.int().argmin())
@@ -75,13 +75,13 @@ def rows_increasing(rows: Tensor, n: int, what: str) -> None:
 
 
 def row_increasing(row: Tensor, n: int, what: str) -> None:
-    """One row of indices is sorted, unique and inside 0..n-1, then filled up with n."""
+    """Checks that one row of indices is sorted, unique and inside 0..n-1, then filled up with n."""
     if not bool(_in_order(row[None], n)):
         raise Malformed(f"{what} are not sorted, unique and inside 0..{n - 1}")
 
 
 def strictly_increasing(indices: Tensor, n: int, what: str) -> None:
-    """Sorted, unique and inside 0..n-1: safe to scatter with on any device."""
+    """Checks that indices are sorted, unique and inside 0..n-1: safe to scatter with on any device."""
     if not indices.numel():
         return
     first, last = int(indices[0]), int(indices[-1])
@@ -90,7 +90,7 @@ def strictly_increasing(indices: Tensor, n: int, what: str) -> None:
 
 
 def lists_increasing(indices: Tensor, counts: Tensor, start: int, stop: int, what: str) -> None:
-    """Of lists one behind the other, `counts` long, each is sorted, unique and inside start..stop-1."""
+    """Checks that lists one behind the other, `counts` long, are sorted, unique and inside start..stop-1."""
     ranks = torch.arange(counts.numel(), dtype=torch.int64, device=counts.device)
     sender = ranks.repeat_interleave(counts)
     fine = (indices >= start) & (indices < stop)
@@ -101,7 +101,7 @@ def lists_increasing(indices: Tensor, counts: Tensor, start: int, stop: int, wha
 
 
 def dealt_once(items: Tensor, lengths: Tensor, what: str) -> None:
-    """The items are 0..n-1, each once, and no more of them are dealt out in lots of these lengths."""
+    """Checks that the items are 0..n-1, each once, and enough for lots of these lengths."""
     every = torch.arange(items.numel(), dtype=items.dtype, device=items.device)
     lots = bool((lengths >= 0).all()) and int(lengths.sum()) <= items.numel()
     if not lots or not torch.equal(items.sort().values, every):
@@ -109,7 +109,7 @@ def dealt_once(items: Tensor, lengths: Tensor, what: str) -> None:
 
 
 def _in_order(rows: Tensor, n: int) -> Tensor:
-    """For each row, whether it increases inside 0..n-1 and is then filled up with n."""
+    """Says for each row whether it increases inside 0..n-1 and is then filled up with n."""
     before, after = rows[:, :-1], rows[:, 1:]
     rising = (after > before) | ((after == n) & (before == n))
     return rising.all(1) & ((rows >= 0) & (rows <= n)).all(1)

@@ -1,4 +1,4 @@
-"""A vector in rows of few bits, written and read in pieces: no copy as long as it is exists next to its
+"""A vector is written to rows of few bits, and read from them, in pieces: no copy of it exists next to its
 bytes.
 
 Rows and pieces begin where blocks of codes do, so that the bytes of a piece are those of a row as long as it
@@ -19,17 +19,18 @@ from torch import Tensor
 from gradsieve.kernels.blocks import Blocks, Layout, even
 from gradsieve.wire.values import VALUE_CODECS, ValueCodec
 
+# Values in a piece on a CPU, few enough to stay in a core's cache; a multiple of every codec's block.
 TOGETHER = 1 << 18
-"""Values in a piece on a CPU, few enough to stay in a core's cache; a multiple of every codec's block."""
 
 
 class Piece(NamedTuple):
-    """Of a row: its codec, where its values are in the vector, and in the row's bytes their scales and
-    codes."""
+    """A piece of a row has its own codec, as its blocks may be cut otherwise than the row's."""
 
     codec: ValueCodec
+    # Of the vector's elements.
     start: int
     stop: int
+    # Of the row's bytes.
     scales: slice
     codes: slice
 
@@ -40,15 +41,15 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """`count` values in as many rows as there are owners, in bytes all equally long: zeros fill up."""
+    """A shape cuts `count` values into as many rows as there are owners, filled up to the same length."""
 
     codec: ValueCodec
     rows: int
     count: int
     dtype: torch.dtype
     device: torch.device
+    # Of the vector. Without them rows have equally many values, and the last ones fewer.
     blocks: Blocks | None = None
-    """Of the vector; where nobody knows any, rows are equally many values, and the last ones fewer."""
 
     @cached_property
     def rows_of_blocks(self) -> list[Blocks]:
@@ -60,30 +61,26 @@ class Shape:
 
     @cached_property
     def starts(self) -> list[int]:
-        """Where the values of each row begin, and where the last one's end."""
         return list(accumulate((blocks.count for blocks in self.rows_of_blocks), initial=0))
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Bytes of each row without what fills it up."""
         return [
             self.codec.over(blocks).predict_size(blocks.count, self.dtype) for blocks in self.rows_of_blocks
         ]
 
     @cached_property
     def size(self) -> int:
-        """Bytes of a row."""
         return max(self.sizes)
 
     @cached_property
     def longest(self) -> int:
-        """Values in a piece, at most."""
+        """The most values that a piece has."""
         width = max(blocks.count for blocks in self.rows_of_blocks)
         return min(width, TOGETHER) if self.device.type == "cpu" else width
 
     @cached_property
     def pieces(self) -> list[list[Piece]]:
-        """Of each row."""
         return [self._pieces_of(*row) for row in zip(self.rows_of_blocks, self.starts, strict=False)]
 
     def _pieces_of(self, row: Blocks, start: int) -> list[Piece]:
@@ -98,16 +95,16 @@ class Shape:
         return found
 
     def cut(self, rows: Tensor, piece: Piece) -> Tensor:
-        """Of whole rows those of a piece."""
+        """Takes a piece's bytes out of rows."""
         return torch.cat([rows[..., piece.scales], rows[..., piece.codes]], -1)
 
     def paste(self, row: Tensor, piece: Piece, data: Tensor) -> None:
-        """The reverse, for one row."""
+        """Puts a piece's bytes into a row."""
         cut = piece.scales.stop - piece.scales.start
         row[piece.scales], row[piece.codes] = data[:cut], data[cut:]
 
     def encode(self, read: Callable[[int, int], Tensor]) -> Tensor:
-        """All rows, of the values that `read` gives from one place up to another."""
+        """Writes all rows, of the values that `read` returns from one place up to another."""
         rows = torch.empty((self.rows, self.size), dtype=torch.uint8, device=self.device)
         for row, size, pieces in zip(rows, self.sizes, self.pieces, strict=True):
             row[size:] = 0
@@ -116,7 +113,7 @@ class Shape:
         return rows
 
     def add_up(self, number: int, rows: Tensor) -> Tensor:
-        """The sum of what arrived for the row of this number, a row as well."""
+        """Adds up what arrived for the row of this number, and returns the sum as a row."""
         total = torch.empty(self.size, dtype=torch.uint8, device=self.device)
         total[self.sizes[number] :] = 0
         for piece in self.pieces[number]:
@@ -124,11 +121,11 @@ class Shape:
         return total
 
     def exact(self, rows: Tensor, piece: Piece) -> Tensor:
-        """Their sum before it is rounded."""
+        """Adds a piece of several rows up, without rounding the sum to few bits."""
         return piece.codec.decode_sum(self.cut(rows, piece), piece.length, self.dtype)
 
     def bounds(self, rows: Tensor) -> Tensor:
-        """As `ValueCodec.bounds`, of all rows."""
+        """Returns `ValueCodec.bounds` of all rows."""
         found = [
             self.codec.over(blocks).bounds(row[:size], blocks.count, self.dtype).flatten()
             for row, blocks, size in zip(rows, self.rows_of_blocks, self.sizes, strict=True)
@@ -146,32 +143,32 @@ def shape_over(
     start: int,
     stop: int,
 ) -> Shape:
-    """Of the blocks from one edge to another. Kept, as the same stretches come again and again."""
+    """Returns the shape of the blocks from one edge to another; the same stretches come again and again."""
     return Shape(VALUE_CODECS[values], rows, stop - start, dtype, device, layout.between(start, stop))
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A row that this rank rounded: its number, the rows it is the sum of, and itself."""
+    """The row that this rank summed and rounded, with its number and the rows it is the sum of."""
 
     number: int
     parts: Tensor
     total: Tensor
 
     def added(self, shape: Shape, piece: Piece) -> Tensor:
-        """By rounding."""
+        """Computes what rounding the sum added to a piece of it."""
         exact = shape.exact(self.parts, piece)
         return piece.codec.decode(shape.cut(self.total, piece), exact.numel(), exact.dtype).sub_(exact)
 
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """What rows stand for, computed when it is read: a `Stream`."""
+    """Values of coded rows, computed when they are read: a `Stream`."""
 
     shape: Shape
     rows: Tensor
+    # The values include what its rounding added.
     rounded: Sum | None = None
-    """With what this added."""
 
     @property
     def device(self) -> torch.device:

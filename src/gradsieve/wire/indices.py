@@ -1,4 +1,4 @@
-"""Indices of one partition in few bytes, as many for every rank.
+"""Indices of one partition are written in few bytes, as many for every rank.
 
 A row holds up to `capacity` sorted unique indices, each in 0..span-1 and relative to its partition. Rows of
 all ranks go through one all-gather, so their size depends on (capacity, span) alone, never on the data.
@@ -32,20 +32,20 @@ _INT32_MAX = 2**31 - 1
 
 
 class IndexCodec(ABC):
-    """One way to write indices. `span` is at least 1, `capacity` at least 0."""
+    """A codec is one way to write indices. `span` is at least 1, `capacity` at least 0."""
 
     name: str
 
     @abstractmethod
     def predict_size(self, capacity: int, span: int) -> int:
-        """Bytes of a row, whatever is in it."""
+        """Returns the bytes of a row, whatever is in it."""
 
     @abstractmethod
     def encode(self, indices: Tensor, count: Tensor, capacity: int, span: int) -> Tensor:
-        """The first `count` of `capacity` int64 indices as a row of bytes. The others may be anything."""
+        """Writes the first `count` of `capacity` int64 indices to a row. The others may be anything."""
 
     def decode(self, rows: Bytes, counts: Integers, capacity: int, span: int) -> Integers:
-        """The counts[r] indices of every row r, row behind row. Row r is rank r's, and is named so if bad."""
+        """Reads the counts[r] indices of every row r, row behind row. A bad row r is refused as rank r's."""
         _refuse((counts < 0) | (counts > capacity), f"announced a count outside 0..{capacity}")
         indices = self._read(rows, counts, capacity, span)
         row = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
@@ -58,7 +58,7 @@ class IndexCodec(ABC):
 
     @abstractmethod
     def _read(self, rows: Bytes, counts: Integers, capacity: int, span: int) -> Integers:
-        """As `decode`, for counts in 0..capacity; the indices need not be lawful."""
+        """Reads what `decode` checks. Counts are in 0..capacity already."""
 
 
 class Raw(IndexCodec):
@@ -127,7 +127,7 @@ INDEX_CODECS: tuple[IndexCodec, ...] = (Raw(), EliasFano(), Bitmap())
 
 
 def choose(capacity: int, span: int) -> IndexCodec:
-    """The codec with the smallest rows: the same on all ranks, as the size depends on nothing else."""
+    """Returns the codec with the smallest rows; all ranks agree, as the size depends on nothing else."""
     return min(INDEX_CODECS, key=lambda codec: codec.predict_size(capacity, span))
 
 
@@ -137,12 +137,12 @@ def _bytes(bits: int) -> int:
 
 @lru_cache(maxsize=1024)  # asked for each row of each step, and of few sizes
 def _low_bits(capacity: int, span: int) -> int:
-    """Bits of each index written as they are, so that a row is smallest."""
+    """Returns how many bits of an index are written as they are, so that a row is smallest."""
     return min(range(span.bit_length()), key=lambda width: sum(_parts(width, capacity, span)))
 
 
 def _parts(width: int, capacity: int, span: int) -> tuple[int, int]:
-    """Bits of the low and of the high part: in unary, one for each index and one for each high value."""
+    """Returns the bits of both parts: unary has one for each index and one for each high value."""
     return capacity * width, capacity + (span >> width) + 1
 
 
@@ -151,13 +151,13 @@ def _filled(indices: Tensor, count: Tensor) -> Tensor:
 
 
 def _pack(bits: Tensor) -> Tensor:
-    """Eight ones and zeros a byte, the first one lowest."""
+    """Packs eight ones and zeros into a byte, the first one lowest."""
     whole = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
     return (whole << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(1, dtype=torch.uint8)
 
 
 def _set_bits(positions: Tensor, filled: Tensor, length: int) -> Tensor:
-    """A bitmap with the filled positions set. They are unique, so that adding bits is setting them."""
+    """Makes a bitmap of the filled positions. They are unique, so that adding bits is setting them."""
     inside = torch.where(filled, positions, 0)
     bits = (filled.to(torch.int64) << (inside & 7)).to(torch.uint8)
     return torch.zeros(_bytes(length), dtype=torch.uint8, device=positions.device).index_add_(
@@ -166,15 +166,14 @@ def _set_bits(positions: Tensor, filled: Tensor, length: int) -> Tensor:
 
 
 def _bits_between(rows: Bytes, start: int, stop: int) -> Bytes:
-    """Of every row the bits from one place up to another, a byte each: never all of a row at once, which
-    would be eight times as long as what arrived."""
+    """Unpacks some bits of every row, a byte each: all at once would be eight times what arrived."""
     first = start // 8
     bits = np.unpackbits(rows[:, first : _bytes(stop)], axis=1, bitorder="little")
     return bits[:, start - 8 * first : stop - 8 * first]
 
 
 def _find_bits(rows: Bytes, counts: Integers, length: int) -> Integers:
-    """Positions of the set bits of every row, row behind row. There must be counts[r] of them in row r."""
+    """Returns the positions of all set bits, row behind row. There must be counts[r] of them in row r."""
     bits = np.unpackbits(rows, axis=1, count=length, bitorder="little").view(np.bool_)
     _refuse(np.count_nonzero(bits, axis=1) != counts, "sent another number of indices than it announced")
     found = np.flatnonzero(bits)

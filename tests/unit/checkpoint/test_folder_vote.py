@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from gradsieve.checkpoint import directory, sharded_directory
-from gradsieve.checkpoint.directory import Ballot
+from gradsieve.checkpoint import files
 from gradsieve.checkpoint.fencing import Stamp
+from gradsieve.checkpoint.files import Ballot
 from gradsieve.comm import lockstep
 from gradsieve.errors import DivergenceError, MismatchError
 
@@ -25,6 +25,8 @@ def replica(rank: int, step: int) -> Any:
         pipeline=SimpleNamespace(step=step),
         device=torch.device("cpu"),
         where=f"rank {rank}, step {step}",
+        shard=0,
+        shards_of_host=1,
     )
 
 
@@ -38,27 +40,20 @@ def votes(
     stamps: list[Stamp] | None = None,
     models: Mapping[int, float] = MappingProxyType({}),
     ballots: Mapping[int, Ballot] = MappingProxyType({}),
-) -> list[tuple[tuple[int, ...], str]]:
+) -> list[torch.Tensor]:
     ranks = enumerate(zip(steps, stamps or [STAMP] * len(steps), strict=True))
     return lockstep.run(
         [
-            directory._vote(
+            files._vote(
                 replica(rank, step),
                 stamp,
                 ballots.get(rank, Ballot.MANIFEST),
-                directory.Written(10 + rank, bytes([200 + rank] * 32)),
-                None,
+                files.Written(10 + rank, bytes([200 + rank] * 32)),
                 held_by(rank, models),
             )
             for rank, (step, stamp) in ranks
         ]
     )
-
-
-def votes_of_hosts(written: list[bool], steps: list[int]) -> None:
-    hosts = enumerate(zip(written, steps, strict=True))
-    vote = sharded_directory._vote
-    lockstep.run([vote(replica(host, step), STAMP, good, "host 0 could not") for host, (good, step) in hosts])
 
 
 def test_a_word_of_an_earlier_save_is_refused_and_its_rank_named() -> None:
@@ -86,14 +81,15 @@ def test_a_damaged_fingerprint_in_a_vote_that_has_none_is_named() -> None:
 
 
 def test_words_of_one_step_are_all_ranks_sizes_and_hashes() -> None:
-    hashes = bytes([200] * 32 + [201] * 32 + [202] * 32).hex()
-    assert votes([2**40] * 3) == [((10, 11, 12), hashes)] * 3
+    expected = [f"{10 + rank} {bytes([200 + rank] * 32).hex()}" for rank in range(3)]
+    for rows in votes([2**40] * 3):
+        assert [files._listed(row) for row in rows.tolist()] == expected
 
 
 def test_ranks_that_hold_different_models_save_nothing_and_say_what_differs() -> None:
-    files = dict.fromkeys(range(3), Ballot.FILES)
+    ballots = dict.fromkeys(range(3), Ballot.FILES)
     with pytest.raises(DivergenceError, match=r"ranks \[1\], in 1 of 2 tensors \(layer.weight\)"):
-        votes([60] * 3, models={1: 1.0 + 2**-20}, ballots=files)
+        votes([60] * 3, models={1: 1.0 + 2**-20}, ballots=ballots)
 
 
 def test_a_damaged_stamp_is_found_out_in_the_vote(tmp_path: Path) -> None:
@@ -102,22 +98,7 @@ def test_a_damaged_stamp_is_found_out_in_the_vote(tmp_path: Path) -> None:
     damaged = Stamp(STAMP.term + 2**46, STAMP.number)
     for rank, each in enumerate(ranks):
         each.engine = SimpleNamespace(run=lambda program, *_: damaged)
-        each.found = directory.agreed_stamp(each, tmp_path, lambda _: STAMP)
+        each.found = files.agreed_stamp(each, tmp_path, lambda _: STAMP)
         assert each.found == (STAMP if rank == 0 else damaged)
     with pytest.raises(MismatchError, match="rank 1 of step 60, rank 2 of step 60 answered"):
         votes([60] * 3, [each.found for each in ranks])
-
-
-@pytest.mark.parametrize(
-    ("written", "steps", "said"),
-    [([True] * 3, [60, 60, 58], "rank 2 of step 58 answered"), ([False, True, True], [60] * 3, "could not")],
-)
-def test_a_manifest_over_shards_that_not_all_hosts_know_of_is_refused(
-    written: list[bool], steps: list[int], said: str
-) -> None:
-    with pytest.raises(MismatchError, match=said):
-        votes_of_hosts(written, steps)
-
-
-def test_a_manifest_over_shards_that_all_hosts_know_of_is_one() -> None:
-    votes_of_hosts([True] * 3, [60] * 3)

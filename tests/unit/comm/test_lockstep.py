@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradsieve.comm.lockstep import run
-from gradsieve.comm.meter import Meter
-from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op
+from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Meter, Op
 from gradsieve.errors import MismatchError
 from gradsieve.types import Program
 
@@ -37,17 +36,16 @@ def vector(*numbers: float) -> Tensor:
 @pytest.mark.parametrize("world", [1, 2, 5])
 def test_all_gather_stacks_in_rank_order(world: int) -> None:
     parts = [torch.full((2, 3), float(rank)) for rank in range(world)]
-    for reply in replies_to([AllGather(part) for part in parts]):
+    for reply in replies_to([AllGather(part.clone()) for part in parts]):
         assert torch.equal(reply, torch.stack(parts))
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])
-def test_all_reduce_is_the_sum_on_every_rank_and_overwrites_what_it_was_given(world: int) -> None:
+def test_all_reduce_is_the_sum_on_every_rank(world: int) -> None:
     parts = [vector(rank, 1.0) for rank in range(world)]
     replies = replies_to([AllReduce(part) for part in parts])
     expected = vector(sum(range(world)), world)
     assert all(torch.equal(reply, expected) for reply in replies)
-    assert all(torch.equal(part, expected) for part in parts)
 
 
 def test_all_reduce_adds_in_rank_order() -> None:
@@ -107,15 +105,33 @@ def test_programs_without_any_op_end_at_once() -> None:
     assert run([ask(), ask()]) == [[], []]
 
 
-def test_a_program_that_reads_what_it_handed_over_sees_it_overwritten() -> None:
-    """As on a real engine: this is how a scheme that forgets a clone is caught."""
+def handed_over(rank: int) -> list[Op]:
+    """One op of each kind, of three ranks."""
+    ones, number = (1, 1, 1), torch.tensor([rank, rank, rank])
+    return [
+        AllReduce(number.float()),
+        AllGather(number.int()),
+        Broadcast(number.clone(), 1),
+        AllToAll(number.to(torch.uint8), ones, ones, even=True),
+        Exchange(number.double(), (rank + 1) % 3, (rank - 1) % 3, 3),
+    ]
 
-    def careless(value: float) -> Program[float]:
-        mine = vector(value)
-        yield AllReduce(mine)
-        return float(mine)
 
-    assert run([careless(1.0), careless(2.0)]) == [3.0, 3.0]
+@pytest.mark.parametrize("place", range(5))
+def test_what_was_handed_over_is_spoilt_on_some_ranks_and_as_it_was_on_others(place: int) -> None:
+    """Engines do the one or the other: a scheme that reads it has to be caught, whichever it relies on."""
+
+    def careless(rank: int) -> Program[tuple[Tensor, bool]]:
+        op = handed_over(rank)[place]
+        before = op.tensor.clone()
+        reply = yield op
+        return reply, torch.equal(op.tensor, before)
+
+    replies, kept = zip(*run([careless(rank) for rank in range(3)]), strict=True)
+    assert kept == (False, True, False)
+    expected = [torch.full((3,), 3.0), torch.arange(3).int().repeat(3, 1).T, torch.ones(3).long()]
+    expected += [torch.arange(3).to(torch.uint8), torch.full((3,), 2.0).double()]
+    assert torch.equal(replies[0], expected[place])
 
 
 def test_meters_count_each_rank_once_per_op() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradsieve.comm import lockstep
-from gradsieve.comm.meter import Meter
-from gradsieve.comm.ops import AllGather, AllReduce
-from gradsieve.feedback.piggyback import carry
+from gradsieve.comm.ops import AllGather, AllReduce, Meter
 from gradsieve.feedback.residual import Residual
 from gradsieve.feedback.units import make_units
 from gradsieve.kernels import is_finite
+from gradsieve.pipeline.frame import CHECKSUM_WORDS, Checksum, Frame
+from gradsieve.telemetry import Timeline
 from gradsieve.types import Program, Sparse
 
 # -- residual -----------------------------------------------------------------------------------------
@@ -29,7 +30,7 @@ def residual(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Re
 
 
 def commit(one: Residual, spent: Sparse) -> None:
-    one.commit(spent, one.released(spent))
+    one.commit(spent)
 
 
 MATRIX = (32, 40)
@@ -159,6 +160,12 @@ COLLECTIVES: dict[Callable[[int], Program[object]], int] = {
 """How many each program needs, the rider's included."""
 
 
+def framed(program: Program[Any], message: Tensor, rank: int, world: int) -> Program[tuple[Any, Tensor]]:
+    message = torch.cat([message, torch.zeros(CHECKSUM_WORDS)])
+    frame = Frame(program, message, Checksum(rank, world), Meter(rank, world), Timeline())
+    return (yield from frame.run())
+
+
 @pytest.mark.parametrize("program", COLLECTIVES, ids=lambda program: program.__name__)
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_rider_is_summed_and_the_program_notices_nothing(
@@ -167,11 +174,13 @@ def test_a_rider_is_summed_and_the_program_notices_nothing(
     alone = lockstep.run([program(rank) for rank in range(world)])
     meters = [Meter(rank, world) for rank in range(world)]
     riders = [torch.tensor([1.0, float(rank)]) for rank in range(world)]
-    together = lockstep.run([carry(program(rank), riders[rank].clone()) for rank in range(world)], meters)
+    together = lockstep.run(
+        [framed(program(rank), riders[rank], rank, world) for rank in range(world)], meters
+    )
     for rank in range(world):
         result, ride = together[rank]
         torch.testing.assert_close(result, alone[rank], rtol=0, atol=0)
-        assert torch.equal(ride, torch.tensor([float(world), float(sum(range(world)))]))
+        assert torch.equal(ride[:-CHECKSUM_WORDS], torch.tensor([float(world), float(sum(range(world)))]))
         assert meters[rank].collectives == COLLECTIVES[program]
 
 
@@ -181,7 +190,7 @@ def test_an_error_in_the_program_is_not_swallowed() -> None:
         raise KeyError("planted")
 
     with pytest.raises(KeyError, match="planted"):
-        lockstep.run([carry(breaks(), torch.zeros(1))])
+        lockstep.run([framed(breaks(), torch.zeros(1), 0, 1)])
 
 
 # -- finiteness ---------------------------------------------------------------------------------------

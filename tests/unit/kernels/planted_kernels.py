@@ -1,4 +1,4 @@
-"""Kernels with faults that `tools/kernel_table.py` has to find. As a program, it prints what was found."""
+"""Kernels with faults that `scripts/kernel_table.py` has to find. As a program, it prints what was found."""
 
 from __future__ import annotations
 

@@ -16,14 +16,12 @@ from torch import Tensor
 
 from gradsieve import kernels
 from gradsieve.comm import lockstep
-from gradsieve.kernels import low_bit
 from gradsieve.kernels.blocks import BLOCK, Blocks, block_layout, even
-from gradsieve.pipeline.budget import cost
 from gradsieve.schemes.agreed import Values
-from gradsieve.schemes.stripes import Stripes
+from gradsieve.schemes.stripes import Stripes, cost
 from gradsieve.testing.laws import same_bits
 from gradsieve.types import Ctx, Outcome
-from unit.kernels.test_kernels_compiled import alike
+from unit.kernels.test_low_bit_forms import check_decoding, check_forms
 
 Outcomes: TypeAlias = list[Outcome[Any]]
 
@@ -81,22 +79,11 @@ def patterned(count: int, seed: int) -> Tensor:
 
 
 def check_alike(bits: int, values: Tensor, blocks: Blocks | None) -> None:
-    count = values.shape[-1]
-    data = low_bit.encode_low(bits, values, blocks)
-    back = low_bit.decode_low(bits, data, count, torch.float32, blocks)
-    total = low_bit.decode_low_sum(bits, data, count, torch.float32, blocks)
-    with kernels.using("compiled"):
-        assert same_bits(kernels.encode_low(bits, values, blocks), data)
-        assert alike(kernels.decode_low(bits, data, count, torch.float32, blocks), back)
-        assert alike(kernels.decode_low_sum(bits, data, count, torch.float32, blocks), total)
-        noise = torch.randint(
-            0, 256, data.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
-        )
-        wanted = low_bit.decode_low(bits, noise, count, torch.float32, blocks)
-        assert alike(kernels.decode_low(bits, noise, count, torch.float32, blocks), wanted)
-        wanted = low_bit.decode_low_sum(bits, noise, count, torch.float32, blocks)
-        assert alike(kernels.decode_low_sum(bits, noise, count, torch.float32, blocks), wanted)
+    data, count = check_forms(bits, values, blocks), values.shape[-1]
+    back = kernels.decode_low(bits, data, count, torch.float32, blocks)
     assert not bool(back[values == 0].any())
+    noise = torch.randint(0, 256, data.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    check_decoding(bits, noise, count, blocks)
 
 
 @every_width
@@ -113,14 +100,12 @@ def test_compiled_bytes_of_any_tensors_are_torchs(
     bits: int, sizes: list[int], seed: int, spoiled: float | None
 ) -> None:
     count = sum(sizes)
-    values = patterned(count, seed)
-    if spoiled is not None and count:
-        values[:, seed % count] = spoiled
-    data = low_bit.encode_low(bits, values, block_layout(tuple(sizes)).between(0, count))
-    with kernels.using("compiled"):
-        assert same_bits(kernels.encode_low(bits, values, block_layout(tuple(sizes)).between(0, count)), data)
+    values, blocks = patterned(count, seed), block_layout(tuple(sizes)).between(0, count)
     if spoiled is None:
-        check_alike(bits, values, block_layout(tuple(sizes)).between(0, count))
+        check_alike(bits, values, blocks)
+    elif count:
+        values[:, seed % count] = spoiled
+        check_forms(bits, values, blocks)
 
 
 @every_width

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradsieve import kernels
 from gradsieve.comm import lockstep
-from gradsieve.kernels import fast
+from gradsieve.kernels import torch_passes
 from gradsieve.schemes import exclusive, make
 from gradsieve.types import Ctx, Program
 
@@ -72,7 +72,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
         return to_host(tensor)
 
     monkeypatch.setattr(exclusive, "to_host", counted)
-    monkeypatch.setattr(fast, "select", fast._select_without_waiting)
+    monkeypatch.setattr(exclusive, "select", torch_passes.select_without_waiting)
     with kernels.using("torch"):
         yield watch
 
@@ -93,7 +93,7 @@ def steps(name: str, watch: Watch, count: int, **settings: Any) -> list[list[str
         for place in reversed(others[1:]):
             del watch.seen[place]
         seen.append(watch.seen[before:])
-        states = [scheme.apply([state])[0] for state in mine]
+        states = [scheme.next_states([state])[0] for state in mine]
     return seen
 
 

@@ -1,4 +1,4 @@
-"""The fast kernels choose and sum exactly what the reference ones do."""
+"""Torch's forms choose and sum exactly what the reference does."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradsieve import kernels
-from gradsieve.kernels import fast, reference
+from gradsieve.kernels import torch_passes
 from gradsieve.testing.laws import same_bits
+from unit.kernels import reference
 
-CHUNK = fast._CHUNK
+CHUNK = torch_passes._CHUNK
 """Where the fast selection starts to work in pieces, and how long they are."""
 DTYPES = [torch.float32, torch.float64]
 ODD = [0.0, -0.0, 1.0, -1.0, 1.5, torch.nan, torch.inf, -torch.inf, 1e-42, -1e-42, 1e38]
@@ -43,7 +44,7 @@ def vectors(draw: st.DrawFn, finite: bool = False) -> Tensor:
 @given(x=vectors(), threshold=st.sampled_from(THRESHOLDS))
 def test_above_selects_what_the_reference_selects(x: Tensor, threshold: float) -> None:
     before = x.clone()
-    assert same_bits(fast.above(x, threshold), reference.above(x, threshold))
+    assert same_bits(torch_passes.above(x, threshold), reference.above(x, threshold))
     assert same_bits(x.contiguous(), before.contiguous())
 
 
@@ -55,20 +56,20 @@ def test_above_finds_single_elements_at_every_edge(n: int, dtype: torch.dtype) -
     for place in {0, 7, 8, CHUNK - 1, CHUNK, CHUNK + 1, n - 9, n - 8, n - 2, n - 1} & set(range(n)):
         x = torch.zeros(n, dtype=dtype)
         x[place] = -2.0
-        assert fast.above(x, 1.0).tolist() == [place]
+        assert torch_passes.above(x, 1.0).tolist() == [place]
 
 
 @pytest.mark.parametrize("n", [50, 2 * CHUNK + 3])
 def test_nan_is_never_above_and_infinity_always(n: int) -> None:
     x = torch.full((n,), torch.nan)
-    assert fast.above(x, 0.0).numel() == 0
+    assert torch_passes.above(x, 0.0).numel() == 0
     x[::3] = -torch.inf
-    assert torch.equal(fast.above(x, 1e38), torch.arange(0, n, 3))
+    assert torch.equal(torch_passes.above(x, 1e38), torch.arange(0, n, 3))
 
 
 @given(x=vectors(), k=st.integers(0, 100) | st.just(CHUNK))
 def test_largest_takes_what_the_reference_takes(x: Tensor, k: int) -> None:
-    assert same_bits(fast.largest(x, k), reference.largest(x, k))
+    assert same_bits(torch_passes.largest(x, k), reference.largest(x, k))
 
 
 SHAPES = {
@@ -87,7 +88,7 @@ SHAPES = {
 @pytest.mark.parametrize("k", [1, 49, 51, 2000, 30_000, 200_000])
 def test_largest_is_exact_whatever_the_sample_says(shape: str, k: int) -> None:
     x = SHAPES[shape](torch.randn(3 * CHUNK + 5, generator=torch.Generator().manual_seed(k)))
-    assert same_bits(fast.largest(x, k), reference.largest(x, k))
+    assert same_bits(torch_passes.largest(x, k), reference.largest(x, k))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -99,7 +100,7 @@ def test_candidates_hold_the_largest_of_every_block_and_not_much_else(
     shape: str, length: int, count: int
 ) -> None:
     x = SHAPES[shape](torch.randn(2 * CHUNK + 77, generator=torch.Generator().manual_seed(length)))
-    found, least = fast.candidates(x, length, count), reference.candidates(x, length, count)
+    found, least = torch_passes.candidates(x, length, count), reference.candidates(x, length, count)
     assert bool((found[1:] > found[:-1]).all())
     assert bool(torch.isin(least, found).all())
     if shape == "normal":
@@ -117,13 +118,13 @@ def test_largest_of_each_block_are_those_of_the_reference(
     block = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
     magnitude = torch.tensor(values[: block.numel()])
     wanted = torch.tensor(counts[: len(sizes)])
-    mine = fast.largest_of_each(magnitude, block, wanted)
+    mine = torch_passes.largest_of_each(magnitude, block, wanted)
     assert same_bits(mine, reference.largest_of_each(magnitude, block, wanted))
 
 
 @given(x=vectors(finite=True), k=st.integers(1, 100))
 def test_largest_leaves_nothing_larger_behind_and_takes_no_zero(x: Tensor, k: int) -> None:
-    taken = fast.largest(x, k)
+    taken = torch_passes.largest(x, k)
     left = torch.ones(x.numel(), dtype=torch.bool)
     left[taken] = False
     smallest = x[taken].abs().min() if taken.numel() else torch.inf
@@ -144,7 +145,7 @@ def test_sum_by_index_adds_in_the_order_of_the_reference(
     indices = torch.tensor([int(place * n) for place in places], dtype=torch.int64)
     numbers = st.floats(-(2.0**99), 2.0**99, width=32) | st.sampled_from([0.1, -0.1, 1e8, -0.0])
     values = data.draw(st.lists(numbers, min_size=len(places), max_size=len(places)))
-    ours = fast.sum_by_index(indices, torch.tensor(values, dtype=dtype), n)
+    ours = torch_passes.sum_by_index(indices, torch.tensor(values, dtype=dtype), n)
     theirs = reference.sum_by_index(indices, torch.tensor(values, dtype=dtype), n)
     assert same_bits(ours, theirs)
 
@@ -153,43 +154,42 @@ def test_sum_by_index_adds_in_the_order_of_the_reference(
 def test_sum_by_index_depends_on_the_order_given_and_on_nothing_else(n: int) -> None:
     """1e8 + 1 - 1e8 in float32 tells orders apart: by the way of sorting and by that of adding densely."""
     indices = torch.tensor([3, 3, 3])
-    _, rounded = fast.sum_by_index(indices, torch.tensor([1e8, 1.0, -1e8]), n)
-    _, exact = fast.sum_by_index(indices, torch.tensor([1e8, -1e8, 1.0]), n)
+    _, rounded = torch_passes.sum_by_index(indices, torch.tensor([1e8, 1.0, -1e8]), n)
+    _, exact = torch_passes.sum_by_index(indices, torch.tensor([1e8, -1e8, 1.0]), n)
     assert (rounded.item(), exact.item()) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("n", [0, 5, 1000])
 def test_sum_of_nothing_is_nothing(n: int) -> None:
-    present, total = fast.sum_by_index(torch.zeros(0, dtype=torch.int64), torch.zeros(0), n)
+    present, total = torch_passes.sum_by_index(torch.zeros(0, dtype=torch.int64), torch.zeros(0), n)
     assert present.numel() == total.numel() == 0
 
 
 @given(x=vectors())
 def test_finite_is_what_the_reference_calls_finite(x: Tensor) -> None:
-    assert fast.is_finite(x) == reference.is_finite(x)
+    assert torch_passes.is_finite(x) == reference.is_finite(x)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_one_bad_value_anywhere_is_seen_and_a_sum_that_overflows_is_not_one(bad: float) -> None:
     large = torch.full((1000,), 3e38)
-    assert fast.is_finite(large)
-    assert fast.is_finite(torch.zeros(0))
+    assert torch_passes.is_finite(large)
+    assert torch_passes.is_finite(torch.zeros(0))
     large[617] = bad
-    assert not fast.is_finite(large)
-    assert not fast.is_finite(torch.tensor([torch.inf, -torch.inf]))
+    assert not torch_passes.is_finite(large)
+    assert not torch_passes.is_finite(torch.tensor([torch.inf, -torch.inf]))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_the_same_of_many_as_for_an_accelerator(bad: float) -> None:
     many = [torch.ones(3), torch.full((9,), 3e38), torch.zeros(0), torch.ones(2, dtype=torch.float64)]
-    assert fast.finite(many)
-    assert fast.finite([])
+    assert torch_passes.finite(many)
+    assert torch_passes.finite([])
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert not fast.finite([*many, torch.tensor([1.0, bad, 2.0], dtype=dtype)])
+        assert not torch_passes.finite([*many, torch.tensor([1.0, bad, 2.0], dtype=dtype)])
 
 
 def test_the_reference_knows_every_kernel_the_package_offers() -> None:
-    low_bit = {name for name in kernels.__all__ if "low" in name}  # `low_bit.py` is their reference
-    for name in set(kernels.__all__) - {"active", "using"} - low_bit:
+    low_bit = {name for name in kernels.__all__ if "low" in name}  # `torch_low_bit.py` is their reference
+    for name in set(kernels.__all__) - {"active", "finite", "library_of", "using"} - low_bit:
         assert callable(getattr(reference, name))
-        assert callable(getattr(fast, name))

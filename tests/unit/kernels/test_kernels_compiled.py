@@ -22,10 +22,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gradsieve import kernels
 from gradsieve.errors import ConfigError
-from gradsieve.kernels import choice, compiled, fast, reference
+from gradsieve.kernels import numba_forms, torch_passes
 from gradsieve.testing.laws import same_bits
+from unit.kernels import reference
 
-CHUNK = fast._CHUNK
+CHUNK = torch_passes._CHUNK
 FORMS = ["torch", "compiled"]
 ODD = [0.0, -0.0, 1.0, -1.0, 1.5, 0.1, torch.nan, torch.inf, -torch.inf, 1e-42, -1e-42, 3e38, -3e38]
 """Ties, both zeros, both infinities, denormals, and what overflows where it is added to itself."""
@@ -38,11 +39,6 @@ LENGTHS = st.integers(0, 70) | st.integers(1000, 2200) | st.just(CHUNK + 77)
 def form(request: pytest.FixtureRequest) -> Iterator[str]:
     with kernels.using(request.param):
         yield request.param
-
-
-@pytest.fixture(params=[0, 1 << 40], ids=["past the cache", "into the cache"])
-def streamed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_STREAMED", request.param)
 
 
 @st.composite
@@ -74,7 +70,6 @@ def test_alike_tells_zeros_apart_and_nan_from_numbers() -> None:
     assert not alike(torch.tensor([torch.nan]), torch.tensor([0.0]))
 
 
-@pytest.mark.usefixtures("streamed")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("in_place", [False, True])
 @given(vectors=several(3), scale=st.sampled_from(SCALES))
@@ -90,7 +85,7 @@ def test_accumulate_adds_as_the_reference(
     assert alike(out, wanted)
 
 
-@pytest.mark.usefixtures("streamed", "form")
+@pytest.mark.usefixtures("form")
 @given(vectors=several(3))
 def test_accumulate_with_scale_one_is_torchs_sum(vectors: list[Tensor]) -> None:
     residual, gradient, out = vectors
@@ -99,9 +94,9 @@ def test_accumulate_with_scale_one_is_torchs_sum(vectors: list[Tensor]) -> None:
     assert alike(out, wanted)
 
 
-@pytest.mark.usefixtures("streamed", "form")
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_accumulate_sees_a_single_bad_value_anywhere_and_waiting_leaves_it_out(bad: float) -> None:
+def test_accumulate_sees_a_single_bad_value_anywhere_and_the_residual_leaves_it_out(bad: float) -> None:
     n = CHUNK + 300
     zeros, out = torch.zeros(n), torch.empty(n + 1)[1:]
     assert kernels.accumulate(zeros, zeros, 1.0, out)
@@ -114,7 +109,6 @@ def test_accumulate_sees_a_single_bad_value_anywhere_and_waiting_leaves_it_out(b
         assert not out.any()
 
 
-@pytest.mark.usefixtures("streamed")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("in_place", [False, True])
 @given(vectors=several(3))
@@ -138,7 +132,7 @@ def test_finite_is_what_the_reference_calls_finite(form: str, vectors: list[Tens
 @pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf])
 def test_a_single_value_that_is_not_finite_is_seen_in_any_page_and_any_layout(bad: float) -> None:
-    n = 3 * 8 * compiled._PAGE + 300
+    n = 3 * 8192 + 300
     x = torch.full((n + 1,), 3e38)[1:]
     assert kernels.is_finite(x, -x, torch.ones(2, 3).t(), torch.ones((), dtype=torch.float64))
     for place in (0, 1, 1023, 1024, 8191, 8192, n - 301, n - 300, n - 1):
@@ -163,7 +157,7 @@ def test_waiting_above_finds_what_the_reference_finds(
 
 @pytest.mark.parametrize("form", FORMS)
 @given(vectors=several(3), preview=st.sampled_from([0.0, 0.3, 1.0]))
-def test_fold_leaves_what_the_reference_leaves(form: str, vectors: list[Tensor], preview: float) -> None:
+def test_rebase_leaves_what_the_reference_leaves(form: str, vectors: list[Tensor], preview: float) -> None:
     shared, own, mark = (x.clone() for x in vectors)
     reference.rebase(*vectors, preview)
     with kernels.using(form):
@@ -172,26 +166,13 @@ def test_fold_leaves_what_the_reference_leaves(form: str, vectors: list[Tensor],
 
 
 @pytest.mark.parametrize("form", FORMS)
-@given(vectors=several(5), preview=st.sampled_from([None, 0.0, 0.3, 1.0]), world=st.integers(1, 9))
-def test_settle_leaves_what_the_reference_leaves(
-    form: str, vectors: list[Tensor], preview: float | None, world: int
-) -> None:
-    given_ = [x.clone() for x in vectors]
-    reference.apply(*vectors, world, preview)
+@given(vectors=several(5), world=st.integers(1, 9))
+def test_apply_leaves_what_the_reference_leaves(form: str, vectors: list[Tensor], world: int) -> None:
+    ours = [x.clone() for x in vectors]
+    reference.apply(*vectors, world)
     with kernels.using(form):
-        kernels.apply(*given_, world, preview)
-    assert all(map(alike, given_, vectors))
-
-
-@pytest.mark.usefixtures("form")
-def test_settling_and_folding_at_once_is_one_after_the_other() -> None:
-    vectors = [torch.randn(CHUNK + 5) for _ in range(5)]
-    both, each = ([x.clone() for x in vectors] for _ in range(2))
-    kernels.apply(*both, 4, 0.3)
-    kernels.apply(*each, 4, None)
-    assert same_bits(each[1], vectors[1]), "without a preview the parameters are only read"
-    kernels.rebase(*each[:3], 0.3)
-    assert same_bits(both, each)
+        kernels.apply(*ours, world)
+    assert all(map(alike, ours, vectors))
 
 
 NARROW = [torch.float32, torch.bfloat16, torch.float16]
@@ -200,7 +181,7 @@ NARROW = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("preview", [0.0, 0.4, 1.0])
-def test_after_a_fold_as_much_waits_as_before(dtype: torch.dtype, preview: float) -> None:
+def test_after_a_rebase_the_residual_is_as_before(dtype: torch.dtype, preview: float) -> None:
     shared = torch.randn(CHUNK + 5)
     mark = shared + 0.01 * torch.randn_like(shared)
     own = (shared + 0.01 * torch.randn_like(shared)).to(dtype)
@@ -275,7 +256,7 @@ def test_select_takes_what_the_reference_takes(
 def test_the_way_of_accelerators_takes_the_same(
     vectors: list[Tensor], threshold: float, capacity: int, phase: float
 ) -> None:
-    indices, demand, tail = fast._select_without_waiting(*vectors, threshold, capacity, phase)
+    indices, demand, tail = torch_passes.select_without_waiting(*vectors, threshold, capacity, phase)
     wanted, all_of_them, tail_sum = reference.select(*vectors, threshold, capacity, phase)
     assert same_bits((indices, demand), (wanted, all_of_them))
     assert torch.allclose(tail, tail_sum, rtol=1e-4)
@@ -316,30 +297,29 @@ def test_more_than_was_expected_is_found_too(n: int) -> None:
 
 def test_float32_vectors_on_the_cpu_are_compiled_and_all_else_is_torchs() -> None:
     x = torch.zeros(8)
-    assert choice.form_for(x, x) is choice.on_cpu() is not choice.TORCH
+    assert isinstance(kernels._passes(x, x), numba_forms.Passes)
     others = [x.double(), x.bfloat16(), x[::2], x[:4], x.view(2, 4), x.to("meta")]
-    assert [choice.form_for(x, other) for other in others] == [choice.TORCH] * len(others)
+    assert [kernels._passes(x, other) for other in others] == [torch_passes] * len(others)
     with kernels.using("torch"):
-        assert choice.form_for(x, x) is choice.TORCH
+        assert kernels._passes(x, x) is torch_passes
         assert kernels.active() == "torch"
     assert kernels.active() == "compiled"
 
 
 def test_on_cuda_gradients_and_parameters_may_be_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = object()
-    monkeypatch.setattr(choice, "on_cuda", lambda: taken)
+    monkeypatch.setattr(kernels, "_loaded", lambda kind, device: (device, ""))
     with FakeTensorMode():
         wide, on_cpu = torch.empty(8, device="cuda"), torch.empty(8)
         for dtype in NARROW:
             own, short = (torch.empty(n, dtype=dtype, device="cuda") for n in (8, 4))
-            assert choice.form_for(wide, wide, narrow=own) is taken
-            assert choice.form_for(wide, narrow=short) is choice.TORCH
-            assert choice.form_for(on_cpu, narrow=own) is choice.TORCH
+            assert kernels._passes(wide, wide, narrow=own) == "cuda"
+            assert kernels._passes(wide, narrow=short) is torch_passes
+            assert kernels._passes(on_cpu, narrow=own) is torch_passes
             if dtype != torch.float32:
-                assert choice.form_for(wide, own) is choice.TORCH
-                assert choice.form_for(on_cpu, narrow=on_cpu.to(dtype)) is choice.TORCH
+                assert kernels._passes(wide, own) is torch_passes
+                assert kernels._passes(on_cpu, narrow=on_cpu.to(dtype)) is torch_passes
         double = torch.empty(8, dtype=torch.float64, device="cuda")
-        assert choice.form_for(wide, narrow=double) is choice.TORCH
+        assert kernels._passes(wide, narrow=double) is torch_passes
 
 
 def test_whoever_owns_a_vector_may_resize_it_afterwards() -> None:
@@ -374,13 +354,19 @@ def test_the_form_is_the_former_one_after_an_error() -> None:
     assert kernels.active() == "compiled"
 
 
+@pytest.fixture
+def loads_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_load_once", kernels._load_once.__wrapped__)
+
+
+@pytest.mark.usefixtures("loads_again")
 def test_without_numba_it_is_torchs_form_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = choice._numba
-    monkeypatch.setattr(choice, "_numba", lambda: load())  # not what was loaded before
-    monkeypatch.setitem(sys.modules, "gradsieve.kernels.compiled", None)
-    assert choice.form_for(torch.zeros(3)) is choice.TORCH
+    monkeypatch.delattr(kernels, "numba_forms")
+    monkeypatch.setitem(sys.modules, "gradsieve.kernels.numba_forms", None)
+    assert kernels._passes(torch.zeros(3)) is torch_passes
     assert kernels.active().startswith("torch (ModuleNotFoundError")
     assert kernels.above(torch.ones(3), 0.5).tolist() == [0, 1, 2]
+    assert kernels.encode_low(1, torch.ones(3)).tolist() == [0x80, 0x3F, 0b111]
     with pytest.raises(ConfigError, match=r"gradsieve\[cpu\]"), kernels.using("compiled"):
         pass
 
@@ -399,32 +385,32 @@ def test_numba_is_not_imported_before_the_first_call() -> None:
 @pytest.fixture
 def one_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A cache of its own, and only one kernel to compile."""
-    monkeypatch.setattr(compiled, "_KERNELS", {"rebase": compiled._KERNELS["rebase"]})
+    monkeypatch.setattr(numba_forms, "PASSES", {"rebase": numba_forms.PASSES["rebase"]})
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     return tmp_path
 
 
-def folds(form: choice.Kernels) -> bool:
-    shared, own, mark = torch.ones(3), torch.zeros(3), torch.ones(3)
-    form.rebase(shared, own, mark, 0.25)
-    return own.tolist() == [0.75] * 3 and mark.tolist() == [1.75] * 3
+def rebases() -> bool:
+    shared, own, anchor = torch.ones(3), torch.zeros(3), torch.ones(3)
+    numba_forms.Passes().rebase(shared, own, anchor, 0.25)
+    return own.tolist() == [0.75] * 3 and anchor.tolist() == [1.75] * 3
 
 
 def test_machine_code_is_kept_on_disk_and_a_broken_file_breaks_nothing(one_kernel: Path) -> None:
-    assert folds(choice._numba())
+    assert rebases()
     files = [path for path in one_kernel.rglob("*") if path.is_file()]
     assert files
     for path in files:
         path.write_bytes(path.read_bytes()[:20])
-    assert folds(choice._numba())
+    assert rebases()
 
 
 @pytest.mark.usefixtures("one_kernel")
 def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("numba.core.caching.CacheImpl._locator_classes", [])  # no place that can be written
     with pytest.raises(RuntimeError, match="cannot cache"):
-        compiled.Compiled(cache=True)
-    assert folds(choice._numba())
+        numba.njit("void()", cache=True)(lambda: None)
+    assert rebases()
 
 
 def seen_while_running(work: Callable[[], object]) -> bool:
@@ -456,10 +442,10 @@ def _seen_once(work: Callable[[], object]) -> bool:
 
 def test_every_compiled_kernel_lets_other_threads_run() -> None:
     a, b, c, d, e = (torch.zeros(1 << 20) for _ in range(5))
-    form = choice.on_cpu()
+    form = numba_forms.Passes()
     assert seen_while_running(lambda: form.accumulate(a, b, 1.0, c))
     assert seen_while_running(lambda: form.waiting(a, b, c))
-    assert seen_while_running(lambda: form.apply(a, b, c, d, e, 4, 0.5))
+    assert seen_while_running(lambda: form.apply(a, b, c, d, e, 4))
     assert seen_while_running(lambda: form.rebase(a, b, c, 1.0))
     assert seen_while_running(lambda: form.is_finite(a))
     assert seen_while_running(lambda: form.above(a, 1.0))

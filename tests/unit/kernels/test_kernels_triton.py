@@ -19,17 +19,17 @@ INTERPRET = "TRITON_INTERPRET"
 before = os.environ.get(INTERPRET)
 os.environ[INTERPRET] = "1"  # read where a kernel is defined, Triton's own included
 pytest.importorskip("triton", reason="Triton is not installed: pip install --no-deps triton")
-from gradsieve.kernels import fast, low_bit, reference, triton_kernels, triton_low_bit  # noqa: E402
-from gradsieve.kernels.blocks import Blocks, block_layout  # noqa: E402
+from gradsieve.kernels import low_bit_size, torch_low_bit, triton_low_bit, triton_passes  # noqa: E402
+from gradsieve.kernels.blocks import Blocks, block_layout, even  # noqa: E402
 from gradsieve.testing.laws import same_bits  # noqa: E402
+from unit.kernels import reference  # noqa: E402
 from unit.kernels.test_blocks import patterned  # noqa: E402
 
 if before is None:
     del os.environ[INTERPRET]
 
-BLOCK = triton_kernels.BLOCK
+BLOCK = triton_passes.BLOCK
 ODD = [0.0, -0.0, 1.0, -1.0, 1.5, torch.nan, torch.inf, -torch.inf, 1e-42, 3e38, -3e38]
-THRESHOLDS = [0.0, 1e-42, 1.0, 1.25, 3e38, float("inf"), float("nan")]
 LENGTHS = st.integers(0, 40) | st.sampled_from([BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5])
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy's, for NaN and infinities
@@ -76,14 +76,14 @@ def models(n: int, count: int, narrow: torch.dtype) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("narrow", NARROW)
-@given(vectors=several(5), preview=st.sampled_from([None, 0.0, 0.3, 1.0]), world=st.integers(1, 9))
+@given(vectors=several(5), world=st.integers(1, 9))
 def test_apply_leaves_what_the_reference_leaves(
-    narrow: torch.dtype, vectors: list[Tensor], preview: float | None, world: int
+    narrow: torch.dtype, vectors: list[Tensor], world: int
 ) -> None:
     vectors[1] = vectors[1].to(narrow)
     ours = [x.clone() for x in vectors]
-    reference.apply(*vectors, world, preview)
-    triton_kernels.apply(*ours, world, preview)
+    reference.apply(*vectors, world)
+    triton_passes.apply(*ours, world)
     assert all(map(alike, ours, vectors))
 
 
@@ -91,12 +91,12 @@ def test_apply_leaves_what_the_reference_leaves(
 @pytest.mark.parametrize("n", EXACT)
 def test_models_of_all_lengths_and_types_move_as_the_references(n: int, narrow: torch.dtype) -> None:
     given_ = models(n, 5, narrow)
-    for world, preview in ((1, None), (3, 0.3), (7, 1)):
+    for world in (1, 3, 7):
         ours, theirs = ([x.clone() for x in given_] for _ in range(2))
-        for form, vectors in ((triton_kernels, ours), (reference, theirs)):
-            form.apply(*vectors, world, preview)
+        for form, vectors in ((triton_passes, ours), (reference, theirs)):
+            form.apply(*vectors, world)
         assert all(map(alike, ours, theirs))
-        for form, (shared, own, anchor, _, out) in ((triton_kernels, ours), (reference, theirs)):
+        for form, (shared, own, anchor, _, out) in ((triton_passes, ours), (reference, theirs)):
             form.rebase(shared, own, anchor, 1 / 3)
             form.waiting(anchor, own, out)
         assert all(map(alike, ours, theirs))
@@ -109,7 +109,7 @@ def test_parameters_are_rounded_and_read_as_torch_does(narrow: torch.dtype) -> N
     lower = torch.tensor([0, 0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
     shared = (upper | lower).flatten()[:: 1 if narrow == torch.bfloat16 else 3].clone().view(torch.float32)
     own, anchor = torch.zeros_like(shared, dtype=narrow), torch.zeros_like(shared)
-    triton_kernels.rebase(shared, own, anchor, 0.0)
+    triton_passes.rebase(shared, own, anchor, 0.0)
     assert alike(own, shared.to(narrow))
     assert alike(anchor, own.float() + 0.0)  # what waits is added: nothing, which has a sign
 
@@ -122,106 +122,36 @@ def test_rebase_leaves_what_the_reference_leaves(
     vectors[1] = vectors[1].to(narrow)
     ours = [x.clone() for x in vectors]
     reference.rebase(*vectors, preview)
-    triton_kernels.rebase(*ours, preview)
+    triton_passes.rebase(*ours, preview)
     assert all(map(alike, ours, vectors))
 
 
 @pytest.mark.parametrize("narrow", NARROW)
 @pytest.mark.parametrize("in_place", [False, True])
-@given(vectors=several(3), threshold=st.sampled_from(THRESHOLDS))
-def test_what_waits_is_the_references(
-    in_place: bool, narrow: torch.dtype, vectors: list[Tensor], threshold: float
-) -> None:
+@given(vectors=several(3))
+def test_the_residual_is_the_references(in_place: bool, narrow: torch.dtype, vectors: list[Tensor]) -> None:
     anchor, own, out = vectors
     own = own.to(narrow)
-    found = triton_kernels.waiting_above(anchor, own, threshold)
-    assert same_bits(found, reference.waiting_above(anchor, own, threshold))
     out = own if in_place else out
     wanted = out.clone()
     reference.waiting(anchor, own.clone(), wanted)
-    triton_kernels.waiting(anchor, own, out)
+    triton_passes.waiting(anchor, own, out)
     assert alike(out, wanted)
 
 
 @pytest.mark.parametrize("narrow", NARROW)
 def test_parameters_that_require_gradients_are_moved(narrow: torch.dtype) -> None:
     own = torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0], dtype=narrow))
-    triton_kernels.apply(torch.zeros(3), own, torch.zeros(3), torch.zeros(3), torch.zeros(3), 2, 0.5)
+    triton_passes.rebase(torch.zeros(3), own, torch.zeros(3), 0.5)
     assert own.tolist() == [0.5, -1.0, 1.5]
-
-
-@pytest.mark.parametrize("n", EXACT)
-@pytest.mark.parametrize("capacity", [1, 16])
-def test_select_and_accumulate_of_lengths_to_specialise_on(n: int, capacity: int) -> None:
-    residual, gradient, out, wanted = models(n, 4, torch.bfloat16)
-    finite = reference.accumulate(residual, gradient, 0.9, wanted)
-    assert triton_kernels.accumulate(residual, gradient, 0.9, out) == finite
-    assert alike(out, wanted)
-    ours, theirs = (form.select(out, 1.0, capacity, 0.5) for form in (triton_kernels, reference))
-    assert same_bits(ours[:2], theirs[:2])
-
-
-@given(
-    vectors=several(1),
-    threshold=st.sampled_from(THRESHOLDS),
-    capacity=st.sampled_from([0, 1, 2, 7, BLOCK, 4 * BLOCK]),
-    phase=st.sampled_from([0.0, 0.5, 0.999999]),
-)
-def test_select_takes_what_the_reference_takes(
-    vectors: list[Tensor], threshold: float, capacity: int, phase: float
-) -> None:
-    indices, demand, tail = triton_kernels.select(*vectors, threshold, capacity, phase)
-    wanted, all_of_them, tail_sum = reference.select(*vectors, threshold, capacity, phase)
-    assert same_bits((indices, demand), (wanted, all_of_them))
-    assert (tail.dtype, tail.shape) == (torch.float32, ())
-    assert torch.allclose(tail, tail_sum, rtol=1e-4)
-
-
-@pytest.mark.parametrize("narrow", NARROW)
-@given(vectors=several(3), scale=st.sampled_from([1.0, 0.9, 0.0]))
-def test_accumulate_adds_as_the_reference(narrow: torch.dtype, vectors: list[Tensor], scale: float) -> None:
-    residual, gradient, out = vectors
-    wanted = torch.empty_like(out)
-    finite = reference.accumulate(residual, gradient.to(narrow), scale, wanted)
-    assert triton_kernels.accumulate(residual, gradient.to(narrow), scale, out) == finite
-    assert alike(out, wanted)
-
-
-@given(vectors=several(3), threshold=st.sampled_from(THRESHOLDS), capacity=st.sampled_from([0, 1, 5, 9000]))
-def test_accumulate_mark_scan_and_compact_are_accumulate_and_select(
-    vectors: list[Tensor], threshold: float, capacity: int
-) -> None:
-    residual, gradient, out = vectors
-    marks = triton_kernels.accumulate_and_mark(residual, gradient, 1.0, out, threshold)
-    starts = triton_kernels.scan(marks.counts)
-    begin = fast.window_start(starts[-1], capacity, 0.5)
-    indices = triton_kernels.compact(out, threshold, starts, begin, capacity)
-    wanted = torch.empty_like(out)
-    finite = reference.accumulate(residual, gradient, 1.0, wanted)
-    assert alike(out, wanted)
-    assert bool(marks.spoiled.sum() == 0) == finite
-    assert same_bits((indices, starts[-1]), reference.select(wanted, threshold, capacity, 0.5)[:2])
-
-
-@pytest.mark.parametrize("blocks", [1, 16, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 3 * BLOCK + 3])
-def test_scan_counts_what_is_before_each_block(blocks: int) -> None:
-    counts = torch.randint(0, BLOCK, (blocks,), dtype=torch.int32)
-    starts = triton_kernels.scan(counts)
-    assert starts.tolist() == [0, *counts.cumsum(0).tolist()]
-
-
-def test_the_trial_passes_here_and_sees_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    triton_kernels.try_out(torch.device("cpu"))
-    monkeypatch.setattr(triton_kernels, "compact", lambda x, *_: torch.zeros(900, dtype=torch.int64))
-    with pytest.raises(RuntimeError, match="do not answer as torch's"):
-        triton_kernels.try_out(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("kernel", ["apply", "rebase", "waiting"])
 def test_the_trial_sees_a_model_that_is_moved_otherwise(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_kernels, kernel, lambda *_: None)
+    triton_passes.try_out(torch.device("cpu"))
+    monkeypatch.setattr(triton_passes, kernel, lambda *_: None)
     with pytest.raises(RuntimeError, match="do not answer as torch's"):
-        triton_kernels.try_out(torch.device("cpu"))
+        triton_passes.try_out(torch.device("cpu"))
 
 
 @st.composite
@@ -237,46 +167,50 @@ def rows_of_values(draw: st.DrawFn) -> Tensor:
     )
 
 
+def check_forms(bits: int, values: Tensor, blocks: Blocks) -> None:
+    data = torch_low_bit.encode_low(bits, values, blocks)
+    assert same_bits(triton_low_bit.encode_low(bits, values, blocks), data)
+    check_decoding(bits, data, blocks)
+
+
+def check_decoding(bits: int, data: Tensor, blocks: Blocks) -> None:
+    for add, shape in ((False, (len(data), blocks.count)), (True, (blocks.count,))):
+        ours, theirs = torch.empty(shape), torch.empty(shape)
+        triton_low_bit.decode_low(bits, data, ours, blocks, add)
+        torch_low_bit.decode_low(bits, data, theirs, blocks, add)
+        assert alike(ours, theirs)
+
+
 @pytest.mark.parametrize("bits", [1, 2, 4])
 @given(values=rows_of_values())
 def test_low_bits_are_torchs(bits: int, values: Tensor) -> None:
-    data, count = low_bit.encode_low(bits, values), values.shape[1]
-    assert same_bits(triton_low_bit.encode_low(bits, values), data)
-    check_decoding(bits, data, count)
+    check_forms(bits, values, even(values.shape[1]))
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_low_bits_of_many_lengths_are_torchs_whatever_is_zero(bits: int) -> None:
     sizes = (*range(1, 34), 63, 64, 65, 127, 128, 129, 254, 255, 256)
     values, blocks = patterned(sum(sizes), bits), block_layout(sizes).between(0, sum(sizes))
-    data = low_bit.encode_low(bits, values, blocks)
-    assert same_bits(triton_low_bit.encode_low(bits, values, blocks), data)
-    noise = torch.randint(0, 256, data.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    for each in (data, noise):
-        check_decoding(bits, each, sum(sizes), blocks)
+    check_forms(bits, values, blocks)
     part = blocks.split(512)[2]  # whose first edge is not 0
-    some = values[:, part.start : part.stop].contiguous()
-    assert same_bits(triton_low_bit.encode_low(bits, some, part), low_bit.encode_low(bits, some, part))
+    check_forms(bits, values[:, part.start : part.stop].contiguous(), part)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4])
 @given(world=st.integers(1, 4), count=st.sampled_from([0, 1, 7, 9, 256, 300]), seed=st.integers(0, 1000))
 def test_low_bits_of_any_bytes_are_torchs(bits: int, world: int, count: int, seed: int) -> None:
-    shape, source = (world, low_bit.size_of(bits, count)), torch.Generator().manual_seed(seed)
-    check_decoding(bits, torch.randint(0, 256, shape, dtype=torch.uint8, generator=source), count)
+    shape, source = (world, low_bit_size(bits, count)), torch.Generator().manual_seed(seed)
+    check_decoding(bits, torch.randint(0, 256, shape, dtype=torch.uint8, generator=source), even(count))
 
 
-def check_decoding(bits: int, data: Tensor, count: int, blocks: Blocks | None = None) -> None:
-    ours = triton_low_bit.decode_low(bits, data, count, torch.float32, blocks)
-    assert alike(ours, low_bit.decode_low(bits, data, count, torch.float32, blocks))
-    total = triton_low_bit.decode_low_sum(bits, data, count, torch.float32, blocks)
-    assert alike(total, low_bit.decode_low_sum(bits, data, count, torch.float32, blocks))
-
-
-@pytest.mark.parametrize("kernel", ["encode_low", "decode_low", "decode_low_sum"])
+@pytest.mark.parametrize("kernel", ["encode_low", "decode_low"])
 def test_the_trial_of_low_bits_sees_a_wrong_answer(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     triton_low_bit.try_out(torch.device("cpu"))
     right = getattr(triton_low_bit, kernel)
-    monkeypatch.setattr(triton_low_bit, kernel, lambda *arguments: right(*arguments).flip(-1))
+
+    def wrong(bits: int, values: Tensor, *others: object) -> object:
+        return right(bits, values.flip(-1), *others)
+
+    monkeypatch.setattr(triton_low_bit, kernel, wrong)
     with pytest.raises(RuntimeError, match="do not answer as torch's"):
         triton_low_bit.try_out(torch.device("cpu"))

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
-import numba
 import pytest
 import torch
 from hypothesis import given
@@ -15,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradsieve import kernels
-from gradsieve.kernels import choice, compiled_low_bit, low_bit
+from gradsieve.kernels import numba_forms, torch_low_bit
+from gradsieve.kernels.blocks import Blocks
 from gradsieve.testing.laws import same_bits
 from unit.kernels.test_kernels_compiled import ODD, alike, seen_while_running
 
@@ -36,14 +34,33 @@ def rows_of_values(draw: st.DrawFn) -> Tensor:
     return torch.where(replaced, odd, flat)[start:].view(rows, count)
 
 
+def check_forms(bits: int, values: Tensor, blocks: Blocks | None = None) -> Tensor:
+    """Whether both forms write the same bytes, and read them alike; these bytes."""
+    with kernels.using("torch"):
+        data = kernels.encode_low(bits, values, blocks)
+    with kernels.using("compiled"):
+        assert same_bits(kernels.encode_low(bits, values, blocks), data)
+    check_decoding(bits, data, values.shape[-1], blocks)
+    return data
+
+
+def check_decoding(bits: int, data: Tensor, count: int, blocks: Blocks | None = None) -> None:
+    with kernels.using("torch"):
+        back = kernels.decode_low(bits, data, count, torch.float32, blocks)
+    total = back[0].clone()
+    for row in back[1:]:
+        total += row
+    for form in ("torch", "compiled"):
+        with kernels.using(form):
+            assert alike(kernels.decode_low(bits, data, count, torch.float32, blocks), back)
+            assert alike(kernels.decode_low(bits, data[0], count, torch.float32, blocks), back[0])
+            assert alike(kernels.decode_low_sum(bits, data, count, torch.float32, blocks), total)
+
+
 @every_width
 @given(values=rows_of_values())
 def test_compiled_bytes_are_torchs(bits: int, values: Tensor) -> None:
-    with kernels.using("compiled"):
-        ours = kernels.encode_low(bits, values)
-    data = low_bit.encode_low(bits, values)
-    assert same_bits(ours, data)
-    check_decoding(bits, data, values.shape[1])
+    check_forms(bits, values)
 
 
 @every_width
@@ -52,22 +69,10 @@ def test_any_bytes_decode_to_what_they_are_for_torch(
     bits: int, world: int, count: int, before: int, seed: int
 ) -> None:
     """Scales of either sign and of any magnitude, and codes that nobody sends; also amid a longer message."""
-    shape = (world, before + low_bit.size_of(bits, count) + 1)
+    shape = (world, before + kernels.low_bit_size(bits, count) + 1)
     source = torch.Generator().manual_seed(seed)
     message = torch.randint(0, 256, shape, dtype=torch.uint8, generator=source)
     check_decoding(bits, message[:, before:-1], count)
-
-
-def check_decoding(bits: int, data: Tensor, count: int) -> None:
-    back = low_bit.decode_low(bits, data, count, torch.float32)
-    total = back[0].clone()
-    for row in back[1:]:
-        total += row
-    for form in ("torch", "compiled"):
-        with kernels.using(form):
-            assert alike(kernels.decode_low(bits, data, count, torch.float32), back)
-            assert alike(kernels.decode_low(bits, data[0], count, torch.float32), back[0])
-            assert alike(kernels.decode_low_sum(bits, data, count, torch.float32), total)
 
 
 @every_width
@@ -76,9 +81,10 @@ def test_rows_longer_than_what_torch_takes_at_once(
     bits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = torch.randn(3, 1001, dtype=dtype)
-    whole = low_bit.encode_low(bits, values)
-    monkeypatch.setattr(low_bit, "_TOGETHER", 3)
-    assert same_bits(low_bit.encode_low(bits, values), whole)
+    with kernels.using("torch"):
+        whole = kernels.encode_low(bits, values)
+        monkeypatch.setattr(torch_low_bit, "_TOGETHER", 3)
+        assert same_bits(kernels.encode_low(bits, values), whole)
 
 
 @every_width
@@ -89,7 +95,7 @@ def test_rows_of_several_dimensions_are_rows(bits: int) -> None:
     back = kernels.decode_low(bits, data, 300, torch.float32)
     assert same_bits(back.view(6, 300), kernels.decode_low(bits, data.view(6, -1), 300, torch.float32))
     nothing = kernels.encode_low(bits, values[:0])
-    assert nothing.shape == (0, 3, low_bit.size_of(bits, 300))
+    assert nothing.shape == (0, 3, kernels.low_bit_size(bits, 300))
     assert kernels.decode_low(bits, nothing, 300, torch.float32).shape == (0, 3, 300)
 
 
@@ -111,17 +117,17 @@ def test_the_compiled_form_writes_nothing_beside_its_result(monkeypatch: pytest.
             kernels.decode_low(bits, data, count, torch.float32)
             kernels.decode_low_sum(bits, data, count, torch.float32)
             monkeypatch.setattr(torch, "empty", real)
-    assert len(made) == 3 * 3 * 7
+    assert len(made) == 2 * 3 * 3 * 7
     assert all(bool((each[:32] == 77).all() & (each[-32:] == 77).all()) for each in made)
 
 
 def test_float32_end_to_end_on_the_cpu_is_compiled_and_all_else_is_torchs() -> None:
     x = torch.zeros(4, 8)
-    assert choice.low_bit_form_for(x, x.dtype) is not choice.TORCH_LOW_BIT
-    others = [x.double(), x[:, ::2], x.t(), x.to("meta")]
-    assert [choice.low_bit_form_for(each, each.dtype) for each in others] == [choice.TORCH_LOW_BIT] * 4
+    assert isinstance(kernels._low_bit(x, x.dtype), numba_forms.LowBit)
+    for other in (x.double(), x[:, ::2], x.t(), x.to("meta")):
+        assert kernels._low_bit(other, other.dtype) is torch_low_bit
     with kernels.using("torch"):
-        assert choice.low_bit_form_for(x, x.dtype) is choice.TORCH_LOW_BIT
+        assert kernels._low_bit(x, x.dtype) is torch_low_bit
 
 
 @pytest.mark.parametrize("form", ["torch", "compiled"])
@@ -158,41 +164,13 @@ def test_whoever_owns_a_vector_may_resize_it_afterwards() -> None:
         each.untyped_storage().resize_(0)
 
 
-def test_without_numba_it_is_torchs_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = choice._numba_low_bit
-    monkeypatch.setattr(choice, "_numba_low_bit", lambda: load())  # not what was loaded before
-    monkeypatch.setitem(sys.modules, "gradsieve.kernels.compiled_low_bit", None)
-    assert choice.low_bit_form_for(torch.zeros(3), torch.float32) is choice.TORCH_LOW_BIT
-    assert kernels.encode_low(1, torch.ones(3)).tolist() == [0x80, 0x3F, 0b111]
-
-
 def test_other_kernels_do_not_wait_for_these_to_be_compiled() -> None:
     script = (
-        "import sys, torch, gradsieve.kernels as kernels\n"
-        "low_bit = 'gradsieve.kernels.compiled_low_bit'\n"
+        "import torch, gradsieve.kernels as kernels\n"
         "kernels.above(torch.ones(3), 0.5)\n"
-        "before = low_bit in sys.modules\n"
+        "before = kernels._load_once.cache_info().currsize\n"
         "kernels.encode_low(1, torch.ones(3))\n"
-        "print(before, low_bit in sys.modules)"
+        "print(before, kernels._load_once.cache_info().currsize)"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert ran.stdout.split() == ["False", "True"]
-
-
-def encodes(load: Callable[[], choice.LowBitKernels]) -> bool:
-    return load().encode_low(1, torch.ones(3)).tolist() == [0x80, 0x3F, 0b111]
-
-
-def test_machine_code_is_kept_on_disk_and_a_broken_file_breaks_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(
-        compiled_low_bit, "_KERNELS", {"encode": compiled_low_bit._KERNELS["encode"]}
-    )  # one is enough to compile
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    assert encodes(choice._numba_low_bit)
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert files
-    for path in files:
-        path.write_bytes(path.read_bytes()[:20])
-    assert encodes(choice._numba_low_bit)
+    assert ran.stdout.split() == ["1", "2"]

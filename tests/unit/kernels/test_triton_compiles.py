@@ -19,19 +19,17 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed: pip install --no-deps triton")
 
 ROOT = Path(__file__).parents[3]
-TOOLS, PACKAGE = ROOT / "tools", ROOT / "src" / "gradsieve" / "kernels"
-MODULES = ["triton_apply", "triton_kernels", "triton_low_bit"]
+SCRIPTS, PACKAGE = ROOT / "scripts", ROOT / "src" / "gradsieve" / "kernels"
+MODULES = ["triton_passes", "triton_low_bit"]
 TARGETS = {"sm_75", "sm_80", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942"}
-BYTES = {"_apply True": 32.0, "_apply False": 28.0, "_rebase": 20.0, "_waiting": 12.0}
-"""An element, in float32. Parameters in two bytes are read for two fewer, and written for two fewer."""
-MOST_REGISTERS = 64
-"""With so many, half of the threads that a processor can hold are there at once."""
-WRITE_OWN = {"_apply True", "_rebase"}
+# An element, in float32. Parameters in two bytes are read for two fewer, and written for two fewer.
+BYTES = {"_apply": 28.0, "_rebase": 20.0, "_waiting": 12.0}
+MOST_REGISTERS = 64  # with so many, half of the threads that a processor can hold are there at once
 
 
 def run(*argv: str | Path) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(TOOLS), environment.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join([str(SCRIPTS), environment.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, *argv], capture_output=True, text=True, env=environment, check=False
     )
@@ -41,7 +39,7 @@ def run(*argv: str | Path) -> subprocess.CompletedProcess[str]:
 def test_every_launch_compiles_for_every_gpu_without_stack_spills_or_inexact_arithmetic(
     tmp_path: Path,
 ) -> None:
-    ran = run(TOOLS / "kernel_table.py", "--json", tmp_path / "table.json")
+    ran = run(SCRIPTS / "kernel_table.py", "--json", tmp_path / "table.json")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     rows = json.loads((tmp_path / "table.json").read_text())["results"]
     assert {row["launch"].split()[0] for row in rows} == launched()
@@ -61,15 +59,14 @@ def check_bytes(rows: list[dict[str, Any]]) -> None:
     """As the instructions move them: nothing is read twice."""
     seen = set()
     for row in rows:
-        kernel, _, own, *_ = words = row["launch"].split()
+        kernel, _, own, out, *_ = row["launch"].split()
         if (size := row.get("bytes an element")) is None:
             continue
-        kind = f"{kernel} {words[-3].removeprefix('rebased=')}" if kernel == "_apply" else kernel
-        narrow = 0 if own == "*fp32" else 2 * (1 + (kind in WRITE_OWN))
-        if kernel == "_waiting" and words[3] != "*fp32":
+        narrow = 0 if own == "*fp32" else 2 * (1 + (kernel == "_rebase"))
+        if kernel == "_waiting" and out != "*fp32":
             narrow += 2
-        assert size == BYTES[kind] - narrow, row
-        seen.add((kind, own))
+        assert size == BYTES[kernel] - narrow, row
+        seen.add((kernel, own))
     assert len(seen) == 3 * len(BYTES)
 
 

@@ -1,221 +1,236 @@
-"""What a budget buys, and how one is found."""
+"""What a budget buys, and how one is chosen: once, by the seconds of the first exchanges."""
 
 from __future__ import annotations
 
-import random
-from dataclasses import replace
+import time
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from gradsieve.comm.links import Links
-from gradsieve.errors import ConfigError
+from gradsieve.comm import lockstep
+from gradsieve.errors import ConfigError, Malformed
 from gradsieve.pipeline import StepPipeline
-from gradsieve.pipeline.budget import KEEP, LATE, LEAST, LOOK, Adaptive, Fixed, Times, cost, spend
-from gradsieve.pipeline.exchange_settings import Gradients, Steps, choose_scheme
+from gradsieve.pipeline.budget import ALL, LEAST, LITTLE, Budget, Timed, Timer, choose, needed
+from gradsieve.pipeline.exchange_settings import Gradients, choose_scheme
 from gradsieve.schemes.agreed import Values
 from gradsieve.schemes.exdyna import ExDyna
-from gradsieve.schemes.stripes import Stripes
+from gradsieve.schemes.stripes import Stripes, cost
 
-LINKS = Links(latency=1e-4, word=4e-9)  # a word of four bytes at 8 Gbit/s
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 16, 64])
 @pytest.mark.parametrize("bits", [0.05, 0.15, 0.75, 1.5, 3.0, 6.0, 20.0, 64.0])
 def test_a_budget_is_kept(bits: float, world: int) -> None:
-    values, share = spend(bits, world)
-    assert 0 < share <= 1
-    assert share * cost(values, world) <= bits * 1.0001
+    bought = Stripes().at_bits(bits, world)
+    assert 0 < bought.density <= 1
+    assert bought.density * cost(bought.values, world) <= bits * 1.0001
 
 
 def test_more_bits_tell_more_first_by_longer_stretches_then_by_wider_codes() -> None:
-    bought = [spend(bits, 4) for bits in (0.1, 0.4, 1.5, 3.1, 6.2, 25.0, 48.0)]
-    assert [values for values, _ in bought] == ["sign", "sign", "sign", "int2", "int4", "bf16", "exact"]
-    shares = [share for values, share in bought if values == "sign"]
+    bought = [Stripes().at_bits(bits, 4) for bits in (0.1, 0.4, 1.5, 3.1, 6.2, 25.0, 48.0)]
+    assert [each.values for each in bought] == ["sign", "sign", "sign", "int2", "int4", "bf16", "exact"]
+    shares = [each.density for each in bought if each.values == "sign"]
     assert shares == sorted(shares)
 
 
 def test_a_rank_alone_sends_nothing_and_rounds_nothing() -> None:
-    assert spend(0.1, 1) == ("exact", 1.0)
+    assert Stripes().at_bits(0.1, 1).is_whole
+
+
+def test_who_has_a_density_has_no_budget() -> None:
+    with pytest.raises(ConfigError, match="ExDyna has a density"):
+        ExDyna().at_bits(1.0, 4, [(10,)])
 
 
 @pytest.mark.parametrize("bits", [0.0, -1.0, float("nan")])
 def test_no_budget_is_refused(bits: float) -> None:
     with pytest.raises(ConfigError, match="bits are a budget"):
-        Fixed(bits)
+        Budget(bits)
 
 
-class Machine:
-    """A step of 100 ms of which 80 hide what is sent; sending takes so many milliseconds a bit, in addition
-    to its rounds, and computing makes the step itself longer. Steps vary by chance."""
-
-    def __init__(
-        self,
-        send: float,
-        compute: float = 0.0,
-        rounds: float = 0.0,
-        skew: float = 0.0,
-        noise: float = 0.0,
-        seed: int = 1,
-    ) -> None:
-        self.send, self.compute, self.rounds, self.skew, self.noise = send, compute, rounds, skew, noise
-        self.step = 100.0
-        self._chance = random.Random(seed)
-        self._on_their_way = [Times()] * LATE
-
-    def run(self, budget: Adaptive, exchanges: int) -> Adaptive:
-        for _ in range(exchanges):
-            every = budget.every
-            bits = budget.bits * every
-            step = (self.step + self.compute * bits) * self._chance.gauss(1.0, self.noise)
-            slack = every * step - 20.0
-            waited = self.skew + max(0.0, self.rounds + self.send * bits - slack - self.skew)
-            seconds = (every * step + waited, slack, waited)
-            self._on_their_way.append(Times(*(each / 1e3 for each in seconds)))
-            budget = budget.after(self._on_their_way.pop(0))
-            assert isinstance(budget, Adaptive)
-        return budget
+# -- what quality needs, and what a step carries --------------------------------------------------------
 
 
-def over(rounds: float = 0.0) -> Adaptive:
-    """As with links on which the rounds of an exchange take so many milliseconds."""
-    return Adaptive.over(LINKS, 25_000_000, 4, rounds=rounds / 1e3)
+def test_more_ranks_need_more_bits() -> None:
+    worlds = {2: 0.75, 3: 0.75, 4: 0.75, 5: 2.0, 8: 2.0, 9: 4.0, 16: 4.0, 17: 8.0, 64: 8.0, 1024: 8.0}
+    assert {world: needed(world) for world in worlds} == worlds
 
 
-def found(machine: Machine, exchanges: int = 300) -> float:
-    return machine.run(over(), exchanges).target
+def seen(
+    bits: float, a_bit: float, rounds: float = 0.0, computed: float = 0.0, every: int = 1, skew: float = 0.0
+) -> Timed:
+    """A step of 100 ms of which 80 hide an exchange, which takes so many milliseconds and for each bit.
+    Where ranks compute, too, the step is longer by as much; `skew` is waited for a slow rank."""
+    step = 100.0 + computed * bits
+    exchange, slack = rounds + a_bit * every * bits, every * step - 20.0
+    period = every * step + max(0.0, exchange - slack) + skew
+    return Timed(bits, period / 1e3, exchange / 1e3, slack / 1e3)
 
 
-def test_a_slow_link_is_filled_and_not_more() -> None:
-    """80 ms at 40 ms a bit: two bits, and what a step may be longer by."""
-    assert 1.75 < found(Machine(send=40.0)) < 2.15
+def chosen(a_bit: float, world: int = 4, every: int = 1, may_wait: bool = True, **machine: float) -> Budget:
+    timed = [seen(bits, a_bit, every=every, **machine) for bits in (LEAST, needed(world))]
+    return choose(world, timed, every, may_wait)
 
 
-def test_ten_times_the_rate_gives_ten_times_the_bits() -> None:
-    slow, fast = found(Machine(send=400.0)), found(Machine(send=40.0))
-    assert 7 < fast / slow < 13
+@pytest.mark.parametrize("world", [2, 4, 8, 16, 64])
+def test_where_a_step_carries_what_is_needed_that_is_sent_and_not_more(world: int) -> None:
+    assert chosen(80.0 / needed(world), world) == Budget(needed(world))
+    assert chosen(0.0, world) == Budget(needed(world))
 
 
-def test_a_link_without_end_carries_everything_as_it_is() -> None:
-    assert found(Machine(send=0.1), exchanges=150) == cost("exact", 4)
+@pytest.mark.parametrize("world", [8, 16, 64])
+def test_what_a_link_does_not_carry_is_not_sent(world: int) -> None:
+    """80 ms at 80 ms a bit."""
+    found = chosen(80.0, world)
+    assert found.every == 1
+    assert 0.7 <= found.bits < needed(world)
 
 
-def test_a_step_that_computes_longer_bounds_it_too() -> None:
-    """5 ms of 100 at 2 ms a bit."""
-    assert 2.0 < found(Machine(send=0.1, compute=2.0)) < 2.6
+def test_a_few_more_milliseconds_are_worth_the_bits_and_many_are_not() -> None:
+    """With a fifth of the bits there are 11 % more steps."""
+    assert chosen(110.0).bits == 0.75
+    assert chosen(200.0).bits < 0.6
+    assert chosen(1000.0).bits == LEAST
 
 
-def test_what_a_thread_that_waits_computes_does_not_bound_it() -> None:
-    """Nor is anybody asked for it: times are of steps alone."""
-    assert Times._fields == ("step", "slack", "waited")
+def test_what_is_computed_for_the_exchange_counts_as_much() -> None:
+    assert chosen(1.0, computed=2.0).bits == 0.75
+    assert chosen(1.0, computed=100.0).bits < 0.4
 
 
-def by_chance(noise: float, send: float) -> list[float]:
-    """What 20 runs found, sorted."""
-    return sorted(found(Machine(send=send, noise=noise, seed=seed), 400) for seed in range(20))
+@pytest.mark.parametrize("rounds", [300.0, 1000.0, 4000.0])
+def test_where_no_budget_fits_a_step_a_period_does(rounds: float) -> None:
+    found = chosen(10.0, rounds=rounds)
+    assert 0.7 * rounds / 100 <= found.every <= 2 * rounds / 100
+    assert found.bits >= LEAST
+    assert chosen(10.0, rounds=rounds, may_wait=False).every == 1
 
 
-def test_noise_hides_neither_a_full_link_nor_an_empty_one() -> None:
-    full, empty = by_chance(0.05, 40.0), by_chance(0.05, 0.1)
-    assert 1.4 < full[2] <= full[-3] < 2.4
-    assert empty[5] > 16.0
-
-
-def test_a_machine_that_is_slow_for_a_while_is_no_reason_to_send_less() -> None:
-    """Half as fast for 5 exchanges in 17: neighbours are slow together."""
-    machine, budget, ceilings = Machine(send=40.0), over(), []
-    for number in range(300):
-        machine.step = 200.0 if number % 17 < 5 else 100.0
-        budget = machine.run(budget, 1)
-        ceilings.append(budget.ceiling)
-    assert budget.target > 1.7
-    assert min(ceilings) > 1.7, "what hides was never taken for what does not"
-
-
-def test_a_link_that_carries_nothing_still_carries_the_least() -> None:
-    assert found(Machine(send=1e5)) == LEAST
-
-
-def test_a_busier_link_is_given_less_at_once_and_a_free_one_more_later() -> None:
-    budget = Machine(send=40.0).run(over(), 200)
-    busy = Machine(send=160.0).run(budget, 120)
-    free = Machine(send=40.0).run(busy, KEEP + 150)
-    assert budget.phase == "keep"
-    assert busy.target < 0.4 * budget.target
-    assert free.target > 0.8 * budget.target
-
-
-def test_waiting_for_a_slow_rank_is_not_the_budgets_fault() -> None:
-    budget = Machine(send=40.0, skew=20.0).run(over(rounds=1.0), 300)
-    assert budget.every == 1
-    assert budget.target > 1.9
-
-
-@pytest.mark.parametrize("rounds", [100.0, 330.0, 2000.0])
-def test_a_period_is_as_long_as_rounds_take_and_no_longer(rounds: float) -> None:
-    budget = Machine(send=40.0, rounds=rounds).run(over(rounds), 300)
-    hides = (rounds + 20.0) / 100.0
-    assert hides <= budget.every <= hides + 2
-    assert budget.target > LEAST
+def test_waiting_for_a_slow_rank_is_no_reason_for_a_period() -> None:
+    assert chosen(10.0, skew=60.0) == Budget(0.75)
 
 
 def test_a_period_that_the_user_chose_stays() -> None:
-    assert Machine(send=40.0, rounds=330.0).run(over(), 200).every == 1
+    found = chosen(200.0, every=3, may_wait=False)
+    assert found.every == 3
+    assert found.bits < 0.75
 
 
-def test_next_to_nothing_is_sent_between_two_tries_and_in_no_exchange_of_a_budget_that_is_kept() -> None:
-    budget, sent = over(), []
-    machine = Machine(send=40.0)
-    for _ in range(200):
-        budget = machine.run(budget, 1)
-        sent.append((budget.phase, budget.bits == LEAST))
-    tries = [least for phase, least in sent if phase == "try"]
-    assert 0.4 < sum(tries) / len(tries) < 0.6
-    assert not any(least for phase, least in sent if phase == "keep")
-    assert sent[-1][0] == "keep"
+def test_a_budget_is_written_as_it_is_asked_for() -> None:
+    assert str(Budget(0.75)) == "bits=0.75, exchange=gradsieve.Steps(every=1)"
+    assert str(Budget(0.27, 3)) == "bits=0.27, exchange=gradsieve.Steps(every=3, overlap=3)"
 
 
-def test_a_resumed_run_looks_first_and_goes_on_from_where_it_was() -> None:
-    budget = over().at(1.5)
-    assert budget.phase == "look"
-    assert Machine(send=40.0).run(budget, LOOK + LATE).target == 1.5
-    assert Fixed(0.5).at(0.7) == Fixed(0.5)
+# -- the first exchanges --------------------------------------------------------------------------------
 
 
-def test_a_run_that_kept_the_least_finds_more_when_it_is_resumed_on_a_better_link() -> None:
-    kept = Machine(send=1e5).run(over(), 300)
-    assert kept.target == LEAST
-    assert Machine(send=40.0).run(over().at(kept.target), 300).target > 1.7
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    now = {"s": 100.0}
+    monkeypatch.setattr(time, "perf_counter", lambda: now["s"])
+    return now
 
 
-def test_what_is_said_when_a_budget_was_found_has_bits_age_and_noise() -> None:
-    kept = replace(over(), phase="keep", bits=0.4, target=0.4, longer=0.02, noise=0.004)
-    said = kept.says(4)
-    assert "0.4 bits a parameter" in said
-    assert "sign" in said
-    assert "4 steps" in said
-    assert "2.0% (+- 0.4%) longer" in said
-    assert "every 3 steps" in replace(kept, every=3).says(4)
+def trained(clock: dict[str, float], exchange: Callable[[float], float], pause: int = -1) -> list[Timer]:
+    """Two ranks, the second of which comes 50 ms later into every exchange. `exchange`: its seconds, by bits;
+    the first is slow, and before one of them somebody evaluated the model."""
+    timers = [Timer(2, 1, True, CPU) for _ in range(2)]
+    for number in range(ALL):
+        begun = clock["s"]
+        took = exchange(timers[0].budget.bits) + (9.0 if number == 0 else 0.0)
+        for timer, late in zip(timers, (0.0, 0.05), strict=True):
+            assert timer.budget.bits == (LEAST if number < LITTLE else needed(2))
+            assert not timer.budget.is_chosen
+            clock["s"] = begun + late
+            timer.mark("begun")
+            clock["s"] = begun + 0.05 + took
+            timer.mark("got")
+        if timers[0].is_last:
+            lockstep.run([timer.gather() for timer in timers])
+        clock["s"] = begun + 0.15 + max(0.0, took - 0.08) + (60.0 if number == pause else 0.0)
+        after = [timer.after() for timer in timers]
+        assert after[0] == after[1]
+        end = clock["s"]
+        for timer, late in zip(timers, (0.0, 0.05), strict=True):  # it was applied before it was needed
+            clock["s"] = begun + late + 0.08
+            timer.mark("needed")
+        clock["s"] = end
+    return timers
 
 
-def test_nothing_is_said_before_or_later_or_of_a_fixed_budget() -> None:
-    kept = replace(over(), phase="keep", bits=0.4, target=0.4)
-    assert kept.says(4)
-    assert not kept.after(Times(0.1, 0.08)).says(4)
-    assert not over().says(4)
-    assert not Fixed(0.5).says(4)
+@pytest.mark.parametrize("pause", [-1, 2, 5])
+def test_all_ranks_choose_by_the_one_that_waits_for_none(clock: dict[str, float], pause: int) -> None:
+    timers = trained(clock, lambda bits: 0.1 * bits, pause)
+    assert [timer.budget for timer in timers] == [Budget(0.75)] * 2
 
 
-def test_what_a_treatment_says_of_single_steps_goes_for_a_budget_too() -> None:
-    """Everything as it is in the first step and in every fourth; otherwise what the budget buys."""
-    model = {"p": torch.zeros(1000)}
-    pipeline = StepPipeline(model.items(), Stripes(), 0, 4, settings=Steps(refresh=4, warm_up=1))
-    pipeline.budget = Fixed(0.5)
-    whole = []
-    for pipeline.step in range(8):
-        whole.append(pipeline.scheme_of_this_step().is_whole)
-    assert whole == [True, False, False, True, False, False, False, True]
-    assert pipeline.scheme.density == Stripes().density
+def test_a_link_that_takes_longer_leads_to_fewer_bits(clock: dict[str, float]) -> None:
+    """The twin: it is the seconds that decide."""
+    timers = trained(clock, lambda bits: 2.0 * bits)
+    assert timers[0].budget == timers[1].budget
+    assert timers[0].budget.is_chosen
+    assert timers[0].budget.bits < 0.75
+
+
+def test_after_the_choice_no_clock_is_looked_at(clock: dict[str, float]) -> None:
+    timer = trained(clock, lambda bits: 0.1 * bits)[0]
+    before = timer.budget
+    for _ in range(50):
+        timer.mark("begun")
+        clock["s"] += 1e3
+        timer.mark("got")
+        assert timer.after() == before
+    assert not timer.is_last
+
+
+def test_a_choice_that_was_kept_is_not_timed_again() -> None:
+    timer = Timer(4, 1, True, CPU)
+    assert timer.restart(Budget(0.27, 3)) == Budget(0.27, 3)
+    assert not timer.is_last
+    assert timer.after() == Budget(0.27, 3)
+    assert timer.restart() == Budget(LEAST, is_chosen=False), "the twin"
+
+
+def test_seconds_that_no_clock_shows_are_refused(clock: dict[str, float]) -> None:
+    with pytest.raises(Malformed, match="no clock shows"):
+        trained(clock, lambda bits: 1e9)
+
+
+def pipeline_of(world: int, rank: int = 0) -> StepPipeline:
+    model = {"w": torch.zeros(5000)}
+    return StepPipeline(model.items(), Stripes(), rank, world)
+
+
+def test_a_checkpoint_keeps_the_choice_and_one_from_before_it_has_none() -> None:
+    first, later = pipeline_of(4), pipeline_of(4)
+    first.choose_budget(may_wait=True)
+    later.choose_budget(may_wait=True)
+    assert (first.figures()["budget"], first.figures()["every"]) == (0.0, 0.0)
+    later.set_figures(first.figures())
+    assert later.budget == Budget(LEAST, is_chosen=False)
+    first.follow(Budget(0.38, 2))
+    later.set_figures(first.figures())
+    assert later.budget == Budget(0.38, 2)
+    assert (later.settings.every, later.settings.overlap) == (2, 2)
+    fixed = pipeline_of(4)
+    fixed.budget = Budget(1.5)
+    fixed.set_figures(first.figures())
+    assert fixed.budget == Budget(1.5), "who gave bits= keeps them"
+
+
+def test_what_is_chosen_is_logged_with_the_line_that_repeats_it(caplog: pytest.LogCaptureFixture) -> None:
+    few, many = pipeline_of(4), pipeline_of(64)
+    with caplog.at_level("INFO", "gradsieve"):
+        for pipeline in (few, many, pipeline_of(4, rank=1)):
+            pipeline.choose_budget(may_wait=True)
+            pipeline.follow(Budget(0.38, 2))
+            pipeline.follow(Budget(0.38, 2))
+    line = "step 0: from here on bits=0.38, exchange=gradsieve.Steps(every=2, overlap=2)"
+    assert caplog.messages[:2] == [line, line]
+    assert "up to 16 ranks, not with 64" in caplog.messages[2]
+    assert len(caplog.messages) == 3
 
 
 # -- which scheme a run gets ----------------------------------------------------------------------------

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from gradsieve.comm import lockstep
-from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op
+from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Meter, Op
 from gradsieve.errors import Malformed
-from gradsieve.pipeline.checksum import WORDS, Checksum, message_hash
+from gradsieve.pipeline.frame import CHECKSUM_WORDS, Checksum, Frame, message_hash
+from gradsieve.telemetry import Timeline
 from gradsieve.types import Program, by_way_of
 
 WORLD = 3
@@ -33,9 +34,15 @@ def ops(rank: int) -> Program[None]:
     yield Broadcast(torch.randn(4, generator=chance, dtype=torch.float64), 1)
 
 
-def exchange(rank: int) -> Program[Tensor]:
+def exchange(rank: int) -> Program[None]:
     yield from ops(rank)
-    return (yield AllReduce(torch.zeros(4 + WORDS)))
+    yield AllReduce(torch.zeros(4))
+
+
+def framed(program: Program[None], checksum: Checksum, rank: int) -> Program[Tensor]:
+    """The sums of the checksum's words."""
+    frame = Frame(program, torch.zeros(CHECKSUM_WORDS), checksum, Meter(rank, WORLD), Timeline())
+    return (yield from frame.run())[1]
 
 
 def damaged(program: Program[Tensor], op_number: int) -> Program[Tensor]:
@@ -55,12 +62,12 @@ def damaged(program: Program[Tensor], op_number: int) -> Program[Tensor]:
 def sums(damage: tuple[int, int] | None, steps: int = 1) -> list[Tensor]:
     ledgers = [Checksum(rank, WORLD) for rank in range(WORLD)]
     for _ in range(steps):
-        programs = [checksum.watched(exchange(rank), torch.float32) for rank, checksum in enumerate(ledgers)]
+        programs = [framed(exchange(rank), checksum, rank) for rank, checksum in enumerate(ledgers)]
         if damage is not None:
             programs[damage[0]] = damaged(programs[damage[0]], damage[1])
         heard = lockstep.run(programs)
     for checksum, each in zip(ledgers, heard, strict=True):
-        checksum.check(each[-WORDS:].tolist(), 7)
+        checksum.check(each.tolist(), 7)
     return heard
 
 
@@ -78,14 +85,13 @@ def test_one_changed_bit_is_seen(damage: tuple[int, int]) -> None:
 
 
 def test_messages_behind_the_words_are_told_of_in_the_next_exchange() -> None:
-    def late(rank: int) -> Program[Tensor]:
-        heard = yield AllReduce(torch.zeros(WORDS))
+    def late(rank: int) -> Program[None]:
+        yield AllReduce(torch.zeros(3))
         yield AllGather(torch.ones(5) * rank)
-        return heard
 
     ledgers = [Checksum(rank, WORLD) for rank in range(WORLD)]
     for is_seen in (False, True):
-        programs = [checksum.watched(late(rank), torch.float32) for rank, checksum in enumerate(ledgers)]
+        programs = [framed(late(rank), checksum, rank) for rank, checksum in enumerate(ledgers)]
         programs[1] = damaged(programs[1], 1)
         heard = lockstep.run(programs)
         if is_seen:

@@ -15,9 +15,9 @@ from torch import Tensor
 from gradsieve.comm import lockstep
 from gradsieve.comm.ops import Op
 from gradsieve.errors import ConfigError
-from gradsieve.feedback.checkpoint import fields_to_tensors
 from gradsieve.pipeline import GradientPipeline
 from gradsieve.schemes import make
+from gradsieve.types import fields_to_tensors
 from multiproc.models import UNIT
 from multiproc.training import (
     Plan,
@@ -287,13 +287,7 @@ def test_stats_are_those_of_the_last_step(scheme: str) -> None:
     first = pipeline.stats
     virtual.step(gradients_of(plan, 1, 2))
     assert pipeline.stats is not first
-    assert set(pipeline.stats.seconds) - {"encode", "decode", "partition", "threshold"} == {
-        "accumulate",
-        "select",
-        "exchange",
-        "apply",
-        "commit",
-    }
+    assert set(pipeline.stats.seconds) == {"accumulate", "select", "exchange", "apply", "commit"}
     assert pipeline.stats.sent > 0
     assert pipeline.stats.meter.collectives >= len(pipeline.units)
 

@@ -16,22 +16,24 @@ import torch
 from torch import Tensor
 
 from gradsieve import kernels
-from gradsieve.feedback.checkpoint import fields_to_tensors, text_to_tensor
-from gradsieve.feedback.digest import digest
-from gradsieve.kernels import fast, reference
+from gradsieve.checkpoint.fields import text_to_tensor
+from gradsieve.kernels import torch_passes
+from gradsieve.ranks_alike import digest
 from gradsieve.schemes.base import Scheme
 from gradsieve.schemes.exdyna import ExDyna
 from gradsieve.testing.laws import same_bits
 from gradsieve.testing.ranks import VirtualRanks
+from gradsieve.types import fields_to_tensors
 from gradsieve.wire.indices import INDEX_CODECS
 from gradsieve.wire.values import VALUE_CODECS
-from gradsieve_lab.bench import traffic
-from gradsieve_lab.bench.common import models, workloads
-from gradsieve_lab.bench.tasks import data as task_data
+from gradsieve_tools.bench import traffic
+from gradsieve_tools.bench.common import models, workloads
+from gradsieve_tools.bench.tasks import data as task_data
 from laws.cases import Case, published, registered
 from laws.treated import GRADIENTS, STEPS, Ranks, Receiving, Stepping
 from laws.treated import Case as Training
 from laws.variants import VARIANTS
+from unit.kernels import reference
 
 DEFAULTS: dict[str, tuple[torch.dtype, str | None]] = {
     "float64 on meta": (torch.float64, "meta"),
@@ -77,7 +79,7 @@ def test_a_default_of_one_kind_is_seen_too(work: Callable[[], list[Tensor]]) -> 
 
 # -- kernels --------------------------------------------------------------------------------------------
 
-N = fast._CHUNK + 1077
+N = torch_passes._CHUNK + 1077
 
 
 @cache
@@ -101,7 +103,7 @@ def every_result(form: Any) -> list[Any]:
 
 
 def on_an_accelerator(x: Tensor) -> list[Tensor]:
-    return [*fast._select_without_waiting(x, 1.0, 900, 0.5)]
+    return [*torch_passes.select_without_waiting(x, 1.0, 900, 0.5)]
 
 
 def every_other_result(form: Any) -> list[Any]:
@@ -128,9 +130,10 @@ def test_kernels(form: str) -> None:
         check_indifferent(lambda: every_result(kernels))
 
 
-@pytest.mark.parametrize("form", [fast, reference], ids=["fast", "reference"])
+@pytest.mark.parametrize("form", [kernels, reference], ids=["torch", "reference"])
 def test_kernels_of_one_form(form: Any) -> None:
-    check_indifferent(lambda: [*every_other_result(form), *every_result(form)])
+    with kernels.using("torch"):
+        check_indifferent(lambda: [*every_other_result(form), *every_result(form)])
 
 
 def test_the_way_of_accelerators() -> None:
@@ -217,7 +220,7 @@ def remembered(ranks: Ranks) -> list[Any]:
 
 
 def stepped(scheme: str, treatment: str) -> list[Any]:
-    ranks = Stepping(TRAINING, scheme, STEPS[treatment])
+    ranks = Stepping(TRAINING, scheme, *STEPS[treatment])
     for step in range(TRAINING.steps):
         ranks.advance(step)
     coherences = [pipeline.coherence for pipeline in ranks.pipelines]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradsieve.comm import lockstep
-from gradsieve.comm.meter import Meter
+from gradsieve.comm.ops import Meter
 from gradsieve.errors import ConfigError
 from gradsieve.schemes import exdyna, make
 from gradsieve.schemes.exclusive import HEADER
@@ -189,7 +189,7 @@ def test_a_threshold_stays_a_normal_float32_whatever_the_count_asks_for(
         seen = replace(
             state, threshold=threshold, demand=float(count), sent=count, tail=count / 2, curve=curve
         )
-        state = scheme.apply([seen])[0]
+        state = scheme.next_states([seen])[0]
         threshold = state.threshold
         assert limits.tiny <= threshold <= limits.max
 

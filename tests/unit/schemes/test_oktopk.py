@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradsieve.comm import lockstep
-from gradsieve.comm.meter import Meter
-from gradsieve.comm.ops import AllReduce
+from gradsieve.comm.ops import AllReduce, Meter
 from gradsieve.errors import ConfigError, Malformed
 from gradsieve.schemes import oktopk, oktopk_balance, oktopk_parts
 from gradsieve.schemes.oktopk import OkTopk
@@ -23,7 +22,7 @@ from gradsieve.testing import VirtualRanks
 from gradsieve.testing.gradients import Source
 from gradsieve.types import Ctx, Outcome
 from gradsieve.wire.check import lists_increasing
-from gradsieve_lab.bench.traffic import Case, Fleet, Gradients, Step
+from gradsieve_tools.bench.traffic import Case, Fleet, Gradients, Step
 
 N, DENSITY, K = 20_000, 0.05, 1_000
 

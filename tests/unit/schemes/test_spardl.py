@@ -9,8 +9,7 @@ import torch
 
 from gradsieve.comm import bruck, lockstep
 from gradsieve.comm.links import Links
-from gradsieve.comm.meter import Meter
-from gradsieve.comm.ops import Exchange
+from gradsieve.comm.ops import Exchange, Meter
 from gradsieve.errors import ConfigError
 from gradsieve.schemes.base import log2_ceil
 from gradsieve.schemes.block_buffers import BlockBuffers, Entries

@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradsieve.comm import lockstep
-from gradsieve.comm.meter import Meter
+from gradsieve.comm.ops import Meter
 from gradsieve.kernels.blocks import BLOCK
 from gradsieve.schemes.agreed import sum_agreed
 from gradsieve.schemes.stripes import Stripes
 from gradsieve.testing.gradients import Source
 from gradsieve.testing.ranks import VirtualRanks
 from gradsieve.types import Ctx
+from gradsieve_tools import formulas
 
 
 def stretches(n: int, density: float, steps: int, world: int = 4) -> list[tuple[int, int]]:
@@ -85,4 +86,4 @@ def test_bytes_are_flat_in_the_number_of_ranks(world: int) -> None:
     lockstep.run(programs, meters)
     meter = meters[0]
     assert 8 * meter.moved / n == pytest.approx(2 * 0.25 * (1 + 1 / 16) * (world - 1) / world, rel=0.05)
-    assert 4 * scheme.expected_words(n, world) == pytest.approx(meter.moved, rel=0.05)
+    assert 4 * formulas.words(scheme, n, world) == pytest.approx(meter.moved, rel=0.05)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradsieve.kernels.low_bit import BLOCK
+from gradsieve.kernels.blocks import BLOCK
 from gradsieve.testing.laws import same_bits
 from gradsieve.wire.values import VALUE_CODECS, ValueCodec
 

@@ -5,13 +5,11 @@ Replicas drift apart, so this is for measuring only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
-from gradsieve.comm.ops import Op
 from gradsieve.schemes.base import Scheme, Stateless
 from gradsieve.types import Ctx, Outcome, Program, Sparse
 
@@ -22,8 +20,6 @@ class Noop(Scheme[Stateless]):
 
     lossless: ClassVar[bool] = True
     no_comm: ClassVar[bool] = True
-    looks: ClassVar[float] = 0.0
-    merges: ClassVar[float] = 0.0
 
     def begin(self, n: int, world: int, previous: Stateless | None = None) -> Stateless:
         return Stateless()
@@ -31,12 +27,3 @@ class Noop(Scheme[Stateless]):
     def step(self, acc: Tensor, state: Stateless, ctx: Ctx) -> Program[Outcome[Stateless]]:
         yield from ()  # a generator that asks for nothing
         return Outcome(Sparse.full(acc), Sparse.full(acc), state)
-
-    def asks(self, n: int, world: int) -> Sequence[Op]:
-        return []
-
-    def expected_words(self, n: int, world: int, state: Stateless | None = None) -> float:
-        return 0.0
-
-    def expected_rounds(self, n: int, world: int, state: Stateless | None = None) -> int:
-        return 0

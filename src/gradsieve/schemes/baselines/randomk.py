@@ -13,27 +13,22 @@ What has to be random is that no element is favoured, and each is sent exactly o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from gradsieve.comm.ops import Op
-from gradsieve.schemes.agreed import Agreed, asked_for_sum, sum_agreed
-from gradsieve.schemes.base import Stateless, log2_ceil
+from gradsieve.schemes.agreed import Agreed, sum_agreed
+from gradsieve.schemes.base import Stateless
 from gradsieve.types import Ctx, Outcome, Program, Sparse
 
+# Keeps a * k + n below 2^63.
 _PRODUCT = 1 << 62
-"""Keeps a * k + n below 2^63."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RandomK(Agreed[Stateless]):
-    looks: ClassVar[float] = 0.0
-
     def begin(self, n: int, world: int, previous: Stateless | None = None) -> Stateless:
         return Stateless()
 
@@ -45,18 +40,9 @@ class RandomK(Agreed[Stateless]):
         total, given = yield from sum_agreed(acc[picked], self.values, ctx)
         return Outcome(Sparse(picked, total, n), Sparse(picked, given, n), state)
 
-    def asks(self, n: int, world: int) -> Sequence[Op]:
-        return asked_for_sum(self.k(n), self.values, world)
-
-    def expected_words(self, n: int, world: int, state: Stateless | None = None) -> float:
-        return 2.0 * self.k(n) * (world - 1) / world
-
-    def expected_rounds(self, n: int, world: int, state: Stateless | None = None) -> int:
-        return 2 * log2_ceil(world)
-
 
 def turn(n: int, k: int, step: int, device: torch.device) -> Tensor:
-    """Sorted indices of the elements whose turn it is; in the last step of a cycle those that are left."""
+    """Returns the sorted indices whose turn it is; in the last step of a cycle those that are left."""
     if not n:
         return torch.empty(0, dtype=torch.long, device=device)
     cycle, place = divmod(step, -(-n // k))

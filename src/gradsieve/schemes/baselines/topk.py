@@ -9,23 +9,19 @@ Traffic grows with the number of ranks, and so does the number of elements that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from gradsieve.comm.ops import AllGather, Op
+from gradsieve.comm.ops import AllGather
 from gradsieve.kernels import largest
-from gradsieve.schemes.base import Scheme, Stateless, blank, log2_ceil
+from gradsieve.schemes.base import Scheme, Stateless
 from gradsieve.schemes.gathering import pack_entries, sum_entries
 from gradsieve.types import Ctx, Outcome, Program, Sparse
 
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(Scheme[Stateless]):
-    merges: ClassVar[float] = 1.35
-
     def begin(self, n: int, world: int, previous: Stateless | None = None) -> Stateless:
         return Stateless()
 
@@ -39,12 +35,3 @@ class TopK(Scheme[Stateless]):
         # 3.
         update = sum_entries(messages, n, acc.dtype, ctx)
         return Outcome(update, Sparse(mine, values, n), state)
-
-    def asks(self, n: int, world: int) -> Sequence[Op]:
-        return [AllGather(blank(2 * self.k(n)))]
-
-    def expected_words(self, n: int, world: int, state: Stateless | None = None) -> float:
-        return 2.0 * self.k(n) * (world - 1)
-
-    def expected_rounds(self, n: int, world: int, state: Stateless | None = None) -> int:
-        return log2_ceil(world)

@@ -7,15 +7,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from gradsieve.comm.ops import AllGather, Op
 from gradsieve.kernels import largest
-from gradsieve.schemes.agreed import Agreed, asked_for_sum
-from gradsieve.schemes.base import Seen, blank, log2_ceil
+from gradsieve.schemes.agreed import Agreed
+from gradsieve.schemes.base import Seen
 from gradsieve.schemes.gathering import reduce_union
 from gradsieve.types import Ctx, Outcome, Program
 
@@ -35,16 +34,3 @@ class TopKUnion(Agreed[Seen]):
 
     def report(self, state: Seen) -> Mapping[str, float]:
         return {"imbalance": state.imbalance}
-
-    def asks(self, n: int, world: int) -> Sequence[Op]:
-        union = min(n, self.k(n) * world)
-        return [AllGather(blank(self.k(n))), *asked_for_sum(union, self.values, world)]
-
-    def expected_words(self, n: int, world: int, state: Seen | None = None) -> float:
-        """At the union seen; without one, as if no two ranks chose the same element."""
-        union = state.union if state else min(n, self.k(n) * world)
-        return self.k(n) * (world - 1) + 2.0 * union * (world - 1) / world
-
-    def expected_rounds(self, n: int, world: int, state: Seen | None = None) -> int:
-        """As published, with a gather of counts; ours are 3 log P."""
-        return 4 * log2_ceil(world)

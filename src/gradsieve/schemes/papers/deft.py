@@ -19,7 +19,6 @@ they carry no information.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -27,11 +26,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradsieve.comm.ops import AllGather, AllReduce, Broadcast, Op
+from gradsieve.comm.ops import Broadcast
 from gradsieve.errors import ConfigError
 from gradsieve.kernels import largest
-from gradsieve.schemes.base import Scheme, blank, log2_ceil
-from gradsieve.schemes.deft import UNEVEN, State, all_of, finite, make_layers, norms_of, pack
+from gradsieve.schemes.base import Scheme
+from gradsieve.schemes.deft import State, all_of, finite, make_layers, norms_of, pack
 from gradsieve.schemes.papers.exclusive import by_owner, edges_of, gather_padded, sum_at
 from gradsieve.schemes.speeds import shares_of_work
 from gradsieve.types import Ctx, Outcome, Program
@@ -40,8 +39,8 @@ from gradsieve.wire.check import dealt_once
 
 @dataclass(frozen=True, kw_only=True)
 class DeftPaper(Scheme[State]):
+    # Fewest elements of a layer.
     floor: int = 1
-    """Fewest elements of a layer."""
 
     whole_model: ClassVar[bool] = True
 
@@ -82,26 +81,9 @@ class DeftPaper(Scheme[State]):
     def report(self, state: State) -> Mapping[str, float]:
         return {"layers": state.edges.numel() - 1.0}
 
-    def asks(self, n: int, world: int) -> Sequence[Op]:
-        layers, row = self.begin(n, world).edges.numel() - 1, blank(math.ceil(UNEVEN * self.k(n) / world))
-        plan = [Broadcast(blank(world), root=0), Broadcast(blank(layers), root=0)]
-        return [*plan, AllGather(blank(2)), AllGather(row), AllReduce(blank(self.k(n), torch.float32))]
-
-    def looked_at(self, n: int, world: int) -> float:
-        return n * (1 + self.looks / world)
-
-    def expected_words(self, n: int, world: int, state: State | None = None) -> float:
-        """K' (f + 2) (P-1)/P + (P + L) log P, f K' being all rows at the length of the longest."""
-        state = state or replace(self.begin(n, world), sent=self.k(n), longest=self.k(n) // world)
-        plan = (world + state.edges.numel() - 1) * log2_ceil(world)
-        return (state.longest * world + 2.0 * state.sent) * (world - 1) / world + plan
-
-    def expected_rounds(self, n: int, world: int, state: State | None = None) -> int:
-        return 6 * log2_ceil(world)
-
 
 def divided(norms: Sequence[float], sizes: Sequence[int], k: int, floor: int) -> list[int]:
-    """Of k, what each layer gets by one rank's norms."""
+    """Divides k among the layers by one rank's norms."""
     counts = [0] * len(sizes)
     left, norm_left = k, sum(norms)
     for layer in sorted(range(len(sizes)), key=lambda layer: -norms[layer]):
@@ -115,7 +97,7 @@ def divided(norms: Sequence[float], sizes: Sequence[int], k: int, floor: int) ->
 def _sent_by_leader(
     sizes: Tensor, counts: Tensor, device: torch.device, ctx: Ctx
 ) -> Program[tuple[Sequence[Tensor], Tensor]]:
-    """The leader's bins of layers, and the layers that travel whole."""
+    """Returns the leader's bins of layers, and the layers that travel whole."""
     world, layers, leader = ctx.world, sizes.numel(), ctx.step % ctx.world
     lengths, order = counts.new_zeros(world), counts.new_zeros(layers)
     if ctx.rank == leader:

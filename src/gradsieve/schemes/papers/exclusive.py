@@ -19,25 +19,25 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from gradsieve.comm.ops import AllGather, AllReduce, Op
+from gradsieve.comm.ops import AllGather, AllReduce
 from gradsieve.errors import ConfigError
 from gradsieve.kernels import above
-from gradsieve.schemes.base import Scheme, blank, log2_ceil
+from gradsieve.schemes.base import Scheme
 from gradsieve.types import Ctx, Host, Program, Sparse
 from gradsieve.wire.check import counts_within, strictly_increasing
-from gradsieve.wire.frame import index_dtype
+from gradsieve.wire.pairs import index_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tracked:
-    """State of one vector, the same on every rank."""
+    """The state of one vector is the same on every rank."""
 
     n: int
     threshold: float
+    # Elements selected in each partition in the last step.
     load: Tensor
-    """Elements selected in each partition in the last step."""
+    # Elements selected in the last step; -1 before the first.
     sent: int = -1
-    """Elements selected in the last step; -1 before the first."""
 
 
 AnyTracked = TypeVar("AnyTracked", bound=Tracked)
@@ -45,17 +45,17 @@ AnyTracked = TypeVar("AnyTracked", bound=Tracked)
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedThreshold(Scheme[AnyTracked]):
-    """Exclusive partitions and a threshold that is scaled by fixed factors."""
+    """Partitions are exclusive, and the threshold is scaled by fixed factors."""
 
+    # The first threshold is this over sqrt(k).
     start: float = 0.5
-    """The first threshold is this over sqrt(k)."""
+    # Count over k, or k over count, from which on the threshold moves by gamma.
     beta: float = 1.1
-    """Count over k, or k over count, from which on the threshold moves by gamma."""
+    # Share by which the threshold rises or falls in a step.
     gamma: float = 0.005
-    """Share by which the threshold rises or falls in a step."""
+    # Part of gamma by which it rises while the count is near k. (It never falls there: the branch that was
+    # meant to lower it cannot be reached in the release. Kept, since it is what was measured.)
     inside: float = 0.25
-    """Part of gamma by which it rises while the count is near k. (It never falls there: the branch that was
-    meant to lower it cannot be reached in the release. Kept, since it is what was measured.)"""
 
     whole_model: ClassVar[bool] = True
 
@@ -70,8 +70,8 @@ class PublishedThreshold(Scheme[AnyTracked]):
     def first_threshold(self, n: int, previous: AnyTracked | None) -> float:
         return previous.threshold if previous else self.start / max(self.k(n), 1) ** 0.5
 
-    def apply(self, states: Sequence[AnyTracked]) -> list[AnyTracked]:
-        """The threshold of the next step, from the count of the whole model."""
+    def next_states(self, states: Sequence[AnyTracked]) -> list[AnyTracked]:
+        """Sets the threshold of the next step by the count of the whole model."""
         ratio = sum(state.sent for state in states) / max(self.k(sum(state.n for state in states)), 1)
         if ratio > self.beta:
             factor = 1 + self.gamma
@@ -85,29 +85,16 @@ class PublishedThreshold(Scheme[AnyTracked]):
         mean = max(state.sent, 1) / state.load.numel()
         return {"threshold": state.threshold, "imbalance": float(state.load.max()) / mean}
 
-    def asks(self, n: int, world: int) -> Sequence[Op]:
-        row = blank(-(-self.k(n) // world))
-        return [AllGather(blank(2)), AllGather(row), AllReduce(blank(self.k(n), torch.float32))]
-
-    def looked_at(self, n: int, world: int) -> float:
-        return n / world
-
-    def expected_words(self, n: int, world: int, state: AnyTracked | None = None) -> float:
-        imbalance, sent = (self.report(state)["imbalance"], state.sent) if state else (1.0, self.k(n))
-        return sent * (imbalance + 2.0) * (world - 1) / world
-
-    def expected_rounds(self, n: int, world: int, state: AnyTracked | None = None) -> int:
-        return 4 * log2_ceil(world)
-
 
 def edges_of(sizes: Sequence[int]) -> Tensor:
-    """Where parts of these sizes begin, and where the last one ends."""
+    """Says where parts of these sizes begin, and where the last one ends."""
     ends = torch.tensor([0, *sizes], dtype=torch.long, device="cpu")
     return ends.cumsum(0)
 
 
 def select_round_robin(acc: Tensor, cuts: Tensor, threshold: float, ctx: Ctx) -> Tensor:
-    """What reaches the threshold in partition (t + r) mod P; where nothing does, one element, round robin."""
+    """Selects what reaches the threshold in partition (t + r) mod P; where nothing does, one element, round
+    robin."""
     part = (ctx.step + ctx.rank) % ctx.world
     start, stop = int(cuts[part]), int(cuts[part + 1])
     selected = above(acc[start:stop], threshold)
@@ -117,8 +104,8 @@ def select_round_robin(acc: Tensor, cuts: Tensor, threshold: float, ctx: Ctx) ->
 
 
 def gather_padded(selected: Tensor, most: Host, n: int, ctx: Ctx) -> Program[tuple[Tensor, Tensor]]:
-    """Everybody's indices, not checked yet, and how many each rank has; both in rank order. `most` says how
-    many each rank can have."""
+    """Returns everybody's indices, not checked yet, and how many each rank has; both in rank order. `most`
+    says how many each rank can have."""
     counts = yield AllGather(torch.tensor([selected.numel()], dtype=torch.long, device=selected.device))
     counts = counts.flatten()
     counts_within(counts, most, f"elements in step {ctx.step}")
@@ -130,18 +117,18 @@ def gather_padded(selected: Tensor, most: Host, n: int, ctx: Ctx) -> Program[tup
 
 
 def by_owner(sizes: Tensor, step: int) -> Host:
-    """Sizes of partitions in the order of their owners: rank r has partition (t + r) mod P."""
+    """Puts sizes of partitions in the order of their owners: rank r has partition (t + r) mod P."""
     return sizes.roll(-step % sizes.numel()).numpy()
 
 
 def in_partition_order(gathered: Tensor, counts: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """Of lists in rank order: partition p was with rank (p - step) mod P."""
+    """Puts lists in rank order into partition order: partition p was with rank (p - step) mod P."""
     turn = step % counts.numel()
     return gathered.roll(int(counts[counts.numel() - turn :].sum())), counts.roll(turn)
 
 
 def sum_at(acc: Tensor, picked: Tensor, ctx: Ctx) -> Program[tuple[Sparse, Sparse]]:
-    """Update and spent at the indices that all ranks received."""
+    """Returns update and spent at the indices that all ranks received."""
     n = acc.numel()
     strictly_increasing(picked, n, f"indices gathered in step {ctx.step}")
     mine = acc[picked]

@@ -37,22 +37,22 @@ from gradsieve.types import Ctx, Outcome, Program
 
 @dataclass(frozen=True, kw_only=True)
 class State(Tracked):
+    # Blocks in each partition.
     blocks: Tensor
-    """Blocks in each partition."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExDynaPaper(PublishedThreshold[State]):
+    # Of the whole model.
     blocks: int = 1024
-    """Of the whole model."""
+    # A block's length is a multiple of it.
     multiple: int = 32
-    """A block's length is a multiple of it."""
+    # Load over the mean, or mean over the load, beyond which a partition is out of balance.
     alpha: float = 1.05
-    """Load over the mean, or mean over the load, beyond which a partition is out of balance."""
+    # Blocks that change sides at once.
     blk_move: int = 1
-    """Blocks that change sides at once."""
+    # Part of an even share of the blocks below which no partition goes.
     least: float = 0.25
-    """Part of an even share of the blocks below which no partition goes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,7 +75,7 @@ class ExDynaPaper(PublishedThreshold[State]):
         cuts[-1] = n
         # 3.
         selected = select_round_robin(acc, cuts, state.threshold, ctx)
-        # 4. (5. is in `apply`)
+        # 4. (5. is in `next_states`)
         most = by_owner(cuts.diff(), ctx.step)
         gathered, counts = yield from gather_padded(selected, most, n, ctx)
         picked, load = in_partition_order(gathered, counts, ctx.step)
@@ -83,12 +83,12 @@ class ExDynaPaper(PublishedThreshold[State]):
         return Outcome(update, spent, replace(state, blocks=blocks, load=load, sent=update.count))
 
     def _length(self, n: int, blocks: int) -> int:
-        """Of a block."""
         length = n // blocks
         return length - length % self.multiple if length >= self.multiple else max(length, 1)
 
     def _adjusted(self, state: State, length: int) -> Tensor:
-        """One sweep over neighbours, loads carried along as blocks move. P is small next to the selection."""
+        """Sweeps once over neighbours; loads are carried along as blocks move. P is small next to the
+        selection."""
         if state.sent <= 0:
             return state.blocks
         blocks, load = state.blocks.tolist(), state.load.tolist()

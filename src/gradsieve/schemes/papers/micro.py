@@ -42,7 +42,7 @@ class MicroPaper(PublishedThreshold[Tracked]):
         cuts = edges_of(evenly(state.n, ctx.world))
         # 2.
         selected = select_round_robin(acc, cuts, state.threshold, ctx)
-        # 3. (4. is in `apply`)
+        # 3. (4. is in `next_states`)
         most = by_owner(cuts.diff(), ctx.step)
         gathered, counts = yield from gather_padded(selected, most, state.n, ctx)
         picked, load = in_partition_order(gathered, counts, ctx.step)

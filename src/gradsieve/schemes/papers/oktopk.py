@@ -42,37 +42,37 @@ from gradsieve.schemes.oktopk_parts import (
 )
 from gradsieve.types import Ctx, Outcome, Program, Sparse
 from gradsieve.wire.check import counts_within, strictly_increasing
-from gradsieve.wire.frame import from_pairs, index_dtype, to_pairs
+from gradsieve.wire.pairs import from_pairs, index_dtype, to_pairs
 
 
 @dataclass(frozen=True, kw_only=True)
 class OkTopkPaper(Regional):
+    # Steps at first in which everything is sent; the release has 512.
     dense_steps: int = 0
-    """Steps at first in which everything is sent; the release has 512."""
+    # Elements over k from which on the local threshold is raised before anything is selected.
     guard: float = 4 / 3
-    """Elements over k from which on the local threshold is raised before anything is selected."""
+    # By how much at a time.
     guard_factor: float = 1.03
-    """By how much at a time."""
+    # How often at most.
     guard_rounds: int = 5
-    """How often at most."""
+    # Elements over k below which the local threshold falls.
     local_few: float = 2 / 3
-    """Elements over k below which the local threshold falls."""
+    # Elements over k above which it rises.
     local_many: float = 5 / 4
-    """Elements over k above which it rises."""
+    # By how much it falls.
     local_down: float = 1.012
-    """By how much it falls."""
+    # By how much it rises.
     local_up: float = 1.012
-    """By how much it rises."""
+    # Sums over k below which the global threshold falls.
     global_few: float = 2 / 3
-    """Sums over k below which the global threshold falls."""
+    # Sums over k above which it rises.
     global_many: float = 4 / 3
-    """Sums over k above which it rises."""
+    # By how much it falls.
     global_down: float = 1.008
-    """By how much it falls."""
+    # By how much it rises.
     global_up: float = 1.008
-    """By how much it rises."""
+    # Longest list of sums over the mean from which on lists are balanced.
     lopsided: float = 4.0
-    """Longest list of sums over the mean from which on lists are balanced."""
 
     whole_model: ClassVar[bool] = True
 
@@ -116,7 +116,7 @@ class OkTopkPaper(Regional):
         return Outcome(Sparse(chosen.indices, chosen.values, n), Sparse(mine, acc[mine], n), new)
 
     def _select(self, acc: Tensor, threshold: float, k: int, step: int) -> tuple[Tensor, float]:
-        """This rank's indices and the threshold they are beyond."""
+        """Returns this rank's indices and the threshold they are beyond."""
         if step % self.local_period == 0 or not threshold:
             kept = acc[largest(acc, k)].abs()
             threshold = float(kept.min()) if 0 < k == kept.numel() else 0.0
@@ -132,7 +132,7 @@ class OkTopkPaper(Regional):
     def _select_globally(
         self, sums: Sums, threshold: float, k: int, cuts: Tensor, ctx: Ctx
     ) -> Program[Chosen]:
-        """The k largest of the sums of all regions; with a threshold, those beyond it."""
+        """Returns the k largest of the sums of all regions; with a threshold, those beyond it."""
         offered = _beyond(sums.values, threshold)
         n = int(cuts[-1])
         most = n * ctx.world
@@ -158,20 +158,20 @@ class OkTopkPaper(Regional):
 
 
 def _beyond(x: Tensor, threshold: float) -> Tensor:
-    """Sorted indices with |x| > threshold, where `above` has >=."""
+    """Returns sorted indices with |x| > threshold, where `above` has >=."""
     at = torch.tensor(threshold, dtype=x.dtype, device="cpu")
     return above(x, float(at.nextafter(at.new_tensor(torch.inf))))
 
 
 def _factor(ratio: float, few: float, many: float, down: float, up: float) -> float:
-    """For the threshold of the next step, from the count over k in this one."""
+    """Returns what scales the threshold for the next step, given the count over k in this one."""
     if ratio < few:
         return 1 / down
     return up if ratio > many else 1.0
 
 
 def _every_pth(selected: Tensor, n: int, world: int) -> Tensor:
-    """The published cuts; of nothing selected, even ones."""
+    """Returns the published cuts; even ones, if nothing is selected."""
     part = torch.arange(1, world, dtype=torch.long, device=selected.device)
     count = selected.numel()
     return selected[part * (count // world)] if count else part * n // world

@@ -28,8 +28,8 @@ from gradsieve.types import target_count
 
 @dataclass(frozen=True, kw_only=True)
 class SparDLPaper(SparDL):
+    # Into how many moves the way of h from the least to the most is divided at first.
     moves: int = 100
-    """Into how many moves the way of h from the least to the most is divided at first."""
 
     whole_model: ClassVar[bool] = True
 

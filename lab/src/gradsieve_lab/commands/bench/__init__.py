@@ -1,1 +1,0 @@
-"""Of `gradsieve bench`: a file a measurement, each with `fill(parser)` and what it calls."""

@@ -1,1 +1,0 @@
-"""What ranks agree on before and while they train: settings, equal replicas, the links between them."""

@@ -1,0 +1,70 @@
+"""Which replicas are there, which are missing, and what the missing ones took along."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+_log = logging.getLogger("gradsieve")
+
+
+@dataclass(frozen=True, slots=True)
+class LastSeen:
+    """A replica, after the last exchange that was committed with it."""
+
+    name: str
+    group: int
+    exchange: int
+    waiting: float  # norm of its residual then, which is in no model but its own
+
+
+@dataclass(slots=True)
+class Accounts:
+    """By identity, the same on all replicas that share a model."""
+
+    present: dict[int, LastSeen] = field(default_factory=dict)
+    missing: dict[int, LastSeen] = field(default_factory=dict)
+    returned: int = 0
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Accounts:
+        """What a peer's `asdict` gave."""
+        present, missing = (
+            {who: LastSeen(**last) for who, last in state[kind].items()} for kind in ("present", "missing")
+        )
+        return cls(present, missing, state["returned"])
+
+    def state(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def last_of(self, identity: int) -> tuple[int, int] | None:
+        """Group and number of the last exchange that was committed with a replica."""
+        seen = self.present.get(identity) or self.missing.get(identity)
+        return None if seen is None else (seen.group, seen.exchange)
+
+    def commit(self, members: Mapping[int, LastSeen]) -> None:
+        """An exchange of these was committed."""
+        for identity in self.present.keys() - members.keys():
+            gone = self.missing[identity] = self.present[identity]
+            _log.warning(
+                "exchange %d: replica %s is gone. Its residual, of norm %.4g after its last exchange "
+                "(%d), is lost unless it returns; so are its steps since then",
+                max(member.exchange for member in members.values()),
+                gone.name,
+                gone.waiting,
+                gone.exchange,
+            )
+        for identity in self.missing.keys() & members.keys():
+            self.returned += 1
+            _log.info("replica %s is back, with its residual", self.missing.pop(identity).name)
+        self.present = dict(members)
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "replicas": len(self.present),
+            "replicas_missing": len(self.missing),
+            "replicas_returned": self.returned,
+            "lost_mass": sum(gone.waiting for gone in self.missing.values()),
+        }

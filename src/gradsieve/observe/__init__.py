@@ -1,1 +1,0 @@
-"""What a training says about itself: startup log, metrics, diagnostics, records, sinks."""

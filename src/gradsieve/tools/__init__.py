@@ -1,1 +1,0 @@
-"""Programs around a training: `gradsieve doctor`, `plan`, `watch` and `report`."""

@@ -1,0 +1,122 @@
+"""The fingerprint of a replica: every single change shows."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gradsieve import ranks_alike as module
+from gradsieve.ranks_alike import digest
+
+BITS = {
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+    torch.int64: torch.int64,
+}
+every_dtype = pytest.mark.parametrize("dtype", BITS)
+
+
+def values(size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return (torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 100).to(dtype)
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return torch.equal(digest(left), digest(right))
+
+
+@every_dtype
+def test_equal_values_have_equal_fingerprints(dtype: torch.dtype) -> None:
+    x = values(1000, dtype)
+    assert same([x], [x.clone()])
+    assert digest([x]).dtype == torch.int64
+    assert digest([x]).shape == (1,)
+
+
+@every_dtype
+@given(size=st.integers(1, 9000), data=st.data())
+def test_every_single_bit_shows(dtype: torch.dtype, size: int, data: st.DataObject) -> None:
+    x = values(size, dtype)
+    bits = x.view(BITS[dtype]).clone()
+    place = data.draw(st.integers(0, size - 1))
+    bit = data.draw(st.integers(0, 8 * dtype.itemsize - 1))
+    flip = 1 << bit if bit < 8 * dtype.itemsize - 1 else -(1 << bit)
+    bits[place] ^= flip
+    assert not same([x], [bits.view(dtype)])
+
+
+@every_dtype
+@pytest.mark.parametrize("place", [0, 1, 4095, 8190, 8191, 8999])
+def test_a_sign_shows_at_any_place(dtype: torch.dtype, place: int) -> None:
+    x = values(9000, dtype) + 200
+    y = x.clone()
+    y[place] = -y[place]
+    assert not same([x], [y])
+
+
+@given(size=st.integers(2, 20_000), data=st.data())
+def test_exchanged_values_show_at_any_distance(size: int, data: st.DataObject) -> None:
+    x = values(size, torch.float32, seed=size)
+    here, there = data.draw(st.tuples(*[st.integers(0, size - 1)] * 2))
+    assume(float(x[here]) != float(x[there]))
+    y = x.clone()
+    y[[here, there]] = x[[there, here]]
+    assert not same([x], [y])
+
+
+def test_exchanged_values_show_at_the_period_of_a_weight() -> None:
+    x = torch.arange(9000.0)
+    y = x.clone()
+    y[[0, 8191]] = x[[8191, 0]]
+    assert not same([x], [y])
+
+
+@given(ulps=st.tuples(st.integers(-9, 9), st.integers(-9, 9)), places=st.tuples(*[st.integers(0, 99)] * 2))
+def test_two_small_changes_do_not_cancel(ulps: tuple[int, int], places: tuple[int, int]) -> None:
+    assume(any(ulps))
+    assume(places[0] != places[1])
+    x = torch.ones(100)
+    bits = x.view(torch.int32).clone()
+    for place, change in zip(places, ulps, strict=True):
+        bits[place] += change
+    assert not same([x], [bits.view(torch.float32)])
+
+
+def test_zeros_of_both_signs_lengths_and_types_show() -> None:
+    zero = torch.zeros(8)
+    assert not same([zero], [-zero])
+    assert not same([zero], [torch.zeros(9)])
+    assert not same([zero], [])
+
+
+def test_the_order_of_tensors_and_a_value_moved_between_them_show() -> None:
+    x, y = values(50, torch.float32, 1), values(50, torch.float32, 2)
+    assert not same([x, y], [y, x])
+    moved_x, moved_y = x.clone(), y.clone()
+    moved_x[7], moved_y[7] = y[7], x[7]
+    assert not same([x, y], [moved_x, moved_y])
+
+
+def test_memory_formats_do_not_show() -> None:
+    x = torch.randn(2, 8, 4, 4)
+    assert same([x], [x.to(memory_format=torch.channels_last)])
+    assert same([x[:, ::2]], [x[:, ::2].contiguous()])
+
+
+def test_changes_show_in_every_chunk() -> None:
+    with mock.patch.object(module, "_CHUNK", 7):
+        x = values(40, torch.float32)
+        assert same([x], [x.clone()])
+        for place in range(40):
+            y = x.clone()
+            y[place] += 1
+            assert not same([x], [y])
+            y = x.clone()
+            y[[place, (place + 7) % 40]] = x[[(place + 7) % 40, place]]
+            assert not same([x], [y])

@@ -1,0 +1,274 @@
+"""Records: a line says what happened, what cannot be a record is refused, and it costs next to nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import gradsieve
+from gradsieve import recording as module
+from gradsieve.errors import ConfigError, Malformed
+from gradsieve.metrics import look
+from gradsieve.recording import Recorder, spec_of
+from gradsieve.schemes.exdyna import ExDyna
+from gradsieve.testing.ranks import VirtualRanks
+from gradsieve_tools.bench import overhead
+from gradsieve_tools.bench.accuracy import measure as accuracy
+from gradsieve_tools.bench.common import virtual
+from gradsieve_tools.records import Header, Line, Record, path_of, read, text_of
+from gradsieve_tools.specs import parse
+from gradsieve_tools.specs import parse_exchange as treatment
+from tiny_task import TASK, tiny
+
+__all__ = ["tiny"]
+
+HEADER = Header(
+    name="a", scheme="exdyna", exchange="steps", density=0.1, rank=0, world=2, parameters=9, every=50
+)
+LINES = [
+    Line(step=1, at=0.5, density=0.1, bits=1.5, seconds={"select": 0.25}, loss=2.0),
+    Line(step=2, at=1.0, density=0.125, bits=1.5, threshold=3.0, cut=0.0),
+]
+
+
+def run(sync: str, how: str, steps: int = 6, **more: Any) -> virtual.Run:
+    scheme = parse(sync, None if sync == "dense" else 0.1)
+    return virtual.Run(TASK, scheme, treatment(how, scheme), seed=0, world=3, steps=steps, batch=15, **more)
+
+
+# -- what a line says -------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("sync", ["exdyna", "exdyna:values=sign", "stripes", "spardl"])
+@pytest.mark.parametrize("how", ["default", "paper"])
+def test_norms_are_those_of_the_vectors_themselves(sync: str, how: str, tmp_path: Path) -> None:
+    members = [virtual.Member(run(sync, how), rank) for rank in range(3)]
+    watched = Recorder(members[0].pipeline, tmp_path / "run", every=1)
+    expected = []
+    for _ in range(4):
+        for member in members:
+            member.backward()
+        virtual.exchange(members)
+        (left,), (outcome,) = members[0].pipeline.waiting(), members[0].pipeline.outcomes
+        spent = outcome.spent.to_dense()
+        before = float((left + spent).norm() ** 2)  # zero where no step was taken yet: that is told as None
+        contraction = float(left.norm() ** 2) / before if before else None
+        age = float(left.abs().sum() / spent.abs().sum()) if spent.any() else None
+        expected.append((float(left.norm()), contraction, age))
+        for member in members:
+            member.step()
+    watched.close()
+    lines = read(watched.path).lines
+    assert [line.step for line in lines] == [1, 2, 3, 4]
+    for line, (waiting, contraction, age) in zip(lines, expected, strict=True):
+        assert line.waiting == pytest.approx(waiting, rel=1e-3)
+        for told, true in ((line.contraction, contraction), (line.age, age)):
+            assert told is None if true is None else told == pytest.approx(true, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_training_leaves_a_file_a_rank_and_a_line_a_step(tmp_path: Path) -> None:
+    case = accuracy.Case(task=TASK, sync="exdyna", density=0.1, world=4, steps=50)
+    accuracy.train(case, lambda: None, tmp_path)
+    found = [read(path_of(tmp_path / case.stem, rank)) for rank in range(4)]
+    assert [record.header.rank for record in found] == [0, 1, 2, 3]
+    for record in found:
+        *lines, flush = record.lines
+        assert [line.step for line in lines] == list(range(1, 51))
+        assert all(line.loss is not None and line.threshold is not None for line in lines)
+        assert lines[0].imbalance is None, "nothing waits before the first step, so nothing is selected"
+        assert all(line.imbalance is not None and line.imbalance >= 1.0 for line in lines[1:])
+        assert {"select", "exchange"} <= set(lines[-1].seconds)
+        assert (lines[-1].xi is not None, lines[-2].xi) == (True, None), "norms are for some steps only"
+        assert (flush.density, flush.threshold) == (1.0, None)
+    assert accuracy.missing([case], tmp_path, tmp_path) == [case], "recorded, but the training was not kept"
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_sync_is_recorded_until_it_is_closed(tmp_path: Path) -> None:
+    model = nn.Linear(40, 60)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = gradsieve.GradientSync(model.named_parameters(), optimizer, scheme="exdyna", density=0.1)
+    recorder = gradsieve.record(sync, tmp_path / "new" / "run", every=2)
+    with pytest.raises(ConfigError, match="recorded already"):
+        gradsieve.record(sync, tmp_path / "other")
+    for step in range(3):
+        model(torch.randn(5, 40)).square().mean().backward()
+        sync.reduce()
+        optimizer.step()
+        recorder.note_loss(float(step))
+    sync.close()
+    found = read(tmp_path / "new" / "run.rank0.jsonl")
+    assert [line.loss for line in found.lines] == [0.0, 1.0, 2.0]
+    assert [line.waiting is None for line in found.lines] == [True, False, True]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_full_disk_is_told_once_and_ends_no_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    members = [virtual.Member(run("exdyna", "default"), rank) for rank in range(3)]
+    path_of(tmp_path / "run", 0).symlink_to("/dev/full")
+    with caplog.at_level(logging.WARNING, "gradsieve"):
+        recorder = Recorder(members[0].pipeline, tmp_path / "run")
+        for _ in range(3):
+            virtual.exchange(members)
+        recorder.close()
+    assert ["No space left on device" in text for text in caplog.messages] == [True]
+    assert members[0].pipeline.step == 3
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_checkpoint_that_is_loaded_on_the_way_begins_another_life(tmp_path: Path) -> None:
+    members = [virtual.Member(run("exdyna", "default"), rank) for rank in range(3)]
+    recorder = Recorder(members[0].pipeline, tmp_path / "run")
+    for step in (1, 2, 3, 2, 3):
+        for member in members:
+            member.pipeline.step = step - 1
+        virtual.exchange(members)
+        recorder.note_loss(float(step))
+    recorder.close()
+    assert [line.step for line in read(recorder.path).lines] == [1, 2, 3]
+    assert recorder.path.read_text().count("gradsieve_record") == 2
+
+
+@pytest.mark.parametrize("text", ["exdyna", "exdyna:balance=false", "spardl:teams=2+residuals=local"])
+def test_a_scheme_is_named_as_benches_take_it(text: str) -> None:
+    assert spec_of(parse(text, 0.01)) == text
+
+
+# -- f(t) -------------------------------------------------------------------------------------------------
+
+
+def test_unbalanced_partitions_show_in_f_where_rows_that_were_cut_hid_them() -> None:
+    """The twin is in the same breath: the rows themselves, which is what was counted before."""
+
+    def slope(step: int, rank: int, bucket: int) -> torch.Tensor:
+        source = torch.Generator().manual_seed(97 * step + rank)
+        return torch.randn(20_000, generator=source) * torch.exp(-3 * torch.linspace(0, 1, 20_000))
+
+    found = {}
+    for balance in (True, False):
+        fleet = VirtualRanks(ExDyna(density=0.05, balance=balance), [20_000], 4)
+        states = [round_.outcomes[0].state for round_ in fleet.advance(slope, 40)][20:]
+        reports = [fleet.scheme.report(state) for state in states]
+        rows = statistics.fmean(state.longest * 4 / state.sent for state in states)
+        found[balance] = (statistics.fmean(report["imbalance"] for report in reports), rows)
+    (f_with, _), (f_without, rows_without) = found[True], found[False]
+    assert f_with < 1.2
+    assert f_without > 1.5
+    assert rows_without < 0.8 * f_without, (rows_without, f_without)
+
+
+# -- what is read -----------------------------------------------------------------------------------------
+
+
+def written(tmp_path: Path, texts: list[str]) -> Path:
+    path = tmp_path / "x.rank0.jsonl"
+    path.write_text("".join(texts))
+    return path
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    path = written(tmp_path, [text_of(HEADER), *map(text_of, LINES)])
+    assert read(path) == Record(HEADER, LINES)
+    assert read(path).column("threshold") == ([2], [3.0])
+
+
+def changed(entry: Header | Line, change: Callable[[dict[str, Any]], Any]) -> str:
+    plain = json.loads(text_of(entry))
+    change(plain)
+    return json.dumps(plain) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        ([], "empty"),
+        ([text_of(HEADER)[:-9]], "cut off"),
+        ([text_of(HEADER), text_of(LINES[0])[:-9] + "\n", text_of(LINES[1])], "line 2: not as a record"),
+        (['{"rows": []}\n'], "no record of a training"),
+        (["not JSON\n"], "no record of a training"),
+        (["[1]\n"], "no record of a training"),
+        ([changed(HEADER, lambda it: it.update(gradsieve_record=2))], "version 2"),
+        ([changed(HEADER, lambda it: it.pop("world"))], "line 1: .* world"),
+        ([changed(HEADER, lambda it: it.update(world="2"))], "world is '2'"),
+        ([text_of(HEADER), changed(LINES[0], lambda it: it.pop("density"))], "line 2: .* density"),
+        ([text_of(HEADER), changed(LINES[0], lambda it: it.update(more=1))], "line 2: .* more"),
+        ([text_of(HEADER), changed(LINES[0], lambda it: it.update(density=None))], "density is None"),
+        ([text_of(HEADER), changed(LINES[0], lambda it: it.update(density=float("nan")))], "density is nan"),
+        ([text_of(HEADER), changed(LINES[0], lambda it: it.update(step=True))], "step is True"),
+        ([text_of(HEADER), changed(LINES[0], lambda it: it.update(seconds={"a": "b"}))], "seconds is"),
+        ([text_of(HEADER), *map(text_of, LINES[::-1])], "does not come after"),
+    ],
+)
+def test_what_is_no_record_is_refused(texts: list[str], said: str, tmp_path: Path) -> None:
+    with pytest.raises(Malformed, match=said):
+        read(written(tmp_path, texts))
+
+
+def test_a_file_that_cannot_be_read_or_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Malformed, match="cannot be read"):
+        read(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    member = overhead.Rank(overhead.Case("exdyna", "steps", 2, 100, 0.1), 0)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        Recorder(member.pipeline, tmp_path / "file" / "run")
+    with pytest.raises(ConfigError, match="at least 1"):
+        Recorder(member.pipeline, tmp_path / "run", every=0)
+
+
+# -- what it costs ----------------------------------------------------------------------------------------
+
+
+class Touched(TorchDispatchMode):
+    """Counts the elements that operations read or write. Time would depend on who else uses the machine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = call(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+        self.elements += max((tensor.numel() for tensor in tensors), default=0)
+        return result
+
+
+@torch.no_grad()
+def test_a_recorder_touches_few_elements_beside_an_exchange(tmp_path: Path) -> None:
+    """That it is a hundredth of a whole step, `bench step --record` shows."""
+    ranks = [overhead.Rank(overhead.Case("exdyna", "steps", 2, 2048**2, 0.001), rank) for rank in range(2)]
+    noise = torch.randn(2 * ranks[0].gradients[0].numel())
+    pipeline = ranks[0].pipeline
+    watched = Recorder(pipeline, tmp_path / "run")
+    for rank in ranks:
+        rank.train(noise)
+    with Touched() as step:
+        overhead.step(ranks)
+    with Touched() as line:
+        watched.after_step()
+    with Touched() as norms:
+        look(pipeline)
+    little = 0.1 * step.elements / len(ranks)
+    assert line.elements + norms.elements / module.EVERY < little
+    assert norms.elements > little, "a look at every step would be seen here"

@@ -1,0 +1,378 @@
+"""How long a step is; and a rank's own noise in momentum: what it is, what is taken out, and from whom."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, NAdam, RMSprop
+
+from gradsieve import Steps, step_length
+from gradsieve.feedback import local_steps
+from gradsieve.pipeline import steps
+from gradsieve.schemes import make
+from gradsieve.step_length import FEWEST, PART, StepLength, take_out
+from gradsieve.testing import StepPipeline, adapt, lockstep
+from unit.test_optimizers import MUON, SignDescent
+
+WORLD, N = 8, 3000
+
+
+def parameter() -> nn.Parameter:
+    return nn.Parameter(torch.linspace(1.0, 2.0, 12).view(3, 4))
+
+
+def made(p: nn.Parameter) -> StepLength:
+    return StepLength({"p": p.data.view(-1)}, {"p": p})
+
+
+# -- a step -----------------------------------------------------------------------------------------------
+
+
+def moved(kind: Any, rho: float, gradient: Tensor, **settings: Any) -> Tensor:
+    p = parameter()
+    optimizer, length = kind([p], **settings), made(p)
+    before = p.detach().clone()
+    p.grad = gradient.clone()
+    length.before(optimizer, {"p"}, (), rho, 1.0)
+    assert {name: optimizer.param_groups[0][name] for name in settings} == settings, "the user's settings"
+    optimizer.step()
+    length.after()
+    assert {name: optimizer.param_groups[0][name] for name in settings} == settings
+    return p.detach() - before
+
+
+@pytest.mark.parametrize("kind", [Adam, AdamW, RMSprop, NAdam, *MUON, SignDescent])
+def test_steps_of_those_that_normalise_are_as_long_as_asked(kind: Any) -> None:
+    gradient = torch.randn(3, 4)
+    plain, longer = (moved(kind, rho, gradient, lr=0.01, weight_decay=0.0) for rho in (1.0, 0.25))
+    torch.testing.assert_close(longer, 2 * plain, rtol=1e-3, atol=1e-6)
+
+
+def test_steps_of_sgd_stay_as_they_are() -> None:
+    gradient = torch.randn(3, 4)
+    assert torch.equal(*(moved(SGD, rho, gradient, lr=0.01) for rho in (1.0, 0.25)))
+
+
+@pytest.mark.parametrize("kind", [AdamW, SignDescent])
+def test_decoupled_decay_stays_as_it_is(kind: Any) -> None:
+    decay = {"lr": 0.01, "weight_decay": 0.5}
+    gradient = torch.randn(3, 4)
+    alone = moved(kind, 1.0, gradient, lr=0.01, weight_decay=0.0)
+    both = moved(kind, 0.25, gradient, **decay)
+    shrunk = -0.01 * 0.5 * parameter().detach()
+    torch.testing.assert_close(both, 2 * alone + shrunk, rtol=1e-3, atol=1e-6)
+
+
+def test_a_rate_of_zero_moves_nothing_however_long_the_step() -> None:
+    assert not moved(AdamW, 0.25, torch.randn(3, 4), lr=0.0, weight_decay=0.5).any()
+
+
+def test_a_step_that_a_scaler_called_off_moves_nothing() -> None:
+    p = parameter()
+    before = p.detach().clone()
+    optimizer, length = AdamW([p], lr=0.1, weight_decay=0.5, fused=True), made(p)
+    optimizer.found_inf, optimizer.grad_scale = torch.tensor(1.0), torch.tensor(2.0)
+    p.grad = torch.ones(3, 4)
+    length.before(optimizer, {"p"}, (), 0.25, 1.0)
+    optimizer.step()
+    length.after()
+    assert torch.equal(p, before)
+
+
+def test_a_step_that_broke_off_is_forgotten() -> None:
+    p = parameter()
+    optimizer, length = AdamW([p], lr=0.01, weight_decay=0.0), made(p)
+    p.grad = torch.ones(3, 4)
+    length.before(optimizer, {"p"}, (), 0.25, 1.0)
+    with torch.no_grad():
+        p += 100.0  # the step raised after it had written
+    before = p.detach().clone()
+    length.before(optimizer, {"p"}, (), 0.25, 1.0)
+    optimizer.step()
+    length.after()
+    torch.testing.assert_close(p.detach() - before, torch.full((3, 4), -0.02), rtol=1e-2, atol=1e-4)
+
+
+def test_the_root_of_the_noise_is_what_lengthens() -> None:
+    """Where noise rules, Adam of P ranks' own gradients makes sqrt(P) less way than Adam of their mean."""
+    world, n = 4, 4096
+    source = torch.Generator().manual_seed(0)
+    ways = {}
+    for ranks in (1, world):
+        models = [nn.Parameter(torch.zeros(n)) for _ in range(ranks)]
+        optimizers = [Adam([model], lr=0.01) for model in models]
+        source.manual_seed(0)
+        for _ in range(50):
+            noise = torch.randn(world, n, generator=source)
+            given = noise if ranks > 1 else noise.mean(0, keepdim=True)
+            for model, optimizer, gradient in zip(models, optimizers, given, strict=True):
+                model.grad = gradient.clone()
+                optimizer.step()
+        ways[ranks] = float(torch.stack([model.detach() for model in models]).mean(0).norm())
+    assert ways[1] / ways[world] == pytest.approx(math.sqrt(world), rel=0.05)
+
+
+# -- own noise -----------------------------------------------------------------------------------------
+
+
+def drawn(seed: int, count: int = 200) -> tuple[Tensor, Tensor, Tensor]:
+    """Moments and noise."""
+    source = torch.Generator().manual_seed(seed)
+    first, noise = torch.randn(2, count, generator=source)
+    return first, torch.rand(count, generator=source) + 0.1, noise
+
+
+# -- what is taken out ----------------------------------------------------------------------------------
+
+
+@given(seed=st.integers(0, 1 << 20), size=st.floats(1e-6, 1e6))
+def test_of_where_momentum_leads_a_part_of_its_noise_is_left_and_nothing_grows(
+    seed: int, size: float
+) -> None:
+    first, second, noise = drawn(seed)
+    noise *= size
+    leads, direction = first / second.sqrt(), noise / noise.norm()
+    before = float(leads @ direction)
+    rest = leads - before * direction
+    take_out([(first, second, noise)], 0.0)
+    after = first / second.sqrt()
+    left = float(after @ direction)
+    assert left == pytest.approx((1 - PART) * before if before > 0 else before, abs=1e-4)
+    torch.testing.assert_close(after - left * direction, rest, rtol=0, atol=1e-4)
+    assert after.norm() <= leads.norm() + 1e-4
+
+
+@pytest.mark.parametrize("noise", [0.0, float("inf"), float("nan")])
+def test_noise_that_cannot_be_measured_changes_nothing(noise: float) -> None:
+    first, second, _ = drawn(0)
+    before = first.clone()
+    seen = torch.zeros_like(first)
+    seen[7] = noise
+    take_out([(first, second, seen)], 1e-8)
+    assert torch.equal(first, before)
+
+
+def test_an_element_whose_second_moment_overflowed_is_left_out() -> None:
+    first, second, _ = drawn(0)
+    noise = first / second.sqrt()
+    second[7] = float("inf")
+    before = first.clone()
+    take_out([(first, second, noise)], 1e-8)
+    assert first[7] == before[7]
+    assert not torch.equal(first, before)
+    assert bool(first.isfinite().all())
+
+
+def test_moments_in_a_narrow_type_lose_as_much() -> None:
+    first, second, noise = drawn(0)
+    narrow = first.bfloat16(), second.bfloat16()
+    take_out([(first, second, noise)], 1e-8)
+    take_out([(*narrow, noise)], 1e-8)
+    torch.testing.assert_close(narrow[0].float(), first, rtol=0.02, atol=0.02)
+
+
+# -- from whom ------------------------------------------------------------------------------------------
+
+
+def test_a_transposed_parameter_has_its_moments_in_its_own_order() -> None:
+    values = torch.arange(512.0).view(16, 32).t().clone(memory_format=torch.preserve_format)
+    parameter = nn.Parameter(values)
+    assert parameter.stride() == (1, 32)
+    optimizer = AdamW([parameter], lr=1e-3)
+    parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    state = optimizer.state[parameter]
+    in_memory = (state["exp_avg"].t().flatten() / (state["exp_avg_sq"].t().flatten().sqrt() + 1e-8)).clone()
+    StepLength({}, {"p": parameter}).take_out(
+        optimizer, [([("p", slice(128, 256))], in_memory[128:256].clone())]
+    )
+    after = state["exp_avg"].t().flatten() / (state["exp_avg_sq"].t().flatten().sqrt() + 1e-8)
+    torch.testing.assert_close(after[128:256], (1 - PART) * in_memory[128:256])
+    assert torch.equal(after[:128], in_memory[:128])
+    assert torch.equal(after[256:], in_memory[256:])
+
+
+@pytest.mark.parametrize("count", [1, 4, FEWEST - 1, FEWEST])
+def test_of_few_elements_nothing_is_taken_out(count: int) -> None:
+    """By chance their noise explains what all ranks have: of a scalar all of it."""
+    parameter = nn.Parameter(torch.ones(count))
+    optimizer = AdamW([parameter], lr=1e-3)
+    parameter.grad = torch.ones(count)
+    optimizer.step()
+    first = optimizer.state[parameter]["exp_avg"]
+    before = first.clone()
+    StepLength({}, {"p": parameter}).take_out(optimizer, [([("p", slice(0, count))], torch.ones(count))])
+    assert torch.equal(first, before) is (count < FEWEST)
+
+
+class Keeping(SGD):
+    """Has tensors under Adam's names, and does not step along them."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {"exp_avg": torch.ones_like(p), "exp_avg_sq": torch.ones_like(p)}
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [Keeping, AdamW])
+def test_moments_along_which_nobody_steps_are_left_alone(kind: Any) -> None:
+    p = nn.Parameter(torch.ones(100))
+    optimizer = kind([p], lr=1e-3)
+    p.grad = torch.logspace(-2, 2, 100)
+    optimizer.step()
+    first = optimizer.state[p]["exp_avg"]
+    before = first.clone()
+    made(p).take_out(optimizer, [([("p", slice(0, 100))], torch.ones(100))])
+    assert torch.equal(first, before) is (kind is Keeping)
+
+
+# -- what is noise --------------------------------------------------------------------------------------
+
+
+class Rank:
+    """One of a few with AdamW, whose gradients are the same for all but for noise that is four times as
+    large."""
+
+    def __init__(self, rank: int, density: float, **settings: Any) -> None:
+        start = torch.linspace(-1, 1, N)
+        self.parameters = {"p": nn.Parameter(start[:1000].clone()), "q": nn.Parameter(start[1000:].clone())}
+        self.optimizer = AdamW(self.parameters.values(), lr=1e-3)
+        scheme = make("stripes", density=density)
+        self.adapter = adapt(self.parameters, [self.optimizer], scheme, Steps(**settings), rank, WORLD)
+        assert isinstance(self.adapter.pipeline, StepPipeline)
+        self.pipeline = self.adapter.pipeline
+        self.alike, self.own = torch.Generator().manual_seed(99), torch.Generator().manual_seed(rank)
+        self.moved = torch.zeros(N)
+
+    @property
+    def model(self) -> Tensor:
+        return torch.cat([self.pipeline.own[slot.name] for slot in self.pipeline.units[0].sparse]).clone()
+
+    @property
+    def momentum(self) -> Tensor:
+        states = [self.optimizer.state[each] for each in self.parameters.values()]
+        return torch.cat([state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-8) for state in states])
+
+    def step(self) -> None:
+        for parameter in self.parameters.values():
+            size = parameter.shape
+            parameter.grad = torch.randn(size, generator=self.alike)
+            parameter.grad += 4 * torch.randn(size, generator=self.own)
+        self.adapter.before_update(self.optimizer, self.parameters.keys())
+        before = self.model
+        self.optimizer.step()
+        self.adapter.after_update()
+        self.moved += before - self.model
+
+
+def exchange(ranks: list[Rank], everything: bool = False) -> Tensor:
+    """What all ranks moved in the mean, of all that was exchanged."""
+    (local, *_), before = ranks[0].pipeline.local, ranks[0].pipeline.local[0].shared.clone()
+    tensors = [rank.adapter.tensors() for rank in ranks]
+    programs = [r.pipeline.program(0, own, everything) for r, own in zip(ranks, tensors, strict=True)]
+    lockstep.run(programs)
+    for rank, own in zip(ranks, tensors, strict=True):
+        rank.adapter.finish(own)
+    return before - local.shared
+
+
+@pytest.mark.parametrize("density", [0.3, 0.1])
+def test_noise_is_what_a_rank_moved_and_the_others_did_not(density: float) -> None:
+    ranks = [Rank(number, density) for number in range(WORLD)]
+    for _ in range(25):
+        mean = exchange(ranks)
+        update = ranks[0].pipeline.outcomes[0].update
+        here = slice(update.start, update.stop)
+        for rank in ranks:
+            (local,) = rank.pipeline.local
+            assert local.common is not None
+            noise = (local.waiting(rank.pipeline.own).between(0, N) - local.common)[here]
+            torch.testing.assert_close(noise, (rank.moved - mean)[here], rtol=0, atol=1e-6)
+        for rank in ranks:
+            rank.moved[here] = 0.0
+            rank.step()
+
+
+def coherence(ranks: list[Rank]) -> float:
+    """The part of momentum that all have."""
+    every = torch.stack([rank.momentum for rank in ranks])
+    return float(len(ranks) * every.mean(0).square().sum() / every.square().sum())
+
+
+def trained(density: float, **settings: Any) -> list[Rank]:
+    ranks = [Rank(number, density, **settings) for number in range(WORLD)]
+    for _ in range(40):
+        for rank in ranks:
+            rank.pipeline.begins_exchange()
+        if ranks[0].pipeline.since == 0:
+            exchange(ranks)
+        for rank in ranks:
+            rank.step()
+    return ranks
+
+
+@pytest.mark.parametrize(("density", "every"), [(1.0, 1), (0.3, 1), (0.1, 1), (0.6, 2)])
+def test_ranks_momentum_is_more_alike_and_without_it_is_not(
+    density: float, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = coherence(trained(density, every=every))
+    monkeypatch.setattr(step_length, "PART", 0.0)
+    assert shared > 1.1 * coherence(trained(density, every=every))
+
+
+def test_pieces_of_parameters_are_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once, for whoever asks for its parameter."""
+    monkeypatch.setattr(steps, "CHUNK", 128)
+    ranks = [Rank(number, 0.3) for number in range(WORLD)]
+    for _ in range(7):
+        exchange(ranks)
+        for rank in ranks[1:]:
+            rank.step()
+        update = ranks[0].pipeline.outcomes[0].update
+        found = [each for names in ({"q"}, {"p"}) for each in ranks[0].pipeline.noise(names)]
+        assert sum(noise.numel() for _, noise in found) == update.count
+        for pieces, noise in found:
+            assert noise.numel() == sum(here.stop - here.start for _, here in pieces) <= 128
+        assert not list(ranks[0].pipeline.noise({"p", "q"}))
+
+
+def test_pieces_that_adjoin_are_looked_at_together_and_what_only_this_rank_moved_is_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks, others = ([Rank(number, 1.0) for number in range(WORLD)] for _ in range(2))
+    for each in (ranks, others):
+        for _ in range(6):
+            for rank in each:
+                rank.step()
+            exchange(each)
+    found = list(ranks[0].pipeline.noise({"p", "q"}))
+    ((pieces, noise),) = found
+    assert dict(pieces) == {"p": slice(0, 1000), "q": slice(0, 2000)}
+    monkeypatch.setattr(steps, "CHUNK", 300)
+    alone = list(others[0].pipeline.noise({"p", "q"}))
+    assert [len(each) for each, _ in alone].count(1) == len(alone) > 9
+    assert torch.equal(torch.cat([part for _, part in alone]), noise)
+
+
+def test_a_flush_leaves_no_noise() -> None:
+    ranks = trained(0.3)
+    exchange(ranks, everything=True)
+    for rank in ranks:
+        assert not any(vector.any() for vector in rank.pipeline.common())
+        assert not list(rank.pipeline.noise({"p", "q"}))
+
+
+def test_stretches_that_nobody_steps_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_steps, "_MOST_NOISY", 4)
+    ranks = [Rank(number, 0.1) for number in range(WORLD)]
+    for _ in range(9):
+        exchange(ranks)
+    found = list(ranks[0].pipeline.noise({"p", "q"}))
+    assert sum(noise.numel() for _, noise in found) <= 4 * 0.2 * N

@@ -1,0 +1,1 @@
+"""Schemes that few compare with, registered by entry points of this distribution."""

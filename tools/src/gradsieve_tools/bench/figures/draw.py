@@ -1,0 +1,251 @@
+"""One function for each kind of figure that `gradsieve figure` draws."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from gradsieve.errors import ConfigError
+from gradsieve_tools import stages
+from gradsieve_tools.bench.figures.data import Curve, Row, Training, Tried, labels
+
+_COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "C8", "C9")
+"""matplotlib's but for its gray, which is too near to dense's black."""
+_MARKERS = "os^Dv"
+_WINDOWS = 40
+"""Running means over as many parts of a training: steps are noisy, trends are what a figure shows."""
+_REFERENCES = ("dense", "noop")
+_AS_MANY_BITS = 1.1
+"""Budgets found in training differ by a few per cent and are compared all the same."""
+
+
+def over_steps(
+    axes: Any,
+    trainings: Sequence[Training],
+    column: str,
+    label: str,
+    *,
+    log: bool = False,
+    smooth: bool = False,
+) -> None:
+    """One line a training, against steps; the steps themselves are faint where a running mean is drawn."""
+    drawn = False
+    for number, (training, name) in enumerate(zip(trainings, labels(trainings), strict=True)):
+        steps, values = training.column(column)
+        if not steps:
+            continue
+        drawn, look = True, _look(name, number)
+        if smooth:
+            axes.plot(steps, values, color=look["color"], alpha=0.2, linewidth=0.8)
+            values = running_mean(values, len(values) // _WINDOWS)
+        axes.plot(steps, values, label=name, **look, **({} if smooth else {"marker": ".", "markersize": 4}))
+    if not drawn:
+        raise ConfigError(
+            f"none of the files has {column}: it is recorded by other schemes, or in another way"
+        )
+    if column == "density":
+        for target in {training.header.density for training in trainings if training.header.density < 1.0}:
+            axes.axhline(target, color="gray", linestyle=":", label=f"target {target:g}")
+    if column == "imbalance":
+        axes.axhline(1.0, color="gray", linestyle=":", label="balanced")
+    if log:
+        axes.set_yscale("log")
+    axes.set_xlabel("steps")
+    axes.set_ylabel(label)
+
+
+def running_mean(values: Sequence[float], window: int) -> list[float]:
+    """Of the last `window` values, and of all as long as there are fewer."""
+    window = max(1, window)
+    sums = list(accumulate(values, initial=0.0))
+    return [(sums[end] - sums[max(0, end - window)]) / min(end, window) for end in range(1, len(values) + 1)]
+
+
+def over_seconds(axes: Any, curves: Sequence[Curve]) -> None:
+    """A metric against seconds of training."""
+    for number, curve in enumerate(curves):
+        axes.plot(curve.seconds, curve.values, label=curve.sync, **_look(curve.sync, number))
+    metric = curves[0].metric
+    axes.set_xlabel("seconds of training")
+    axes.set_ylabel(
+        "test accuracy, more is better" if metric == "accuracy" else "loss on unseen data, less is better"
+    )
+
+
+def by_trial(axes: Any, found: Sequence[Tried]) -> None:
+    """Budgets one after the other, of which the last one is kept."""
+    for number, tried in enumerate(found):
+        look = _look(tried.name, number)
+        places = range(1, len(tried.bits) + 1)
+        axes.plot(places, tried.bits, label=tried.name, marker=_MARKERS[number % 5], **look)
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(lambda bits, _: f"{bits:g}")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel("budgets, as they were tried")
+    axes.set_ylabel("bits a parameter and step")
+
+
+def breakdown(axes: Any, trainings: Sequence[Training]) -> None:
+    """Stacked bars, one a training; a mark for the whole step, behind which the exchange may hide."""
+    found = [training.stages() for training in trainings]
+    names = [name for name in stages.EXCHANGE_STAGES if any(name in stages for stages in found)]
+    places, bottom = range(len(found)), [0.0] * len(found)
+    for name in names:
+        heights = [1e3 * stages.get(name, 0.0) for stages in found]
+        axes.bar(places, heights, 0.6, bottom=bottom, color=stages.STAGE_COLOURS[name], label=name)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    whole = [1e3 * training.step_seconds() for training in trainings]
+    axes.plot(places, whole, "D", color="black", label="whole training step")
+    axes.set_xticks(places, [re.sub(", |:", "\n", name) for name in labels(trainings)])
+    axes.grid(visible=False, axis="x")
+    axes.set_ylabel("milliseconds a step, mean over ranks")
+
+
+def against_ranks(axes: Any, rows: Sequence[Row], column: str, label: str) -> None:
+    """One line a scheme."""
+    for number, (sync, own) in enumerate(_by_sync(rows, column).items()):
+        worlds = [row.world for row in own]
+        values = [row.figures[column] for row in own]
+        axes.plot(worlds, values, label=sync, marker=_MARKERS[number % 5], **_look(sync, number))
+    _rank_axis(axes, rows)
+    axes.set_yscale("log")
+    axes.set_ylabel(label)
+
+
+def speed_up(axes: Any, rows: Sequence[Row]) -> None:
+    """Processor time of top-k's selection over that of a scheme, with the same ranks."""
+    column = "select_ms"
+    by_sync = _by_sync(rows, column)
+    if "topk" not in by_sync:
+        raise ConfigError("selection is compared with top-k's: add topk to --schemes")
+    base = {row.world: row.figures[column] for row in by_sync["topk"]}
+    for number, (sync, own) in enumerate(by_sync.items()):
+        worlds = [row.world for row in own]
+        ratios = [base[row.world] / row.figures[column] for row in own]
+        axes.plot(worlds, ratios, label=sync, marker=_MARKERS[number % 5], **_look(sync, number))
+    worlds = sorted({row.world for row in rows})
+    axes.plot(worlds, worlds, ":", color="gray", label="linear: P times")
+    _rank_axis(axes, rows)
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_ylabel("speed-up of selection over top-k")
+
+
+def against_teams(axes: Any, rows: Sequence[Row]) -> None:
+    """SparDL's step against d; dense and the limit as lines across."""
+    teams: dict[int, float] = {}
+    for row in rows:
+        name, _, settings = row.sync.partition(":")
+        given = dict(each.partition("=")[::2] for each in settings.split("+"))
+        if name == "spardl" and ", recorded" not in row.sync and given.get("teams", "1").isdigit():
+            teams[int(given.get("teams", "1"))] = row.figures["step_ms"]
+    if len(teams) < 2:
+        raise ConfigError("a line against d needs two numbers of teams at least: spardl,spardl:teams=2")
+    places = sorted(teams)
+    axes.bar(
+        [str(place) for place in places], [teams[place] for place in places], 0.5, color="C0", label="SparDL"
+    )
+    for row, style in zip([row for row in rows if row.sync in _REFERENCES], ("--", ":"), strict=False):
+        axes.axhline(row.figures["step_ms"], color="black", linestyle=style, label=row.sync)
+    axes.set_xlabel(f"teams d of {rows[0].world} ranks")
+    axes.set_ylabel("milliseconds a training step")
+
+
+def gap_against_bits(axes: Any, rows: Sequence[Row]) -> None:
+    """One line a sync through its settings that no other of it beats with as many bits, each at the best of
+    its rates and with the spread over seeds; the other settings as points."""
+    best: dict[str, dict[tuple[str, float | None, float | None], Row]] = {}
+    for row in rows:
+        name, figures = row.sync.partition(":")[0], row.figures
+        if figures.get("gap") is None or not figures.get("bits") or name == "dense":
+            continue
+        own = best.setdefault(name, {})
+        setting = (row.sync, figures.get("density"), figures.get("budget"))
+        if setting not in own or _worth(row) > _worth(own[setting]):
+            own[setting] = row
+    if not best:
+        raise ConfigError("none of the files has gap and bits: see gradsieve figure --list for the command")
+    for number, (name, own) in enumerate(best.items()):
+        points = sorted((row.figures for row in own.values()), key=lambda figures: figures["bits"])
+        look = {"marker": _MARKERS[number % 5], **_look(name, number)}
+        beaten = [p for p in points if any(_beats(other, p) for other in points)]
+        axes.scatter(*_places(beaten), color=look["color"], marker=look["marker"], alpha=0.35)
+        kept = [p for p in points if p not in beaten]
+        axes.errorbar(
+            *_places(kept), [p.get("gap_spread") or 0.0 for p in kept], label=name, capsize=3, **look
+        )
+    axes.axhline(0.0, color="black", linewidth=2.5, label="dense")
+    axes.set_xscale("log")
+    for which in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+        which(lambda value, _: f"{value:.2g}")
+    axes.set_xlabel("bits a parameter and step, sent or received by the busiest rank")
+    axes.set_ylabel("worse than dense by: per cent of the loss, or points")
+
+
+def gap_against_ranks(axes: Any, rows: Sequence[Row]) -> None:
+    """A colour for each budget; lines join trainings that differ in ranks alone."""
+    best: dict[tuple[float, int, float], Row] = {}
+    for row in rows:
+        figures = row.figures
+        if figures.get("gap") is not None and figures.get("budget") and figures.get("batch"):
+            place = (figures["budget"], row.world, figures["batch"])
+            best[place] = max(row, best.get(place, row), key=_worth)
+    lines: dict[tuple[float, str, float], list[Row]] = {}
+    for (budget, world, batch), row in sorted(best.items(), key=lambda item: item[0]):
+        lines.setdefault((budget, "-", batch), []).append(row)
+        lines.setdefault((budget, "--", batch / world), []).append(row)
+    lines = {key: line for key, line in lines.items() if len(line) > 1}
+    if not lines:
+        raise ConfigError("no two rows differ in ranks alone: see gradsieve figure --list for the command")
+    budgets = sorted({budget for budget, _, _ in lines})
+    for (budget, style, _), line in lines.items():
+        number = budgets.index(budget)
+        axes.errorbar(
+            [row.world for row in line],
+            [row.figures["gap"] for row in line],
+            [row.figures.get("gap_spread") or 0.0 for row in line],
+            label=f"{budget:g} bits" + (", one batch a rank" if style == "--" else ""),
+            **_look("", number) | {"linestyle": style, "marker": _MARKERS[number % 5], "capsize": 3},
+        )
+    _rank_axis(axes, list(best.values()))
+    axes.axhline(0.0, color="black", linewidth=2.5, label="dense")
+    axes.set_ylabel("loss above dense's, per cent")
+
+
+def _worth(row: Row) -> tuple[float, float]:
+    """Of two rows with one setting: more seeds say more, then the better rate."""
+    return row.figures.get("seeds") or 1, -row.figures["gap"]
+
+
+def _beats(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return bool(one["bits"] < _AS_MANY_BITS * other["bits"] and one["gap"] < other["gap"])
+
+
+def _places(points: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
+    return [point["bits"] for point in points], [point["gap"] for point in points]
+
+
+def _by_sync(rows: Sequence[Row], column: str) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row.world):
+        if row.figures.get(column) and ", recorded" not in row.sync:
+            found.setdefault(row.sync, []).append(row)
+    if not found:
+        raise ConfigError(f"none of the files has {column}: see gradsieve figure --list for the command")
+    return found
+
+
+def _rank_axis(axes: Any, rows: Sequence[Row]) -> None:
+    worlds = sorted({row.world for row in rows})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(worlds, [f"{world:,}" for world in worlds])
+    axes.minorticks_off()
+    axes.set_xlabel("ranks P")
+
+
+def _look(name: str, number: int) -> dict[str, Any]:
+    if name.partition(",")[0] in _REFERENCES:
+        return {"color": "black", "linewidth": 2.5, "linestyle": "-" if name.startswith("dense") else "--"}
+    return {"color": _COLOURS[number % len(_COLOURS)], "linewidth": 1.6, "linestyle": "-"}

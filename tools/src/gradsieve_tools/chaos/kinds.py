@@ -1,0 +1,351 @@
+"""What can happen to a rank, to what it sends, or to what it stands on; and what must come of it.
+
+Everything is done by the rank to whom it happens, at an op or, from there on, at an operation on a file, so
+that it can be repeated.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gradsieve.checkpoint import files
+from gradsieve.comm import sockets
+from gradsieve.schemes import AllReduce, Op
+from gradsieve_tools.chaos.ground import AWAY_SECONDS, FULL, cpu_group
+from gradsieve_tools.chaos.writes import OPERATIONS, tap
+from gradsieve_tools.emulation import tools
+from gradsieve_tools.errors import LabError
+from gradsieve_tools.faults.kinds import KINDS as ENDINGS
+from gradsieve_tools.faults.kinds import STOP, strike
+
+BATCH_BYTES = 1 << 26
+"""What a rank takes for every batch, and does not touch."""
+_LEFT_BYTES = 1 << 23
+"""What a memory cap leaves beyond what is taken already."""
+_SLOW_RATE = "2mbit"
+_HOUR = 3600.0
+NOTICE = signal.SIGUSR2
+"""SIGTERM is to end a rank, and SIGUSR1 shows where one hangs."""
+ZOMBIE, SHORT_STOP, MIXED = "late waker", "short SIGSTOP", "mixed releases"
+
+
+class Must(Enum):
+    """What has to come of a fault."""
+
+    DEATH = "all others name the rank within 6 s"
+    FAIL = "the rank fails by itself, all others name it within 6 s"
+    STALL = "all others name the rank within the deadline and 1 s"
+    CUT = "all ranks raise within the deadline and 1 s, and name nobody who lives"
+    GO_ON = "nothing: the training goes on, bit for bit"
+    DAMAGE = "all ranks raise, or nothing comes of it; nothing wrong is applied"
+    DISK = "all ranks refuse to save, and the checkpoint before is whole"
+    SURVIVE = "all ranks refuse alike and go on, bit for bit"
+    DIVERGE = "all ranks raise DivergenceError instead of saving, or nothing comes of it"
+    VANISH = "all others name the rank, which is gone, within the deadline and 1 s"
+    FENCED = "all others name the rank within the deadline and 1 s; it cannot save once its successors have"
+    DIFFERENT = "all ranks refuse to begin and say what differs"
+    NOTICE = "all ranks save after the same step, and leave"
+
+
+class Needs(Enum):
+    """Of the machine."""
+
+    NOTHING = "nothing"
+    STORE = "a store in a process of its own"
+    LINKS = "network namespaces"
+    DISK = "a tmpfs, for which root is needed"
+    PROCESSOR = "a cgroup of version 1 with cpu quotas, for which root is needed"
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """Where a fault happens."""
+
+    rank: int
+    world: int
+    folder: Path
+    bit: int
+    """Of a payload, before it is taken modulo its length."""
+    earlier: dict[tuple[object, ...], Tensor]
+    """The last payload of each form that this rank sent."""
+    deadline: float
+    store_pid: int
+    """0 where the store is not in a process of its own."""
+    store_port: int
+    tell: Callable[[str], None]
+    """That it happens now, and at what; for what comes later than its op."""
+
+
+Strike = Callable[[Op, Scene], Op | None]
+"""Let it happen; the op that is performed then. None: it cannot happen to this op, wait for the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    must: Must
+    strike: Strike
+    needs: Needs = Needs.NOTHING
+    last_step: int = 3
+    """Of an episode, in which it may begin and still have its effect; it may slip to the step after."""
+    first_step: int = -1
+    """-1 is loading."""
+    any_time: bool = False
+    """It may also happen at a time between ops."""
+    last_op: int = 6
+    """Of a step, before which it may begin."""
+    rank: int | None = None
+    """The only one to which it can happen."""
+    is_later: bool = False
+    """The strike prepares it, and reports when it happens."""
+    spoils: Callable[[Tensor, Scene], None] | None = None
+    """What the op gave."""
+
+
+def form(op: Op) -> tuple[object, ...]:
+    return type(op), op.tensor.shape, op.tensor.dtype
+
+
+def _ends(kind: str) -> Strike:
+    def happen(op: Op, scene: Scene) -> Op:
+        strike(kind)
+        return op
+
+    return happen
+
+
+def flipped(op: Op, scene: Scene) -> Op | None:
+    """But for what the backend adds up itself: nobody can check that (`pipeline/frame.py`)."""
+    if not op.tensor.numel() or isinstance(op, AllReduce):
+        return None
+    content = op.tensor.contiguous().clone()
+    octets = content.view(-1).view(torch.uint8)
+    place = scene.bit % (8 * octets.numel())
+    octets[place // 8] ^= 1 << place % 8
+    return replace(op, tensor=content)
+
+
+def replayed(op: Op, scene: Scene) -> Op | None:
+    """What was sent last in the same form, if that was something else."""
+    before = scene.earlier.get(form(op))
+    if before is None or isinstance(op, AllReduce) or torch.equal(before, op.tensor):
+        return None
+    return replace(op, tensor=before.clone())
+
+
+def truncated(op: Op, scene: Scene) -> Op | None:
+    """Its second half is not sent any more: the connections end. `rank.py` does it."""
+    return op if op.tensor.numel() > 1 else None
+
+
+def _summed(op: Op, scene: Scene) -> Op | None:
+    return op if isinstance(op, AllReduce) and op.tensor.dtype == torch.float32 else None
+
+
+def _spoil(total: Tensor, scene: Scene) -> None:
+    """On this rank alone, and before the words piggybacked at the end: ranks would disagree at once."""
+    total.view(-1).view(torch.int32)[scene.bit % min(total.numel(), 16)] ^= 1 << 20
+
+
+def _full_disk(op: Op, scene: Scene) -> Op:
+    with (scene.folder / FULL).open("wb", buffering=0) as ballast:
+        size = 1 << 16
+        while size:
+            try:
+                ballast.write(bytes(size))
+            except OSError:
+                size //= 2
+    return op
+
+
+def _memory_cap(op: Op, scene: Scene) -> Op:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    cap = pages * os.sysconf("SC_PAGESIZE") + _LEFT_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (cap, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    return op
+
+
+def _slow_processor(op: Op, scene: Scene) -> Op:
+    group = cpu_group(scene.folder)
+    group.mkdir(exist_ok=True)
+    (group / "cpu.cfs_quota_us").write_text("10000")  # a tenth of one
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    return op
+
+
+def _network(tool: str, line: str) -> Strike:
+    """With the addresses of this rank and of the next one."""
+
+    def happen(op: Op, scene: Scene) -> Op:
+        words = line.format(next=(scene.rank + 1) % scene.world + 1).split()
+        done = tools.run([tools.path_of(tool), *words])
+        if done.returncode:
+            raise LabError(f"rank {scene.rank}: `{tool} {' '.join(words)}` failed: {done.stderr}")
+        return op
+
+    return happen
+
+
+def _partition(share: float) -> Strike:
+    """For so much of the deadline."""
+    down, up = (_network("ip", f"link set eth0 {state}") for state in ("down", "up"))
+
+    def happen(op: Op, scene: Scene) -> Op | None:
+        heal = threading.Timer(share * scene.deadline, up, (op, scene))
+        heal.daemon = True
+        heal.start()
+        return down(op, scene)
+
+    return happen
+
+
+def _vanish(op: Op, scene: Scene) -> Op | None:
+    """The link first, so that the kernel's farewell for the dead process reaches nobody."""
+    _network("ip", "link set eth0 down")(op, scene)
+    strike("SIGKILL")
+    return op
+
+
+def _clock(seconds: float) -> Strike:
+    def jump(op: Op, scene: Scene) -> Op:
+        usual = time.time
+        vars(time)["time"] = lambda: usual() + seconds
+        return op
+
+    return jump
+
+
+def _notice(op: Op, scene: Scene) -> Op:
+    os.kill(os.getpid(), NOTICE)
+    return op
+
+
+def _store_gone(op: Op, scene: Scene) -> Op:
+    os.kill(scene.store_pid, signal.SIGKILL)
+    return op
+
+
+def _store_gone_before_death(op: Op, scene: Scene) -> Op:
+    """All ranks have had the time to find the store again: the death has to be named as any other."""
+    _store_gone(op, scene)
+    time.sleep(2.5 * AWAY_SECONDS)
+    scene.tell(type(op).__name__)
+    strike("SIGKILL")
+    return op
+
+
+def _store_reset(op: Op, scene: Scene) -> Op:
+    others = sockets.connected(scene.store_port)
+    sockets.shut({fd: inode for fd, inode in sockets.connected(0).items() if fd not in others})
+    return op
+
+
+def _in_file(begin: str, operations: Sequence[str], happen: Callable[[Scene], None]) -> Strike:
+    """In one of these operations, the first or second one of its sort, on a file whose name begins so."""
+
+    def prepare(op: Op, scene: Scene) -> Op:
+        which, left = operations[scene.bit % len(operations)], scene.bit // len(operations) % 2
+
+        def within(operation: str, name: str) -> None:
+            nonlocal left
+            if operation == which and name.startswith(begin):
+                left -= 1
+                if left == -1:
+                    scene.tell(f"{operation} of {begin}")
+                    happen(scene)
+
+        tap(within)
+        return op
+
+    return prepare
+
+
+def _no_space(scene: Scene) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _unreadable_once(op: Op, scene: Scene) -> Op:
+    usual = files.read_shard
+
+    def fail(*_: object) -> None:
+        vars(files)["read_shard"] = usual
+        scene.tell("read of a shard")
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    vars(files)["read_shard"] = fail
+    return op
+
+
+KINDS: dict[str, Kind] = {
+    **{
+        name: Kind(Must.DEATH, _ends(name), any_time=True)
+        for name, code in ENDINGS.items()
+        if code is not None
+    },
+    STOP: Kind(Must.STALL, _ends(STOP), any_time=True),
+    SHORT_STOP: Kind(Must.GO_ON, _ends(STOP)),
+    "flipped": Kind(Must.DAMAGE, flipped, first_step=0),
+    "truncated": Kind(Must.DAMAGE, truncated, first_step=0),
+    "replayed": Kind(Must.DAMAGE, replayed, first_step=1, last_step=2),
+    "memory cap": Kind(Must.FAIL, _memory_cap, last_step=1),  # a batch has to come after it
+    "full disk": Kind(Must.DISK, _full_disk, Needs.DISK, last_step=2),
+    "slow processor": Kind(Must.GO_ON, _slow_processor, Needs.PROCESSOR),
+    "link down": Kind(Must.STALL, _network("ip", "link set eth0 down"), Needs.LINKS),
+    "one-way partition": Kind(
+        Must.CUT, _network("ip", "route add blackhole 198.18.0.{next}/32"), Needs.LINKS
+    ),
+    "slow link": Kind(
+        Must.GO_ON,
+        _network("tc", f"qdisc add dev eth0 root tbf rate {_SLOW_RATE} burst 6056 latency 100ms"),
+        Needs.LINKS,
+    ),
+    "host gone": Kind(Must.VANISH, _vanish, Needs.LINKS, any_time=True),
+    "healed partition": Kind(Must.GO_ON, _partition(0.4), Needs.LINKS),
+    "partition healed too late": Kind(Must.STALL, _partition(1.6), Needs.LINKS),
+    "store gone": Kind(Must.GO_ON, _store_gone, Needs.STORE),
+    "store gone before SIGKILL": Kind(Must.DEATH, _store_gone_before_death, Needs.STORE, is_later=True),
+    "store reset": Kind(Must.GO_ON, _store_reset),
+    # Not in the handshake of the ranks before they save: that one is thrown away.
+    "damaged sum": Kind(Must.DIVERGE, _summed, first_step=0, last_step=1, last_op=0, spoils=_spoil),
+    # Two saves have to come after these.
+    "SIGKILL in a shard": Kind(
+        Must.DEATH, _in_file("rank", OPERATIONS, lambda _: strike("SIGKILL")), last_step=1, is_later=True
+    ),
+    "SIGKILL in a manifest": Kind(
+        Must.DEATH,
+        _in_file("manifest", OPERATIONS, lambda _: strike("SIGKILL")),
+        last_step=1,
+        rank=0,
+        is_later=True,
+    ),
+    ZOMBIE: Kind(
+        Must.FENCED,
+        _in_file("manifest", ["unlink", "fsync", "rename"], lambda _: strike(STOP)),
+        last_step=1,
+        rank=0,
+        is_later=True,
+    ),
+    "slow disk": Kind(
+        Must.STALL,
+        _in_file("rank", ["fsync"], lambda scene: time.sleep(scene.deadline + 2.0)),
+        last_step=1,
+        is_later=True,
+    ),
+    "refused save": Kind(Must.SURVIVE, _in_file("rank", ["write"], _no_space), last_step=1, is_later=True),
+    "refused load": Kind(Must.SURVIVE, _unreadable_once, last_step=-1, last_op=0, is_later=True),
+    MIXED: Kind(Must.DIFFERENT, lambda op, _: op),  # before there is an op: `rank.py` does it
+    "notice": Kind(Must.NOTICE, _notice, last_step=1),
+    "clock ahead": Kind(Must.GO_ON, _clock(_HOUR)),
+    "clock behind": Kind(Must.GO_ON, _clock(-_HOUR)),
+}

@@ -1,0 +1,71 @@
+"""Which faults happen, where and when: data, the same for the same seed, number and kinds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradsieve_tools.chaos.kinds import KINDS, Must
+
+WORLD = 3
+STEPS = 4
+"""Of an episode, from one fault to the next."""
+MIDDLE = 2
+"""Steps after which an episode saves for the first time; it does so at its end as well."""
+SCHEMES = ("stripes", "exdyna", "oktopk", "spardl")
+DEADLINE_OF_DEATHS = 60.0
+"""Long: a death has to be noticed without it."""
+DEADLINE = 2.5
+_LATEST = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Chance:
+    """One fault of a schedule."""
+
+    number: int
+    scheme: str
+    kind: str
+    rank: int
+    step: int
+    """Of its episode; -1 is loading."""
+    op: int
+    """Of that step, or the first after it at which the kind can happen."""
+    delay: float
+    """Seconds from there on, so that it happens between ops as well; 0 is at the op."""
+    bit: int
+
+    @property
+    def must(self) -> Must:
+        return KINDS[self.kind].must
+
+    @property
+    def deadline(self) -> float:
+        return DEADLINE_OF_DEATHS if self.must in (Must.DEATH, Must.FAIL) else DEADLINE
+
+    @property
+    def allowed(self) -> float:
+        """Seconds until all others know."""
+        return 6.0 if self.must in (Must.DEATH, Must.FAIL) else self.deadline + 1.0
+
+
+def schedule(seed: int, faults: int, kinds: Sequence[str]) -> list[Chance]:
+    """Every kind as often as any other, in random order; a longer one begins with the shorter one's."""
+    chance, out = random.Random(seed), list[Chance]()
+    while len(out) < faults:
+        for name in chance.sample([*kinds], len(kinds)):
+            kind = KINDS[name]
+            out.append(
+                Chance(
+                    number=len(out),
+                    scheme=chance.choice(SCHEMES),
+                    kind=name,
+                    rank=chance.randrange(WORLD) if kind.rank is None else kind.rank,
+                    step=chance.randint(kind.first_step, kind.last_step),
+                    op=chance.randint(0, kind.last_op),
+                    delay=chance.uniform(0.0, _LATEST) if chance.random() < 0.3 and kind.any_time else 0.0,
+                    bit=chance.getrandbits(30),
+                )
+            )
+    return out[:faults]

@@ -1,0 +1,325 @@
+"""A lab is a network: its links are as slow as asked, its hosts see only each other, ranks are watched."""
+
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gradsieve.errors import ConfigError
+from gradsieve_tools.emulation import Lab, ranks
+from gradsieve_tools.errors import LabError
+
+pytestmark = pytest.mark.lab
+
+# Rank r runs the function of this module that ROLES names at its place, and leaves its answer in FOLDER/r.
+PEER = '''
+import json, os, select, socket, time
+
+rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+address = [f"198.18.0.{i + 1}" for i in range(count)]
+size = int(os.environ.get("SIZE", "0"))
+
+
+def accept():
+    link, _ = server.accept()
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return link
+
+
+def connect(host):
+    for _ in range(200):
+        try:
+            link = socket.create_connection((address[host], 5001))
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return link
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+    raise SystemExit(f"nobody listens on host {host}")
+
+
+def sink_of(senders):
+    """Bits per second of all senders together, from their common start to the last byte."""
+    links = [accept() for _ in range(senders)]
+    start = time.perf_counter()
+    for link in links:
+        link.sendall(b"g")
+    missing = senders * size
+    while missing:
+        for link in select.select(links, [], [])[0]:
+            missing -= len(link.recv(1 << 20))
+    return senders * size * 8 / (time.perf_counter() - start)
+
+
+def source_to(*hosts):
+    links = [connect(host) for host in hosts]
+    for link in links:
+        link.recv(1)
+    for start in range(0, size, 100_000):
+        for link in links:
+            link.sendall(bytes(min(100_000, size - start)))
+    for link in links:
+        link.recv(1)
+
+
+def echo():
+    link = accept()
+    while link.recv(1):
+        link.sendall(b"e")
+
+
+def ping(host):
+    link = connect(host)
+    def once():
+        start = time.perf_counter()
+        link.sendall(b"p")
+        link.recv(1)
+        return time.perf_counter() - start
+    once()
+    return [once() for _ in range(20)]
+
+
+server = socket.create_server((address[rank], 5001))
+answer = eval(os.environ["ROLES"].split("|")[rank])
+with open(os.path.join(os.environ["FOLDER"], str(rank)), "w") as file:
+    json.dump(answer, file)
+'''
+
+
+def python(program: str) -> list[str]:
+    return [sys.executable, "-c", program]
+
+
+def played(lab: Lab, folder: Path, *roles: str, **env: str) -> list[object]:
+    """What each host answered after playing its role."""
+    settings = {"ROLES": "|".join(roles), "FOLDER": str(folder), **env}
+    assert lab.run(python(PEER), timeout=30, env=settings) == [0] * len(roles)
+    return [json.loads((folder / str(rank)).read_text()) for rank in range(len(roles))]
+
+
+def throughput(folder: Path, size: int, rate: str | None, delay: str | None = None) -> float:
+    with Lab(2, rate, delay) as lab:
+        answers = played(lab, folder, "sink_of(1)", "source_to(0)", SIZE=str(size))
+    assert isinstance(answers[0], float)
+    return answers[0]
+
+
+# --- rate
+
+
+def test_a_link_carries_its_rate_and_an_unshaped_one_many_times_more(tmp_path: Path) -> None:
+    shaped = throughput(tmp_path, 12_500_000, "100mbit")
+    unshaped = throughput(tmp_path, 12_500_000, "unshaped")
+    assert 70e6 < shaped < 105e6
+    assert unshaped > 5 * shaped
+
+
+@pytest.mark.parametrize("delay", [None, "2ms"])
+def test_two_senders_share_the_line_of_their_receiver(tmp_path: Path, delay: str | None) -> None:
+    with Lab(3, "100mbit", delay) as lab:
+        roles = ["sink_of(2)", "source_to(0)", "source_to(0)"]
+        total = played(lab, tmp_path, *roles, SIZE="5000000")[0]
+    assert isinstance(total, float)
+    assert 60e6 < total < 105e6
+
+
+@pytest.mark.parametrize("delay", [None, "2ms"])
+def test_two_receivers_share_the_line_of_their_sender(tmp_path: Path, delay: str | None) -> None:
+    with Lab(3, "100mbit", delay) as lab:
+        first, second, _ = played(
+            lab, tmp_path, "sink_of(1)", "sink_of(1)", "source_to(0, 1)", SIZE="5000000"
+        )
+    assert isinstance(first, float)
+    assert isinstance(second, float)
+    assert 60e6 < first + second < 110e6
+
+
+def test_a_short_message_on_an_idle_link_takes_the_time_of_its_bytes(tmp_path: Path) -> None:
+    assert throughput(tmp_path, 100_000, "100mbit") < 115e6
+
+
+def test_a_delayed_link_carries_its_rate_too(tmp_path: Path) -> None:
+    """The best of three: a machine that is busy with others gives TCP less than its link."""
+    seen = max(throughput(tmp_path, 12_500_000, "100mbit", "5ms") for _ in range(3))
+    assert 70e6 < seen < 105e6
+
+
+# --- delay
+
+
+def test_a_round_trip_takes_twice_the_delay_and_almost_nothing_without(tmp_path: Path) -> None:
+    def round_trip(delay: str | None) -> float:
+        with Lab(2, None, delay) as lab:
+            times = played(lab, tmp_path, "echo()", "ping(0)")[1]
+        assert isinstance(times, list)
+        assert delay is None or min(times) >= 0.010
+        return statistics.median(times)
+
+    assert 0.010 <= round_trip("5ms") < 0.025
+    assert round_trip(None) < 0.005
+
+
+def test_a_relay_that_dies_is_an_error_and_not_a_hang() -> None:
+    with Lab(2, None, "5ms") as lab:
+        if lab._relay is None:
+            pytest.skip("this kernel has netem, so there is no relay")
+        lab._relay.kill()
+        with pytest.raises(LabError, match="the relay that carries the hosts' packets ended"):
+            lab.run(["sleep", "60"], timeout=30)
+
+
+# --- who sees whom
+
+
+REACH = """
+import json, os, socket
+def reach(address):
+    try:
+        socket.create_connection(address, timeout=5).close()
+    except OSError as error:
+        return error.errno
+    return 0
+outside, machine = ("192.0.2.1", 80), ("127.0.0.1", int(os.environ["PORT"]))
+neighbour = (f"198.18.0.{2 - int(os.environ['RANK'])}", 5001)
+found = [reach(outside), reach(machine), reach(neighbour)]
+assert found == [101, 111, 111], found  # network unreachable; nobody listens there; nobody listens there
+"""
+
+
+@pytest.mark.parametrize("delay", [None, "1ms"])
+def test_a_host_reaches_its_neighbour_but_nothing_outside(delay: str | None) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, Lab(2, None, delay) as lab:
+        port = server.getsockname()[1]
+        socket.create_connection(("127.0.0.1", port)).close()
+        assert lab.run(python(REACH), timeout=30, env={"PORT": str(port)}) == [0, 0]
+
+
+@pytest.mark.parametrize("delay", [None, "1ms"])
+def test_no_interface_of_the_lab_is_in_the_machines_own_namespace(delay: str | None) -> None:
+    before = os.listdir("/sys/class/net")
+    with Lab(3, "1gbit", delay):
+        assert sorted(os.listdir("/sys/class/net")) == sorted(before)
+
+
+def test_a_large_lab_is_built_fast_and_all_its_hosts_talk(tmp_path: Path) -> None:
+    start = time.monotonic()
+    with Lab(64, "1gbit") as lab:
+        assert time.monotonic() - start < 5
+        bash = 'echo > /dev/tcp/198.18.0.$(( (RANK + 1) % WORLD_SIZE + 1 ))/9; echo "$?" > "$0/$RANK"'
+        refused = "Connection refused"  # somebody is there
+        processes = lab.spawn(["bash", "-c", bash, str(tmp_path)], stderr=subprocess.PIPE)
+        errors = [process.communicate(timeout=30)[1].decode() for process in processes]
+        assert [error for error in errors if refused not in error] == []
+        assert len(list(tmp_path.iterdir())) == len(set(lab.addresses)) == 64
+
+
+# --- ranks
+
+
+def test_ranks_find_what_torchrun_would_set(tmp_path: Path) -> None:
+    program = (
+        "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1] + '/' + os.environ['RANK'], 'w'))"
+    )
+    with Lab(3) as lab:
+        assert lab.run([*python(program), str(tmp_path)], env={"EXTRA": "1"}) == [0, 0, 0]
+        assert lab.addresses == ["198.18.0.1", "198.18.0.2", "198.18.0.3"]
+        assert lab.netns(1) == f"gs{os.getpid()}-1"
+    for rank in "012":
+        found = json.loads((tmp_path / rank).read_text())
+        own = {name: found[name] for name in ("RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK")}
+        assert set(own.values()) == {rank}
+        assert (found["WORLD_SIZE"], found["LOCAL_RANK"], found["LOCAL_WORLD_SIZE"]) == ("3", "0", "1")
+        assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("198.18.0.1", "29500")
+        assert (found["GLOO_SOCKET_IFNAME"], found["TP_SOCKET_IFNAME"]) == ("eth0", "eth0")
+        assert found["EXTRA"] == "1"
+
+
+def test_gloo_runs_between_the_hosts_without_a_complaint(capfd: pytest.CaptureFixture[str]) -> None:
+    program = """if True:
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        total = torch.tensor([float(dist.get_rank() + 1)])
+        dist.all_reduce(total)
+        dist.destroy_process_group()
+        print("sum", total.item())
+    """
+    with Lab(2, "1gbit") as lab:
+        assert lab.run(python(program), timeout=60) == [0, 0]
+    assert capfd.readouterr() == ("sum 3.0\n", "[rank 1] sum 3.0\n")
+
+
+def test_rank_0_speaks_plainly_and_the_others_after_their_name(capfd: pytest.CaptureFixture[str]) -> None:
+    speak = 'echo "out $RANK"; echo "err $RANK" >&2; printf "no newline"'
+    with Lab(2) as lab:
+        assert lab.run(["sh", "-c", speak]) == [0, 0]
+    out, err = capfd.readouterr()
+    assert out == "out 0\nno newline"
+    assert sorted(err.splitlines()) == ["[rank 1] err 1", "[rank 1] no newline", "[rank 1] out 1", "err 0"]
+
+
+def test_a_failing_rank_is_named_with_its_code(capfd: pytest.CaptureFixture[str]) -> None:
+    with Lab(3) as lab:
+        assert lab.run(["sh", "-c", 'test "$RANK" != 2 || exit 3']) == [0, 0, 3]
+        assert lab.first_failure == 2
+        assert lab.run(["true"]) == [0, 0, 0]
+        assert lab.first_failure is None
+    assert capfd.readouterr().err == "[lab] rank 2 exited with code 3\n"
+
+
+@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (40, "signal 40")])
+def test_a_killed_rank_is_named_with_its_signal(
+    number: int, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Lab(2) as lab:
+        assert lab.run(["sh", "-c", f'test "$RANK" != 1 || kill -{number} $$']) == [0, -number]
+    assert capfd.readouterr().err == f"[lab] rank 1 was killed by {name}\n"
+
+
+@pytest.mark.parametrize(
+    ("on_sigterm", "code"),
+    [("exit 0", -signal.SIGTERM), ("exit 7", 7), (":", -signal.SIGKILL)],
+    ids=["exits as if well", "exits with a code", "takes no notice"],
+)
+def test_the_others_are_ended_after_a_rank_failed(
+    on_sigterm: str, code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ranks, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(ranks, "STOP_SECONDS", 0.5)
+    script = f'test "$RANK" != 1 || exit 3; trap "{on_sigterm}" TERM; while :; do sleep 0.05; done'
+    with Lab(2) as lab:
+        assert lab.run(["sh", "-c", script], timeout=30) == [code, 3]
+        assert lab.first_failure == 1
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("[lab] ")]
+    assert said == [
+        "[lab] rank 1 exited with code 3",
+        "[lab] still running after rank 1 failed, and ended now: rank 0",
+    ]
+
+
+def test_a_run_that_lasts_too_long_is_ended(capfd: pytest.CaptureFixture[str]) -> None:
+    with Lab(3) as lab:
+        codes = lab.run(["sh", "-c", 'test "$RANK" = 1 || sleep 60'], timeout=0.5)
+        assert codes == [-signal.SIGTERM, 0, -signal.SIGTERM]
+        assert lab.first_failure == 0
+    expected = "[lab] timed out after 0.5 s; still running, and ended now: rank 0, 2\n"
+    assert capfd.readouterr().err == expected
+
+
+def test_what_cannot_run_is_refused() -> None:
+    with Lab(1) as lab:
+        with pytest.raises(ConfigError, match="'no-such-program' is not an executable file"):
+            lab.run(["no-such-program"])
+        with pytest.raises(ConfigError, match="no command"):
+            lab.run([])
+        with pytest.raises(ConfigError, match="timeout is nan"):
+            lab.run(["true"], timeout=float("nan"))
+        with pytest.raises(LabError, match="runs a lab already"), Lab(1):
+            pass
+    with pytest.raises(LabError, match="not open"):
+        lab.run(["true"])

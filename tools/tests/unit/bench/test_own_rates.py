@@ -1,0 +1,69 @@
+"""`gradsieve bench accuracy --own-rates`: a comparison in which every sync has the rate that suits it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+import pytest
+
+from gradsieve_tools.bench.accuracy import measure as accuracy
+from gradsieve_tools.bench.accuracy.measure import Case
+from gradsieve_tools.bench.common import virtual
+from gradsieve_tools.bench.tasks import training as tasks
+
+RATES = (0.5, 1.0, 2.0)
+
+
+def kept(finals: dict[str, Sequence[float]], task: str) -> accuracy.Found:
+    """What trainings with the first seed ended with, by sync, at each of the rates."""
+    return [
+        (Case(task=task, sync=sync, rate=rate, steps=10), asdict(virtual.Course([10], [final])))
+        for sync, values in finals.items()
+        for rate, final in zip(RATES, values, strict=True)
+    ]
+
+
+def chosen(found: accuracy.Found, seeds: int = 3) -> dict[str, set[float]]:
+    """Rates of each sync with seeds after the first."""
+    todo = [replace(case, seed=seed) for case, _ in found for seed in range(seeds)]
+    rates: dict[str, set[float]] = {}
+    for case in accuracy.at_own_rates(todo, found):
+        rates.setdefault(case.sync, set()).add(case.rate)
+    return rates
+
+
+@pytest.mark.parametrize(("task", "sign"), [("transformer", 1), ("cnn", -1)])
+def test_every_sync_goes_on_with_the_rate_that_ended_best(task: str, sign: int) -> None:
+    """The lowest loss, or the highest accuracy."""
+    losses = {"dense": (3, 1, 2), "demo": (3, 2, 1), "sparta": (1, 2, 3)}
+    found = kept({sync: [sign * each for each in values] for sync, values in losses.items()}, task)
+    assert tasks.BETTER[tasks.TASKS[task].metric] == -sign
+    assert chosen(found) == {"dense": {1.0}, "demo": {2.0}, "sparta": {0.5}}
+
+
+def test_dense_is_there_at_the_tasks_own_rate_too() -> None:
+    assert chosen(kept({"dense": (3, 2, 1)}, "transformer")) == {"dense": {1.0, 2.0}}
+
+
+def test_a_rate_that_diverged_is_not_the_best() -> None:
+    assert chosen(kept({"demo": (2, 1, float("nan"))}, "transformer")) == {"demo": {1.0}}
+
+
+def test_budgets_have_rates_of_their_own() -> None:
+    found = [
+        (replace(case, bits=bits), course)
+        for bits, finals in ((0.75, (3, 2, 1)), (0.35, (1, 2, 3)))
+        for case, course in kept({"stripes": finals}, "transformer")
+    ]
+    rates = {(case.bits, case.rate) for case in accuracy.at_own_rates([case for case, _ in found], found)}
+    assert rates == {(0.75, 2.0), (0.35, 0.5)}
+
+
+def test_trials_are_all_settings_and_rates_of_a_sync_with_the_first_seed() -> None:
+    tried = kept({"dense": (3, 1, 2), "demo": (3, 2, 1), "demo:k=8": (3, 2, 1), "cser": (1, 2, 3)}, "lstm")
+    later = [(replace(case, seed=1), course) for case, course in tried]
+    longer = [(replace(case, steps=11), course) for case, course in tried]
+    rows = accuracy.rows([tried[1], tried[5], tried[9]], [*tried, *later, *longer])
+    assert [(row["sync"], row["trials"]) for row in rows] == [("dense", 3), ("demo", 6), ("cser", 3)]
+    assert [row["trials"] for row in accuracy.rows(tried[:1])] == [1]

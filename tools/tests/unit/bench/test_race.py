@@ -1,0 +1,110 @@
+"""The race without its network: entries, what they are told, the table and the picture of its logs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gradsieve.errors import ConfigError
+from gradsieve_tools.bench.race import logs, rules
+from gradsieve_tools.bench.race.plot import plot
+from gradsieve_tools.cli.main import main
+
+
+def write(folder: Path, link: str, name: str, seed: int, pace: float, end: str, steps: int = 80) -> None:
+    facts = {"entry": name, "size": "1M", "link": link, "seed": seed, "limit": 100.0}
+    at = range(20, steps + 1, 20)
+    lines = [{"step": step, "seconds": pace * step, "loss": 5 - step / 100} for step in at]
+    path = logs.path_of(folder, "1M", link, name, seed)
+    path.write_text("\n".join(map(json.dumps, [facts, *lines, {"end": end}])))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for seed in (0, 1):
+        write(tmp_path, "100mbit", "dense", seed, 1.0 + seed, "steps")
+        write(tmp_path, "100mbit", "auto", seed, 0.25, "reached")
+        write(tmp_path, "100mbit", "late", seed, 2.0, "seconds", steps=60 if seed else 80)
+        write(tmp_path, "100mbit", "lame", seed, 0.5, "steps", steps=60)
+        write(tmp_path, "100mbit", "dead", seed, 0.5, "failed")
+    write(tmp_path, "1gbit", "dense", 0, 1.0, "steps")
+    return tmp_path
+
+
+def test_the_table_says_who_was_faster_and_who_did_not_arrive(folder: Path) -> None:
+    rows = logs.table(logs.read_all(folder))
+    assert [(row["link"], row["entry"]) for row in rows[:3]] == [
+        ("1gbit", "dense"),
+        ("100mbit", "dense"),
+        ("100mbit", "auto"),
+    ]
+    found = {row["entry"]: row for row in rows[1:]}
+    assert (found["dense"]["seconds"], found["dense"]["times_dense"]) == ("120.0", 1.0)
+    assert found["dense"]["spread"] == pytest.approx(56.57, abs=0.01)
+    assert (found["auto"]["seconds"], found["auto"]["steps"], found["auto"]["step_ms"]) == ("20.0", 80, 250)
+    assert found["auto"]["times_dense"] == pytest.approx((80 / 20 + 160 / 20) / 2)
+    assert (found["late"]["seconds"], found["late"]["reached"]) == ("not within 100 s", "1 of 2")
+    assert found["late"]["times_dense"] is None, "a mean over those that got there would flatter"
+    assert found["lame"]["seconds"] == "not within 60 steps"
+    assert (found["dead"]["seconds"], found["dead"]["reached"]) == ("failed", "0 of 2")
+
+
+def test_the_command_prints_it_and_draws(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = folder / "race.png"
+    assert main(["bench", "race", "--table", "--logs", str(folder), "--plot", str(picture)]) == 0
+    said = capsys.readouterr().out
+    assert "not within 100 s" in said
+    assert picture.stat().st_size > 10_000
+
+
+def test_a_run_without_an_end_is_left_out(folder: Path) -> None:
+    path = logs.path_of(folder, "1M", "100mbit", "auto", 0)
+    path.write_text("\n".join(path.read_text().splitlines()[:-1]))
+    assert logs.read(path) is None
+    (row,) = [row for row in logs.table(logs.read_all(folder)) if row["entry"] == "auto"]
+    assert row["reached"] == "1 of 1"
+
+
+def test_what_is_no_log_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="no log of seed 0"):
+        plot([log for log in logs.read_all(folder) if log.seed == 1], folder / "race.png")
+    (folder / "other.jsonl").write_text('{"entry": "x"}\n{"step": 1}\n')
+    with pytest.raises(ConfigError, match=r"other\.jsonl is no log of `gradsieve bench race`"):
+        logs.read_all(folder)
+    with pytest.raises(ConfigError, match="has no logs"):
+        logs.read_all(folder / "nowhere")
+
+
+def test_an_entry_is_a_name_or_any_command() -> None:
+    assert rules.entry("dense")[1][1:] == [str(rules.trainer()), "--sync", "dense"]
+    assert rules.entry("mine=python 'my train.py' --fast") == ("mine", ["python", "my train.py", "--fast"])
+    for wrong in ("nobody", "a/b=python x.py", "mine="):
+        with pytest.raises(ConfigError, match=r"no entry|NAME=COMMAND"):
+            rules.entry(wrong)
+    assert list(rules.in_order([rules.entry("auto")])) == ["dense", "auto"]
+    with pytest.raises(ConfigError, match="same name"):
+        rules.in_order([rules.entry("auto"), rules.entry("auto")])
+
+
+def test_all_are_told_the_same_but_that_dense_has_one_budget(tmp_path: Path) -> None:
+    (tmp_path / "text.json").write_text('{"tokens_sha256": "ab"}')
+    plan = rules.Plan(tmp_path, "1M", 4, 600, 900.0)
+    dense, auto = plan.told("dense", 1), plan.told("auto", 1)
+    place = dense.index("--steps") + 1
+    assert (dense[place], auto[place]) == ("600", "1200")
+    assert dense[:place] + dense[place + 1 :] == auto[:place] + auto[place + 1 :]
+
+
+def test_a_race_that_cannot_be_run_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"has no tokens .*prepare\.py"):
+        rules.Plan(tmp_path, "1M", 4, 600, 900.0)
+    with pytest.raises(ConfigError, match="multiple of 20"):
+        rules.Plan(tmp_path, "1M", 4, 610, 900.0)
+    assert main(["bench", "race", "--logs", str(tmp_path)]) != 0
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="in a clone of the repository"):
+        rules.entry("dense")

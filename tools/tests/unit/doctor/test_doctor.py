@@ -1,0 +1,439 @@
+"""The doctor's verdict: each rule finds its fault, and nothing on a group that is well (its red twin)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gradsieve.comm.links import Links
+from gradsieve.errors import ConfigError, Malformed
+from gradsieve.kernels import using
+from gradsieve_tools.doctor import evaluate, model, speed
+from gradsieve_tools.doctor.answers import Answer, facts_from
+from gradsieve_tools.doctor.facts import Facts, Interface, collect
+from gradsieve_tools.doctor.findings import Finding, Measured, exit_code
+from gradsieve_tools.doctor.model import ModelFigures
+from gradsieve_tools.doctor.pairs import partner, rounds
+from gradsieve_tools.doctor.run import Report, put_together
+from gradsieve_tools.doctor.view import profile_of, text
+
+LO = Interface("lo", "127.0.0.1", "127.0.0.0/8", True, True)
+
+
+def facts_of(rank: int, **changes: Any) -> Facts:
+    eth0 = Interface("eth0", f"10.0.0.{rank + 1}", "10.0.0.0/24", True, False, 10**9)
+    eth1 = Interface("eth1", f"10.9.0.{rank + 1}", "10.9.0.0/24", True, False, 10**9)
+    well = Facts(
+        rank=rank,
+        hostname=f"node{rank}",
+        alias="",
+        machine=f"m{rank}",
+        host=f"m{rank}/1",
+        interfaces=(LO, eth0, eth1),
+        resolved=(eth0.address,),
+        toward_master=eth0.address,
+        environment={"GLOO_SOCKET_IFNAME": "eth0"},
+        threads=8,
+        cores=8,
+        quota=0.0,
+        kernels="compiled",
+        versions={"torch": "2.13.0", "gradsieve": "0.1", "python": "3.11.7"},
+    )
+    return replace(well, **changes)
+
+
+def group(world: int = 4, **changes: Mapping[int, Any]) -> list[Facts]:
+    """`field={rank: value}` changes one field of one rank."""
+    return [
+        facts_of(rank, **{name: by_rank[rank] for name, by_rank in changes.items() if rank in by_rank})
+        for rank in range(world)
+    ]
+
+
+Rows = list[list[float | None]]
+
+
+def square(world: int, usual: float, other: Mapping[tuple[int, int], float] | None = None) -> Rows:
+    """The same both ways for each pair."""
+    changed = {frozenset(pair): value for pair, value in (other or {}).items()}
+    ranks = range(world)
+    return [[None if i == j else changed.get(frozenset((i, j)), usual) for j in ranks] for i in ranks]
+
+
+def measured(world: int = 4, **changes: Any) -> Measured:
+    well = Measured(
+        latency=square(world, 1e-4), bandwidth=square(world, 1e9), pace=dict.fromkeys(range(world), 1e9)
+    )
+    return replace(well, **changes)
+
+
+Found = list[tuple[str, str, tuple[int, ...]]]
+
+
+def found(facts: list[Facts], figures: Measured | None = None, timeout: float = 60.0) -> Found:
+    findings = evaluate.after(facts, figures or measured(len(facts)), timeout)
+    assert all(finding.fix for finding in findings)
+    return [(finding.severity, finding.rule, finding.ranks) for finding in findings]
+
+
+def only(facts: list[Facts], figures: Measured | None = None, timeout: float = 60.0) -> Finding:
+    (finding,) = evaluate.after(facts, figures or measured(len(facts)), timeout)
+    return finding
+
+
+def test_a_group_that_is_well_has_no_finding() -> None:
+    for world in (1, 2, 4, 7):
+        facts = group(world)
+        assert evaluate.before(facts, world) == []
+        assert found(facts) == []
+        assert exit_code(evaluate.after(facts, measured(world), 60.0)) == 0
+
+
+# --- before anything is measured
+
+
+def test_a_rank_that_does_not_report_is_named() -> None:
+    (finding,) = evaluate.before(group()[:3], 4)
+    assert (finding.severity, finding.rule, finding.ranks) == ("error", "missing-rank", (3,))
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"environment": {"GLOO_SOCKET_IFNAME": "ib0"}}, "there is no such interface, only lo, eth0, eth1"),
+        ({"environment": {"GLOO_SOCKET_IFNAME": "lo"}}, "listens on lo, where other hosts cannot reach it"),
+        ({"environment": {}, "resolved": ("127.0.0.1",)}, "is not set, and node2 leads to 127.0.0.1"),
+        ({"environment": {}, "resolved": ()}, "is not set, and node2 leads to no address"),
+    ],
+)
+def test_where_nobody_can_reach_it_gloo_is_told_where_to_listen(changes: dict[str, Any], what: str) -> None:
+    facts = group(**{name: {2: value} for name, value in changes.items()})
+    (finding,) = evaluate.before(facts, 4)
+    assert (finding.severity, finding.ranks) == ("error", (2,))
+    assert what in finding.what
+    assert finding.fix == "export GLOO_SOCKET_IFNAME=eth0   # on node2"
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"}
+    alone = [replace(each, host="one", environment=loopback) for each in group(2)]
+    assert evaluate.before(alone, 2) == []  # on one host the loopback is right
+
+
+def test_an_interface_that_is_down_is_named() -> None:
+    down = Interface("eth0", "", "", False, False)
+    (finding,) = evaluate.before(group(interfaces={1: (LO, down)}, toward_master={1: ""}), 4)
+    assert "is down or has no address" in finding.what
+    assert finding.fix.startswith("bring an interface up on node1")
+
+
+# --- interfaces
+
+
+def test_the_wrong_interface_is_named_with_its_mend() -> None:
+    facts = group(environment={1: {"GLOO_SOCKET_IFNAME": "eth1"}})
+    finding = only(facts, measured(connections={1: {"eth1": 3}}))
+    assert (finding.severity, finding.rule, finding.ranks) == ("error", "wrong-interface", (1,))
+    assert "eth1 (10.9.0.2)" in finding.what
+    assert "3 connections run over eth1" in finding.what
+    assert finding.fix == "export GLOO_SOCKET_IFNAME=eth0   # on node1"
+
+
+def test_hosts_of_several_networks_that_are_routed_are_no_fault() -> None:
+    eth0 = Interface("eth0", "10.0.7.4", "10.0.7.0/24", True, False, 10**9)
+    assert found(group(interfaces={3: (LO, eth0)}, toward_master={3: "10.0.7.4"})) == []
+
+
+def test_an_interface_that_nobody_chose_is_a_note() -> None:
+    facts = group(environment={2: {}})
+    finding = only(facts)
+    assert (finding.severity, finding.rule, finding.fix) == (
+        "note",
+        "unset-interface",
+        "export GLOO_SOCKET_IFNAME=eth0   # on node2",
+    )
+    assert exit_code([finding]) == 0
+
+
+def test_a_faster_interface_that_is_not_used_is_named() -> None:
+    quick = [replace(i, speed=25 * 10**9) if i.name == "eth1" else i for i in facts_of(0).interfaces]
+    finding = only(group(interfaces={0: tuple(quick)}))
+    assert (finding.severity, finding.rule) == ("warning", "slower-interface")
+    assert "eth0 at 1 Gbit/s; eth1 has 25 Gbit/s" in finding.what
+
+
+# --- links
+
+
+def test_a_slow_link_is_its_hosts_and_not_its_pairs() -> None:
+    slow = {(3, other): 1e8 for other in range(3)}
+    finding = only(group(), measured(bandwidth=square(4, 1e9, slow)))
+    assert (finding.severity, finding.rule, finding.ranks) == ("warning", "slow-link", (3,))
+    assert "rank 3 (node3) has 100 Mbit/s with the others, and they 1 Gbit/s" in finding.what
+
+
+def test_a_slow_link_in_one_direction_is_seen() -> None:
+    bandwidth = square(4, 1e9)
+    for other in range(3):
+        bandwidth[3][other] = 1e8  # it sends slowly, and receives as fast as all
+    assert found(group(), measured(bandwidth=bandwidth)) == [("warning", "slow-link", (3,))]
+
+
+def test_a_slow_pair_is_named() -> None:
+    figures = measured(bandwidth=square(4, 1e9, {(1, 2): 1e8}))
+    assert found(group(), figures) == [("warning", "slow-pair", (1, 2))]
+
+
+def test_both_faults_are_named_where_one_hides_the_other() -> None:
+    """Rank 1 talks over another network, and so is the only one with which the slow rank 3 is fast."""
+    pairs = {(0, 3): 2e7, (2, 3): 2e7, (0, 1): 5e7, (1, 2): 5e7, (1, 3): 5e7}
+    facts = group(environment={1: {"GLOO_SOCKET_IFNAME": "eth1"}})
+    assert found(facts, measured(bandwidth=square(4, 2e8, pairs))) == [
+        ("error", "wrong-interface", (1,)),
+        ("warning", "slow-link", (3,)),
+    ]
+
+
+def test_two_sites_are_a_note() -> None:
+    across = {(a, b): 1e8 for a in (0, 1) for b in (2, 3)}
+    finding = only(group(), measured(bandwidth=square(4, 1e9, across)))
+    assert (finding.severity, finding.rule) == ("note", "sites")
+    assert "ranks 0, 1; ranks 2, 3" in finding.what
+
+
+def test_processes_of_one_host_are_not_compared_with_the_network() -> None:
+    hosts = [f"m{rank // 2}" for rank in range(4)]
+    facts = [replace(e, host=hosts[e.rank], machine=hosts[e.rank], threads=4) for e in group()]
+    assert found(facts, measured(bandwidth=square(4, 1e9, {(0, 1): 5e10, (2, 3): 5e10}))) == []
+
+
+def test_a_far_rank_is_named() -> None:
+    far = {(2, other): 0.03 for other in (0, 1, 3)}
+    assert found(group(), measured(latency=square(4, 1e-4, far))) == [("warning", "far-rank", (2,))]
+    noise = {(2, other): 0.0012 for other in (0, 1, 3)}
+    assert found(group(), measured(latency=square(4, 1e-4, noise))) == []
+
+
+def test_who_cannot_talk_is_named_once() -> None:
+    figures = measured(failed={0: {2: "timed out"}, 2: {0: "timed out"}}, errors={3: "no process group"})
+    assert found(group(), figures) == [("error", "no-connection", (3,)), ("error", "no-connection", (0, 2))]
+
+
+# --- hosts
+
+
+def test_a_straggler_is_named() -> None:
+    assert found(group(), measured(pace={0: 1e9, 1: 1e9, 2: 1e9, 3: 2e8})) == [("warning", "straggler", (3,))]
+    assert found(group(), measured(pace={0: 1e9, 1: 1e9, 2: 1e9, 3: 6e8})) == []
+
+
+def test_more_threads_than_processors_are_named_with_the_number_to_set() -> None:
+    facts = [replace(each, host="m0/1", machine="m0") for each in group(4)]
+    finding = only(facts)
+    assert (finding.rule, finding.fix) == ("too-many-threads", "export OMP_NUM_THREADS=2   # on node0")
+    assert "32 threads on 8 processors" in finding.what
+
+
+def test_idle_processors_are_a_note() -> None:
+    assert found(group(threads={1: 1})) == [("note", "few-threads", (1,))]
+
+
+@pytest.mark.parametrize(
+    ("quota", "fix"),
+    [
+        (2.5, "export OMP_NUM_THREADS=2   # on node1"),
+        (0.2, "raise the quota of node1"),
+        (8.0, None),
+        (0.0, None),
+    ],
+)
+def test_a_quota_below_the_threads_is_named(quota: float, fix: str) -> None:
+    findings = evaluate.after(group(quota={1: quota}), measured(), 60.0)
+    assert [(each.rule, each.ranks) for each in findings] == ([("quota", (1,))] if fix else [])
+    assert not fix or findings[0].fix.startswith(fix)
+
+
+def test_hosts_of_one_machine_are_a_note() -> None:
+    assert found([replace(each, machine="m0") for each in group()]) == [("note", "one-machine", (0, 1, 2, 3))]
+
+
+@pytest.mark.parametrize(
+    ("name", "severity"), [("torch", "error"), ("gradsieve", "error"), ("python", "note")]
+)
+def test_another_version_is_named(name: str, severity: str) -> None:
+    facts = group(versions={2: {**facts_of(2).versions, name: "9"}})
+    assert found(facts) == [(severity, "versions", (2,))]
+
+
+def test_what_a_torch_lacks_is_named_once_with_all_who_lack_it() -> None:
+    finding = only(group(lacks=dict.fromkeys((1, 3), ("torch 9 has no x",))))
+    assert (finding.severity, finding.rule, finding.ranks) == ("warning", "torch-names", (1, 3))
+    assert finding.what == "ranks 1, 3: torch 9 has no x"
+
+
+def test_kernels_that_are_not_compiled_are_named() -> None:
+    assert found(group(kernels={1: "torch (no numba)"})) == [("warning", "kernels", (1,))]
+    everywhere = group(kernels=dict.fromkeys(range(4), "torch (no numba)"))
+    assert found(everywhere) == [("note", "kernels", (0, 1, 2, 3))]
+
+
+def test_debugging_is_named() -> None:
+    environment = {**facts_of(0).environment, "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    assert found(group(environment={0: environment})) == [("warning", "debugging", (0,))]
+
+
+# --- time-outs and the model
+
+
+def test_a_time_out_is_measured_by_what_an_exchange_takes() -> None:
+    figures = measured(model=ModelFigures(10**9, 1))  # 48 s at 1 Gbit/s, four ranks
+    assert found(group(), figures, timeout=60.0) == [("warning", "short-timeout", ())]
+    assert found(group(), figures, timeout=500.0) == []
+    assert found(group(), timeout=1800.0) == [("note", "long-timeout", ())]
+    assert "seconds=480" in only(group(), figures, timeout=60.0).fix
+
+
+def test_a_conflict_of_hooks_is_told_with_its_mend() -> None:
+    (conflict,) = model.conflicts_of(nn.Embedding(10, 4, sparse=True))
+    finding = only(group(), measured(model=ModelFigures(40, 1, conflicts=[conflict])))
+    assert (finding.severity, finding.rule, finding.fix) == (
+        "error",
+        "hook-conflict",
+        "create it with sparse=False",
+    )
+
+
+def test_an_optimizer_in_backward_is_a_conflict() -> None:
+    layer = nn.Linear(3, 3)
+    assert model.conflicts_of(layer) == []
+    layer.weight.register_post_accumulate_grad_hook(lambda _: None)
+    assert "1 parameters, 'weight' first" in model.conflicts_of(layer)[0]
+
+
+def factory() -> tuple[nn.Module, Any]:
+    layer = nn.Linear(20, 5)
+    return layer, lambda it: it(torch.ones(2, 20)).sum()
+
+
+def test_a_model_is_built_counted_and_timed() -> None:
+    figures = model.measure(*model.build(f"{__name__}:factory"))
+    assert (figures.parameters, figures.units, figures.conflicts) == (105, 1, [])
+    assert figures.forward is not None
+    assert figures.forward > 0
+    assert model.measure(nn.Linear(2, 2), None).forward is None
+
+
+@pytest.mark.parametrize("spec", ["nothing", "no_such_module:f", f"{__name__}:nowhere", f"{__name__}:group"])
+def test_what_is_no_model_is_refused(spec: str) -> None:
+    with pytest.raises(ConfigError, match="--model"):
+        model.build(spec)
+
+
+# --- who meets whom
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 5, 8, 13, 64])
+def test_in_all_rounds_everybody_meets_everybody_once(world: int) -> None:
+    used = rounds(world)
+    assert len(used) == world - 1 + world % 2
+    met = []
+    for number in used:
+        partners = [partner(world, number, rank) for rank in range(world)]
+        assert partners.count(None) == world % 2
+        pairs = {(rank, other) for rank, other in enumerate(partners) if other is not None}
+        assert all((other, rank) in pairs and rank != other for rank, other in pairs)
+        met += sorted(pairs)
+    assert sorted(met) == [(a, b) for a in range(world) for b in range(world) if a != b]
+
+
+def test_at_a_thousand_ranks_some_rounds_are_held() -> None:
+    used = rounds(1024)
+    assert len(set(used)) == 64
+    assert max(used) < 1023
+    assert all(partner(1024, number, partner(1024, number, 7) or 0) == 7 for number in used)
+
+
+# --- what ranks tell
+
+
+def test_facts_survive_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradsieve_tools.doctor.facts.active", lambda: "compiled")  # loads nothing
+    facts = collect(0, "127.0.0.1")
+    assert facts_from(0, json.loads(json.dumps(asdict(facts)))) == facts
+    assert facts.listens_on is not None
+    assert facts.cores >= 1
+
+
+ANSWER = {
+    "latency": {"1": 1e-4},
+    "incoming": {"1": 1e9},
+    "failed": {},
+    "message": 1e-5,
+    "memory": 8e9,
+    "selection": 1e9,
+    "pace": 1e9,
+    "launch": 0.0,
+    "connections": {"eth0": 1},
+    "ring": {"latency": 0.02, "word": 1e-7},
+    "model": {"parameters": 10, "units": 1, "forward": 0.1, "backward": 0.2, "conflicts": []},
+    "error": "",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("latency", {"7": 1e-4}),
+        ("latency", {"-1": 1e-4}),
+        ("incoming", {"1": float("nan")}),
+        ("incoming", {"1": "fast"}),
+        ("incoming", []),
+        ("memory", -1.0),
+        ("memory", True),
+        ("message", None),
+        ("error", "x" * 10_000),
+        ("connections", {"eth0": 1.5}),
+        ("model", {"parameters": "many"}),
+        ("failed", {"1": 3}),
+        ("ring", {"latency": 1e-3}),
+        ("ring", {"latency": 1e-3, "word": 0.0}),
+    ],
+)
+def test_what_cannot_be_measured_is_malformed(name: str, value: Any) -> None:
+    assert Answer.read(0, 2, ANSWER).incoming == {1: 1e9}
+    with pytest.raises(Malformed, match="rank 0 sent the doctor"):
+        Answer.read(0, 2, {**ANSWER, name: value})
+    with pytest.raises(Malformed):
+        Answer.read(0, 2, [])
+
+
+def test_a_report_says_all_is_well_and_makes_a_profile() -> None:
+    other = {**ANSWER, "latency": {"0": 1e-4}, "incoming": {"0": 5e8}, "memory": 4e9}
+    answers = {0: Answer.read(0, 2, ANSWER), 1: Answer.read(1, 2, other)}
+    figures = put_together(answers, 2)
+    assert figures.bandwidth == [[None, 5e8], [1e9, None]]
+    facts = group(2)
+    report = Report(2, facts, evaluate.after(facts, figures, 60.0), figures, answers)
+    said = text(report)
+    assert said.endswith("all is well")
+    assert "slowest pair: rank 0 (node0) to rank 1 (node1), 500 Mbit/s" in said
+    assert "a sum by gloo, around a ring: 20 ms however short, 320 Mbit/s" in said
+    profile = profile_of(report)
+    assert (profile.slowest_bandwidth, profile.memory, profile.hosts) == (5e8, 4e9, 2)
+    assert profile.ring == Links(0.02, 1e-7)
+    assert profile.model is not None
+    assert profile.model.backward == 0.2
+
+
+def test_speeds_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "ELEMENTS", 1 << 16)
+    monkeypatch.setattr(speed, "WINDOW", 0.0)
+    with using("torch"):
+        here = speed.measure()
+    assert min(here.memory, here.selection, here.pace) > 0
+    assert here.pace < here.selection
+    assert (here.launch > 0) == torch.accelerator.is_available()
+    assert 0 < speed.seconds_of_launch(torch.device("cpu")) < 1e-3

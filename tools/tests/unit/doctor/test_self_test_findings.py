@@ -1,0 +1,243 @@
+"""The self-test's findings from answers, its table and file, and the two processes that answer."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradsieve_tools.cli.main import main
+from gradsieve_tools.doctor.self_test import evaluate, pair, run, view
+from gradsieve_tools.doctor.self_test.findings import Finding, exit_code, failed, ok, percent
+from gradsieve_tools.doctor.self_test.pair import Pair, Unanswered
+
+TRAINED = {"losses": [2.0, 1.0], "digest": 7}
+
+
+def trained(**changes: Any) -> dict[str, Any]:
+    return {**TRAINED, **changes}
+
+
+def verdict_of_training(
+    plain: Mapping[str, Any] = TRAINED,
+    first: Mapping[str, Any] = TRAINED,
+    second: Mapping[str, Any] = TRAINED,
+) -> Finding:
+    """Against a CPU that has what is usual."""
+    return evaluate.training(plain, TRAINED, [first, second], [TRAINED, TRAINED])
+
+
+def test_bits_are_asked_for_where_the_device_has_those_of_the_cpu() -> None:
+    assert verdict_of_training().verdict == "ok"
+    other = trained(losses=[2.0, math.nextafter(1.0, 2.0)])
+    assert "rank 1: other bits" in verdict_of_training(second=other).found
+    assert "ranks 0, 1: other bits" in verdict_of_training(first=other, second=other).found
+
+
+@pytest.mark.parametrize(
+    ("loss", "verdict"), [(1.009, "ok"), (1.011, "failed"), (math.nan, "failed"), (math.inf, "failed")]
+)
+def test_a_tolerance_is_kept_where_the_device_rounds_otherwise(loss: float, verdict: str) -> None:
+    other = trained(losses=[2.0, loss], digest=8)
+    found = verdict_of_training(trained(digest=9), other, other)
+    assert found.verdict == verdict
+    assert "0.01 is allowed" in found.found
+
+
+def test_replicas_that_differ_fail_whatever_their_losses() -> None:
+    found = verdict_of_training(trained(digest=9), trained(), trained(digest=8))
+    assert (found.verdict, found.found) == ("failed", "the ranks end with different models")
+
+
+@pytest.mark.parametrize(
+    ("form", "rate", "verdict"),
+    [("numba", 0.4, "ok"), ("numba", 0.2, "failed"), ("torch", 0.2, "ok"), ("torch", 0.005, "failed")],
+)
+def test_a_kernel_is_slow_by_what_its_form_can_do(form: str, rate: float, verdict: str) -> None:
+    said = {"copy": 10.0, "elements": 1, "kernels": {"a": rate, "b": 9.0}, "forms": {"a": form, "b": form}}
+    found = evaluate.bandwidth(said)
+    assert found.verdict == verdict
+    assert "a is the slowest" in found.found
+
+
+def test_what_grows_in_every_stretch_is_a_leak() -> None:
+    def found(*grown: int) -> str:
+        said = {"grown": {"process": list(grown), "device": [0, 0, 0]}, "model": 1000}
+        still = {"grown": {"process": [0, 0, 0], "device": [0, 0, 0]}, "model": 1000}
+        return evaluate.memory([still, said], 10).verdict
+
+    assert found(90_000, 0, 90_000) == "ok"
+    assert found(1000, 1000, 1000) == "ok"
+    assert found(1001, 90_000, 1001) == "failed"
+
+
+@pytest.mark.parametrize(
+    ("named", "seconds", "verdict"),
+    [
+        ([1], 0.1, "ok"),
+        ([1], 11.0, "failed"),
+        ([], 0.1, "failed"),
+        ([0], 0.1, "failed"),
+        ([0, 1], 0.1, "failed"),
+    ],
+)
+def test_a_dead_rank_is_named_alone_and_soon(named: list[int], seconds: float, verdict: str) -> None:
+    assert evaluate.death({"named": named, "seconds": seconds}).verdict == verdict
+
+
+def test_statistics_are_finite_and_alike() -> None:
+    fine = {"sync": True, "losses": [1.0], "buffers": 3}
+    assert evaluate.batch_norm([fine, fine]).found.startswith("SyncBatchNorm: 1 steps")
+    assert evaluate.batch_norm([fine, fine | {"buffers": 4}]).verdict == "failed"
+    assert evaluate.batch_norm([fine, fine | {"losses": [math.nan]}]).verdict == "failed"
+
+
+FOUND = {"bits": 0.75, "sent": 0.7, "every": 3, "chosen": True, "step seconds": 0.01}
+
+
+def test_a_budget_is_one_for_all() -> None:
+    assert evaluate.budget([FOUND, FOUND], 300).found == (
+        "0.75 bits a parameter and step, every 3 steps; a step takes 10 ms"
+    )
+    assert evaluate.budget([FOUND, FOUND | {"bits": 0.5}], 300).verdict == "failed"
+
+
+def test_no_choice_fails() -> None:
+    assert evaluate.budget([FOUND | {"chosen": False}] * 2, 300).verdict == "failed"
+
+
+class Watched:
+    """In the place of two ranks: what they would say with torch's sanitizer."""
+
+    says: Any = None
+
+    def __init__(self, **environment: str) -> None:
+        assert environment == {"TORCH_CUDA_SANITIZER": "1"}
+
+    def __enter__(self) -> Watched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def ask(self, what: str, **settings: Any) -> Any:
+        assert (what, settings["device"]) == ("training", "cuda")
+        if isinstance(self.says, Exception):
+            raise self.says
+        return self.says
+
+
+@pytest.mark.parametrize(
+    ("says", "verdict"),
+    [([TRAINED, TRAINED], "ok"), (Unanswered("rank 0: CUDASanitizerErrors: detected 1 errors"), "failed")],
+)
+def test_a_race_that_the_sanitizer_sees_fails(
+    says: Any, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no CUDA here: of this check the two ranks are a stand-in."""
+    monkeypatch.setattr(run, "Pair", Watched)
+    monkeypatch.setattr(Watched, "says", says)
+    nobody: Any = None
+    found = run._Checks(nobody, "cuda", run.Sizes()).run("sanitizer")
+    assert (found.check, found.verdict) == ("sanitizer", verdict)
+    assert run._Checks(nobody, "cpu", run.Sizes()).run("sanitizer").verdict == "not possible"
+
+
+def report(*findings: Finding) -> run.Report:
+    return run.Report({"type": "cuda", "name": "A GPU", "kernels": ["Triton", "torch"]}, [*findings], 61.2)
+
+
+def test_a_table_says_what_failed_and_what_to_do() -> None:
+    text = view.text(report(ok("fine").of("kernels", 1.0), failed("so " * 60).of("memory", 2.0)))
+    assert text.splitlines()[0] == (
+        "device: cuda (A GPU); kernels by Triton and torch; 2 ranks over the loopback"
+    )
+    assert max(map(len, text.splitlines())) <= 100
+    assert "memory: attach the file of this run to an issue" in text
+    assert text.endswith("1 of 2 checks failed, in 61 s")
+    assert view.text(report(ok("fine").of("kernels", 1.0))).endswith("all is well, in 61 s")
+
+
+def test_shares_are_short() -> None:
+    assert [percent(share) for share in (1.53, 0.107, 0.0472, 0.0005)] == ["153%", "11%", "4.7%", "0.05%"]
+
+
+def test_only_a_failure_fails() -> None:
+    assert exit_code([ok(""), Finding("not possible", "")]) == 0
+    assert exit_code([ok(""), failed("")]) == 1
+
+
+def test_losses_that_are_no_numbers_are_written_all_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    view.write_json(path, report(failed("", {"losses": [[1.0, math.nan], [math.inf]]}).of("training", 1.0)))
+    written = json.loads(path.read_text())
+    assert written["rows"][0]["figures"] == {"losses": [[1.0, "nan"], ["inf"]]}
+    assert written["exit_code"] == 1
+    assert "command" not in written
+
+
+RANKS = {
+    "silent": "import time\ntime.sleep(60)",
+    "dead": "import os\nos._exit(3)",
+    "sound": """
+import json, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    said = {"value": asked["settings"]["x"]} if asked["what"] == "echo" else {"error": "no such thing"}
+    print(json.dumps(said), flush=True)
+""",
+}
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    (tmp_path / "stand_in_rank.py").write_text(RANKS[request.param])
+    monkeypatch.setattr(pair, "MODULE", "stand_in_rank")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(pair, "LIMIT", 20.0 if request.param != "silent" else 0.3)
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [("silent", r"no answer within 0\.3 s"), ("dead", "its process ended with code 3")],
+    indirect=["ranks"],
+)
+def test_a_rank_that_does_not_answer_is_named(said: str) -> None:
+    with Pair() as both, pytest.raises(Unanswered, match=f"rank 0: {said}; rank 1: {said}"):
+        both.ask("echo", x=1)
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("ranks", ["sound"], indirect=True)
+def test_after_a_failure_there_are_new_ranks() -> None:
+    with Pair() as both:
+        assert both.ask("echo", x=1) == [1, 1]
+        before = [process.pid for process in both._ranks]
+        assert both.ask("echo", ranks=1, x=2) == [2]
+        assert [process.pid for process in both._ranks] == before
+        with pytest.raises(Unanswered, match="rank 0: no such thing"):
+            both.ask("nothing")
+        assert both.ask("echo", x=3) == [3, 3]
+        assert not {process.pid for process in both._ranks} & {*before}
+        last = [*both._ranks]
+    assert [process.returncode for process in last] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--device", "cpu"], "--device is for --self-test"),
+        (["--self-test", "--model", "train:build"], "--self-test goes with --device and --json alone"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", *arguments]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,76 @@
+"""The plan against steps that others measured on GPUs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gradsieve.errors import ConfigError
+from gradsieve_tools.cli.main import main
+from gradsieve_tools.costs import STALLED
+from gradsieve_tools.plan_validation import against
+from gradsieve_tools.plan_validation.against import Cluster, compare, fit_stalled, summary
+
+FILE = Path(__file__).parents[4] / "benchmarks" / "results" / "gpu-cluster-2026-08-16.json"
+CLUSTER = Cluster.read(FILE)
+RATES = (50e6, 200e6, 1e9, 5e9)
+
+
+def test_all_21_points_are_predicted_and_none_is_far_off() -> None:
+    found = summary(compare(CLUSTER))
+    assert found["points"] == 21
+    assert found["median_off"] <= 0.15
+    assert found["most_off"] <= 0.40
+
+
+def test_with_a_cpus_memory_and_gloos_sums_they_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin: what the plan took for granted before, at the rate of one stream."""
+    monkeypatch.setattr(against, "_DEVICE", "cpu")
+    before = Cluster(CLUSTER.rows, 9.53e9, CLUSTER.source)
+    assert summary(compare(before))["most_off"] > 0.40
+
+
+def test_what_the_worst_point_rests_on() -> None:
+    """Two ways to read the file that were chosen with these points in view, and one point each without."""
+    endless = [
+        row | {"steps_timed": 1000 * row["H"]} for row in CLUSTER.rows
+    ]  # one exchange in H, on average
+    mean_of_many = summary(compare(Cluster(endless, CLUSTER.rate, CLUSTER.source)))
+    assert mean_of_many["most_off"] == pytest.approx(0.437, abs=0.001)
+    one_stream = summary(compare(Cluster(CLUSTER.rows, 9.53e9, CLUSTER.source)))
+    assert one_stream["most_off"] == pytest.approx(0.405, abs=0.001)
+    assert max(mean_of_many["median_off"], one_stream["median_off"]) <= 0.15
+
+
+def test_the_constant_is_what_a_fit_to_other_rows_finds() -> None:
+    assert fit_stalled(CLUSTER) == pytest.approx(STALLED, rel=0.01)
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_a_rate_is_predicted_from_the_others(rate: float) -> None:
+    """Leave one out: the worst is 50 Mbit/s, below all rates that are left."""
+    stalled = fit_stalled(CLUSTER, without=rate)
+    own = [row for row in CLUSTER.rows if row["algorithm"] == "diloco" and row["link_bps"] == rate]
+    measured = [against.times(row) for row in own if row["H"] == 1]
+    assert len(measured) == 3
+    for each in measured:
+        assert (1 + stalled / rate) / each == pytest.approx(1.0, abs=0.2)
+
+
+def test_the_command_prints_and_writes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "against.json"
+    assert main(["bench", "plan", "--against", str(FILE), "--json", str(out)]) == 0
+    assert "median_off" in capsys.readouterr().out
+    saved = json.loads(out.read_text())
+    assert "Apache-2.0" in saved["config"]["source"]
+    assert len(saved["rows"]) == 21
+    assert main(["bench", "plan"]) == 2
+    assert "--against" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", ["", "[]", "{}", '{"rows": []}'])
+def test_what_is_no_cluster_is_refused(wrong: str, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.json"
+    path.write_text(wrong)
+    with pytest.raises(ConfigError, match="no steps of a GPU cluster"):
+        Cluster.read(path)

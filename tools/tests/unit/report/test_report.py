@@ -1,0 +1,324 @@
+"""The report: every section, nothing from a file trusted, rules that know when to be silent."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gradsieve.errors import ConfigError, Malformed
+from gradsieve_tools.cli.main import main
+from gradsieve_tools.records import Tail, read, text_of
+from gradsieve_tools.report import gathered
+from gradsieve_tools.report.findings import findings
+from gradsieve_tools.report.gathered import Training, files_of, gather
+from gradsieve_tools.report.report import report
+from unit.recorded import HEADER, line_of, write
+
+SECTIONS = [
+    "Loss", "Bits a step", "Link use", "Time by stage, ms a step", "Wait for the exchange",
+    "Age of the residual", "Norm of the residual", "Imbalance f(t)", "Density", "Threshold",
+    "Who waits for others, ms a step", "Whom the others wait for",
+]  # fmt: skip
+_VOID = {"meta", "br"}
+
+
+class Page(HTMLParser):
+    """Tags that are opened and closed in order, and the texts in headings."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.headings: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        assert self._open == [], self._open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        assert not any(name.startswith("on") or name == "src" for name, _ in attrs), attrs
+        if tag not in _VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] in ("h1", "h2", "h3"):
+            self.headings.append(data)
+
+
+def made(tmp_path: Path, **changes: object) -> str:
+    write(tmp_path / "rec", header=replace(HEADER, **changes))  # type: ignore[arg-type]
+    return report(gather(files_of([tmp_path / "rec"])), "a title")
+
+
+def test_a_page_has_every_section_and_needs_nothing_else(tmp_path: Path) -> None:
+    text = made(tmp_path)
+    page = Page(text)
+    assert page.headings == ["a title", "run", "What to change", *SECTIONS]
+    assert "script" not in page.tags
+    assert "default-src 'none'" in text
+    assert re.findall(r"https?:|//|url\(|@import", text) == []
+    assert re.search(r"\bnan\b", text.lower()) is None
+
+
+def test_hostile_texts_stay_texts(tmp_path: Path) -> None:
+    evil = '"><script>alert(1)</script><img src=x onerror=alert(2)>'
+    folder = tmp_path / "rec"
+    write(folder, header=replace(HEADER, name=evil, scheme=evil, exchange=evil))
+    path = folder / "run.rank0.jsonl"
+    path.write_text(path.read_text().replace('"select"', '"<b onload=alert(3)>"'))
+    page = Page(report(gather(files_of([folder])), evil))
+    assert {"script", "img", "b"} & page.tags == {"b"}, "bold is ours"
+    assert evil in "".join(page.headings)
+    with pytest.raises(AssertionError):
+        Page(f"<p>{evil}</p>")  # as it would be if it were not escaped
+
+
+def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "rec")
+    assert main(["report", str(tmp_path / "rec"), "-o", str(tmp_path / "page.html")]) == 0
+    assert "kB" in capsys.readouterr().out
+    Page((tmp_path / "page.html").read_text())
+    assert main(["report", str(tmp_path), "-o", str(tmp_path / "page.html")]) == 2
+    assert "there is no record" in capsys.readouterr().err
+    record = tmp_path / "rec" / "run.rank0.jsonl"
+    assert main(["report", str(record), "-o", str(record)]) == 2
+    assert "is one of the records" in capsys.readouterr().err
+
+
+# -- what is read -----------------------------------------------------------------------------------------
+
+
+def test_ranks_lie_side_by_side(tmp_path: Path) -> None:
+    paths = write(tmp_path / "rec")
+    half = text_of(line_of(41))[:-20]
+    paths[0].write_text(paths[0].read_text() + half)
+    paths[1].write_text("\n".join(paths[1].read_text().split("\n")[:21]) + "\n")
+    (training,) = gather(paths)
+    assert training.steps.tolist() == list(range(1, 41))
+    assert training.columns["bits"][0].tolist() == [0.5] * 40
+    assert np.isnan(training.columns["bits"][1, 20:]).all()
+    assert training.stages["exchange"][2, -1] == 0.005
+    assert np.isfinite(training.waits).all(axis=0).sum() == 20, "of steps that all ranks have"
+    assert set(training.last) == {2}
+    said = " ".join(training.notes)
+    assert "rank 0 ends in the middle of a line" in said
+    assert "rank 1 ends before the others', at step 20" in said
+    assert [line.step for line in read(paths[0]).lines] == list(range(1, 41))
+
+
+def test_long_recordings_are_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = write(tmp_path / "rec")
+    monkeypatch.setattr(gathered, "_MOST_LINES", 40)
+    (training,) = gather(paths)
+    assert 1 < training.thinned < 6
+    assert (training.steps % training.thinned == 0).all()
+    assert np.nanmedian(training.step_seconds) == pytest.approx(0.1)
+
+
+def test_files_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    paths = write(tmp_path / "rec")
+    twin = tmp_path / "twin.jsonl"
+    twin.write_text(paths[0].read_text())
+    with pytest.raises(Malformed, match="both are rank 0"):
+        gather([*paths, twin])
+    twin.write_text(text_of(replace(HEADER, world=9, rank=8)) + text_of(line_of(1)))
+    with pytest.raises(Malformed, match="different sizes"):
+        gather([*paths, twin])
+    with pytest.raises(ConfigError, match="fewer than two steps"):
+        gather([twin])
+    twin.write_text("")
+    with pytest.raises(Malformed, match="empty"):
+        gather([twin])
+    with pytest.raises(Malformed, match="cannot be read"):
+        gather([tmp_path / "nowhere"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('"density": 0.03', '"density": 1.5', "density is 1.5"),
+        ('"bits": 0.5', '"bits": -1', "bits is -1"),
+        ('"bits": 0.5', '"bits": 1' + "0" * 400, "bits is 1000"),
+        ('"select": 0.002', '"select": -1.0', "seconds is"),
+        ('"rank": 0', '"rank": 3', "rank 3 of 3"),
+        ('"world": 3', '"world": 0', "world is 0"),
+        ('"name": "run"', '"name": "' + "x" * 501 + '"', "name is"),
+        ('"name": "run"', '"name": "\\u001b[2J"' + ', "evil\\u001b[2J": 1', r"in evil\[2J$"),
+        ('{"step": 3', "[" * 60_000, "line 4: not as a record has it"),
+        ('"step": 3', '"step": ' + " " * 70_000 + "3", "longer than any"),
+        ('"step": 3', f'"step": {2**60}', "step is"),
+    ],
+)
+def test_what_no_recorder_writes_is_refused(old: str, new: str, said: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "rec", steps=4)[0]
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(Malformed, match=said):
+        read(path)
+
+
+def test_a_tail_gives_lines_when_they_are_whole(tmp_path: Path) -> None:
+    path, texts = tmp_path / "x.jsonl", [text_of(HEADER), *(text_of(line_of(step)) for step in range(1, 30))]
+    tail = Tail(path)
+    path.write_text(texts[0][:10])
+    assert (tail.more(), tail.header) == ([], None)
+    path.write_text(texts[0] + texts[1] + texts[2][:30])
+    assert ([line.step for line in tail.more()], tail.header) == ([1], HEADER)
+    path.write_text("".join(texts[:3]))
+    assert [line.step for line in tail.more()] == [2]
+    path.write_text("".join(texts[:2]))
+    assert [line.step for line in tail.more()] == [1], "a job that was started again writes its file anew"
+    path.write_text("".join(texts))
+    short = Tail(path, most=3 * len(texts[5]))
+    assert [line.step for line in short.more()] == [28, 29], "of a long file its end"
+    assert short.header == HEADER
+
+
+# -- what to change ---------------------------------------------------------------------------------------
+
+
+def training_of(tmp_path: Path, **changes: object) -> Training:
+    (training,) = gather(write(tmp_path / "rec", header=replace(HEADER, **changes)))  # type: ignore[arg-type]
+    return training
+
+
+def changes_of(training: Training) -> dict[str, str]:
+    return {each.rule: each.figure or "" for each in findings(training) if each.change is not None}
+
+
+def test_rules_speak_with_their_figures(tmp_path: Path) -> None:
+    found = changes_of(training_of(tmp_path))
+    assert found == {
+        "training waits for the exchange": "30% of a step",
+        "the others wait for one rank": "rank 2 last in 100% of the steps, others wait 30% of a step",
+        "uneven selections, f(t)": "3.00",
+        "rows cut": "50.0% of the ranks",
+        "density is what was asked for": "0.03 for a target of 0.01",
+    }
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "rule"),
+    [
+        ("age", 2000.0, "age of the residual"),
+        ("density", 1.0, "steps that went dense"),
+        ("density", 0.001, "density is what was asked for"),
+    ],
+)
+def test_each_rule_is_seen_to_speak_and_to_be_silent(
+    column: str, value: float, rule: str, tmp_path: Path
+) -> None:
+    training = training_of(tmp_path)
+    before = changes_of(training).get(rule)
+    training.columns[column][:] = value
+    assert changes_of(training)[rule] != before
+    training.columns[column][:] = np.nan
+    assert rule not in changes_of(training)
+
+
+def test_times_have_rules_of_their_own(tmp_path: Path) -> None:
+    training = training_of(tmp_path)
+    training.stages["waiting"][:] = 0.0
+    assert "capacity for more" in changes_of(training)
+    assert "finding costs more than sending" not in changes_of(training)
+    training = training_of(tmp_path)
+    training.stages["waiting"][:] = 0.0
+    training.stages["select"][:] = 0.09
+    assert "capacity for more" not in changes_of(training)
+    assert "finding costs more than sending" in changes_of(training)
+
+
+def test_seconds_of_virtual_ranks_are_not_decided(tmp_path: Path) -> None:
+    paths = write(tmp_path / "rec")
+    paths[0].write_text(paths[0].read_text().replace('"xi": null', '"xi": 1.0', 1))
+    (training,) = gather(paths)
+    assert (
+        not {"training waits for the exchange", "the others wait for one rank"} & changes_of(training).keys()
+    )
+    page = Page(report([training], "virtual"))
+    assert not {"Link use", "Who waits for others, ms a step"} & set(page.headings)
+
+
+# -- every kind of budget has its own advice --------------------------------------------------------------
+
+
+def sent(tmp_path: Path, scheme: str, density: float, budget: str, bits: float, seen: float) -> Training:
+    """Stripes that send all elements in a step, or whatever `seen` says, by so many bits."""
+    training = training_of(tmp_path, scheme=scheme, density=density, budget=budget)
+    training.columns["density"][:], training.columns["bits"][:] = seen, bits
+    return training
+
+
+def advice_of(training: Training, rule: str) -> str:
+    (found,) = (each.change or "" for each in findings(training) if each.rule == rule)
+    return found
+
+
+PLAIN = "train with plain DistributedDataParallel"
+DENSE = 64 * 2 / 3
+"""Bits, among three ranks."""
+
+
+@pytest.mark.parametrize(
+    ("scheme", "density", "budget", "bits", "seen", "said"),
+    [
+        ("stripes", 0.3, "2", 2.0, 1.0, ""),
+        ("stripes", 0.3, "0.75", 0.75, 0.4, ""),
+        ("stripes", 0.3, "50", DENSE, 1.0, f"bits=50 sends everything as it is: give less, or {PLAIN}"),
+        ("stripes", 0.3, "auto", 2.0, 1.0, ""),
+        ("stripes", 0.3, "auto", DENSE, 1.0, f"Everything was sent as it is, and hid: {PLAIN}"),
+        ("stripes", 0.3, "", 0.6, 0.3, ""),
+        ("exdyna", 0.01, "", 0.6, 0.01, ""),
+        ("exdyna", 0.01, "", DENSE, 1.0, f"Dense was faster here by itself: {PLAIN}"),
+        ("dense", 1.0, "", DENSE, 1.0, ""),
+    ],
+)
+def test_plain_ddp_is_advised_only_where_as_much_is_sent(
+    scheme: str, density: float, budget: str, bits: float, seen: float, said: str, tmp_path: Path
+) -> None:
+    found = advice_of(sent(tmp_path, scheme, density, budget, bits, seen), "steps that went dense")
+    assert found.startswith(said) if said else found == ""
+
+
+@pytest.mark.parametrize(
+    ("scheme", "budget", "room", "less", "old"),
+    [
+        ("stripes", "0.75", r"Raise bits= \(it is 0.75\)", "a lower bits=", "raise bits= about 4 times"),
+        ("stripes", "auto", "", "as little as it can already", "give bits="),
+        ("exdyna", "", "Raise density=", "a lower density=", "raise density= about 4 times"),
+    ],
+)
+def test_advice_names_the_setting_that_was_given(
+    scheme: str, budget: str, room: str, less: str, old: str, tmp_path: Path
+) -> None:
+    training = sent(tmp_path, scheme, 0.3, budget, 0.7, 0.4)
+    training.stages["exchange"][:] = 0.05
+    assert less in advice_of(training, "training waits for the exchange")
+    training.columns["age"][:] = 2000.0
+    assert old in advice_of(training, "age of the residual")
+    training = sent(tmp_path, scheme, 0.3, budget, 0.7, 0.4)
+    training.stages["waiting"][:] = 0.0
+    found = advice_of(training, "capacity for more")
+    assert re.search(room, found) if room else found == ""
+
+
+def test_charts_that_need_two_looks_say_why_they_are_empty(tmp_path: Path) -> None:
+    short = made(tmp_path, every=50)
+    why = "the record looks at the residual every 50 steps, and has 40. A line takes two looks"
+    assert short.count(why) == 2
+    assert "gradsieve.record(..., every=4)" in short
+    assert [each for each in Page(short).headings if "the residual" in each] == [
+        "Age of the residual",
+        "Norm of the residual",
+    ]
+    assert "Not drawn: the record" not in made(tmp_path, every=20), "the twin"

@@ -1,0 +1,137 @@
+"""Ops as rounds of messages: bytes as the meter counts them, nothing lost, fewer rounds by logs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradsieve.comm import bruck, lockstep
+from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Meter, Op
+from gradsieve_tools.simulate.messages import Call, Collectives, Price, Round, call_of, rounds_of
+from gradsieve_tools.simulate.network import _sampled
+
+FREE = Price(message=1e-5, byte=1e-10)
+WORLDS = [2, 3, 4, 7, 8, 16, 33]
+Asked = Callable[[int, int], Op]
+
+
+def vector(elements: int) -> torch.Tensor:
+    return torch.zeros(elements, dtype=torch.float32)
+
+
+KINDS: dict[str, Asked] = {
+    "gather": lambda rank, world: AllGather(vector(40)),
+    "reduce": lambda rank, world: AllReduce(vector(world * 12)),
+    "to all": lambda rank, world: AllToAll(torch.zeros(world, 5), (1,) * world, (1,) * world),
+    "broadcast": lambda rank, world: Broadcast(vector(40), 1),
+    "exchange": lambda rank, world: Exchange(vector(9), (rank + 1) % world, (rank - 1) % world, 9),
+}
+
+
+def call(kind: str, world: int) -> Call:
+    return call_of([KINDS[kind](rank, world) for rank in range(world)])
+
+
+def sent(rounds: list[Round], world: int) -> np.ndarray:
+    total = np.zeros(world)
+    for one in rounds:
+        np.add.at(total, one.sources, one.sizes * one.times)
+    return total
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_sends_as_many_bytes_as_the_meter_counts(kind: str, world: int) -> None:
+    rounds = rounds_of(call(kind, world), "ring", FREE)
+    meters = [Meter(rank, world) for rank in range(world)]
+    for rank, meter in enumerate(meters):
+        meter.count(KINDS[kind](rank, world))
+    if kind == "broadcast":  # another tree of the same size: gloo's
+        assert sent(rounds, world).sum() == sum(meter.sent for meter in meters)
+    else:
+        np.testing.assert_allclose(sent(rounds, world), [meter.sent for meter in meters])
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_rounds_of_rings_and_of_logs(world: int) -> None:
+    log = (world - 1).bit_length()
+    for kind, ring, logs in (("gather", world - 1, log), ("reduce", 2 * (world - 1), 2 * log)):
+        assert sum(one.times for one in rounds_of(call(kind, world), "ring", FREE)) == ring
+        assert sum(one.times for one in rounds_of(call(kind, world), "log", FREE)) == logs
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kind", ["gather", "reduce"])
+def test_logs_move_no_more_bytes(kind: str, world: int) -> None:
+    ways = [sent(rounds_of(call(kind, world), way, FREE), world) for way in ("ring", "log")]
+    np.testing.assert_allclose(*ways)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_log_gather_is_what_the_program_for_it_sends(world: int) -> None:
+    heard: list[Call] = []
+    lockstep.run(
+        [bruck.gather(vector(40), rank, range(world), [40] * world) for rank in range(world)],
+        heard=lambda ops: heard.append(call_of(ops)),
+    )
+    found = [rounds_of(each, "ring", FREE)[0] for each in heard]
+    meant = rounds_of(call("gather", world), "log", FREE)
+    for one, other in zip(found, meant, strict=True):
+        np.testing.assert_array_equal(one.targets, other.targets)
+        np.testing.assert_array_equal(one.sizes, other.sizes)
+
+
+def test_an_all_to_all_goes_by_logs_where_rows_are_short_and_equal() -> None:
+    def rounds(row: float, way: Collectives) -> int:
+        return len(rounds_of(Call("AllToAll", np.full((64, 64), row)), way, FREE))
+
+    assert rounds(100.0, "log") == 6
+    assert rounds(1e7, "log") == rounds(1e7, "ring") == 16
+    uneven = Call("AllToAll", np.arange(64.0 * 64).reshape(64, 64))
+    assert len(rounds_of(uneven, "log", FREE)) == 16
+
+
+@pytest.mark.parametrize("way", ["ring", "log"])
+@pytest.mark.parametrize("kind", ["gather", "reduce", "to all", "broadcast"])
+def test_of_all_rounds_only_those_that_are_alike_are_left_out(kind: str, way: Collectives) -> None:
+    """Rounds that double are not: a few of them would stand for more bytes, or fewer."""
+    world = 1024
+    rounds = rounds_of(call(kind, world), way, FREE)
+    some = _sampled(rounds, every=False)
+    assert (len(some) < len(rounds)) == (kind == "to all" and way == "ring")
+    assert sent(some, world).sum() == pytest.approx(sent(rounds, world).sum(), rel=0.01)
+
+
+@given(st.integers(2, 24), st.randoms(use_true_random=False))
+def test_every_row_of_an_all_to_all_arrives_once(world: int, random) -> None:
+    sizes = np.array([[random.randrange(3) for _ in range(world)] for _ in range(world)], dtype=float)
+    arrived = np.zeros((world, world))
+    for one in rounds_of(Call("AllToAll", sizes), "ring", FREE):
+        assert (one.sizes > 0).all()
+        np.add.at(arrived, (one.sources, one.targets), one.sizes)
+    np.fill_diagonal(sizes, 0)
+    np.testing.assert_array_equal(arrived, sizes)
+
+
+@pytest.mark.parametrize("root", [0, 1, 6])
+def test_everybody_hears_a_broadcast_after_somebody_who_has_heard_it(root: int) -> None:
+    world, knows = 7, {root}
+    for one in rounds_of(Call("Broadcast", np.full(world, 8.0), root=root), "ring", FREE):
+        assert set(one.sources.tolist()) <= knows
+        assert not knows & set(one.targets.tolist())
+        knows |= set(one.targets.tolist())
+    assert knows == set(range(world))
+
+
+def test_ranks_that_wait_for_their_own_messages_alone_are_no_faster_around_a_ring() -> None:
+    """Why a repeated round is simulated once: with hops that take different times."""
+    hops = np.array([1.0, 5.0, 2.0, 3.0])
+    done = np.zeros(4)
+    for _ in range(6):
+        done = np.maximum(done, np.roll(done, 1)) + hops
+    assert done.max() == 6 * hops.max()
