@@ -140,6 +140,9 @@ class Watch:
         self._gone = 0
         self._closed = False
         self.verdict: Verdict | None = None
+        # Why nothing more may be issued here. A rank that gave up knows it before its thread tells anybody: its
+        # next op would be taken for the one in which the others wait.
+        self.refusal: Verdict | None = None
         self.without_store: Verdict | None = None  # on whatever fails from now on, without asking
         self._wake = threading.Event()
         self._reached = threading.Event()  # the store has answered since this rank asked
@@ -168,17 +171,10 @@ class Watch:
         """All ranks do: their notes are under this prefix from now on, which nobody else knows."""
         self._notes.move_to(connect, prefix)
 
-    @property
-    def refusal(self) -> Verdict | None:
-        """Why this rank may issue nothing more. That it gave up holds at once, before the thread has told anybody:
-        its next op would be taken for the one in which the others wait."""
-        if self.verdict is None and self._gave_up is not None:
-            return Verdict("gave up", (self.rank,), self._gave_up[:TEXT])
-        return self.verdict
-
     def give_up(self, why: str) -> None:
         """This rank cannot go on, for a reason of its own: the others need not wait for it."""
         self._gave_up = why
+        self.refusal = Verdict("gave up", (self.rank,), why[:TEXT])
         self._seconds = 0.0
         self._wake.set()
 
@@ -328,7 +324,7 @@ class Watch:
         with self._deciding:
             if self.verdict is not None:
                 return self.verdict
-            self.verdict = verdict
+            self.verdict = self.refusal = verdict
         self._decided.set()
         if publish:
             self._notes.put("verdict", verdict.text(), _LONGEST)
