@@ -140,8 +140,8 @@ class Watch:
         self._gone = 0
         self._closed = False
         self.verdict: Verdict | None = None
-        # Why nothing more may be issued here. A rank that gave up knows it before its thread tells anybody: its
-        # next op would be taken for the one in which the others wait.
+        # Why nothing more may be issued here. A rank that gave up knows it before its thread tells anybody:
+        # its next op would be taken for the one in which the others wait.
         self.refusal: Verdict | None = None
         self.without_store: Verdict | None = None  # on whatever fails from now on, without asking
         self._wake = threading.Event()
