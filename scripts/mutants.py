@@ -18,6 +18,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,38 +31,81 @@ ROOT = Path(__file__).parent.parent
 LIST = ROOT / "scripts" / "mutants.toml"
 _NEEDED = ("src", "tools", "tests", "conftest.py", "pyproject.toml", "examples", "docs")
 _SECONDS = 600
-_PASSED, _FAILED, _HUNG, _CRASHED = 0, 1, -99, 98
-"""Exit codes of pytest, of which any other is no verdict; and ours."""
+_PASSED, _FAILED, _HUNG, _CRASHED = (
+    0,
+    1,
+    -99,
+    98,
+)  # pytest's exit codes, and two of ours; others are no verdict
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A file with a fault in it, and the test that has to notice."""
+
+    name: str
+    file: str
+    source: str
+    test: str
 
 
 @dataclass(frozen=True)
 class Mutant:
+    """A fault in the function `patch`, written `module:qualified.name`.
+
+    Its body becomes `instead`, or `text`, which it has once, `becomes` another.
+    """
+
     name: str
-    file: str
-    text: str
-    becomes: str
+    patch: str
     test: str
+    instead: str = ""
+    text: str = ""
+    becomes: str = ""
 
-    def fault(self, root: Path) -> str:
-        """Why it cannot be applied, or nothing."""
-        path = root / self.file
-        found = path.read_text().count(self.text) if path.is_file() else -1
-        if found < 0:
-            return f"{self.name}: there is no file {self.file}"
-        if found != 1:
-            return f"{self.name}: its text occurs {found} times in {self.file}, not once"
+    def changed(self, root: Path = ROOT) -> Changed:
+        """Return the file with the fault. Raises LookupError if there is no such function, text or test."""
         where, _, test = self.test.partition("::")
-        named = test.partition("[")[0]
-        if f"def {named}(" not in ((root / where).read_text() if (root / where).is_file() else ""):
-            return f"{self.name}: there is no test {self.test}"
-        return ""
+        found = (root / where).read_text() if (root / where).is_file() else ""
+        if f"def {test.partition('[')[0]}(" not in found:
+            raise LookupError(f"there is no test {self.test}")
+        module, _, name = self.patch.partition(":")
+        file = _file_of(module, root)
+        lines = (root / file).read_text().splitlines(keepends=True) if file else []
+        functions = _named(ast.parse("".join(lines)), name.split("."))
+        if len(functions) != 1:
+            raise LookupError(f"{self.patch} occurs {len(functions)} times, not once")
+        [function] = functions
+        first = function.body[0] if self.instead else function
+        begin, end = first.lineno - 1, function.end_lineno
+        before = "".join(lines[begin:end])
+        after = textwrap.indent(self.instead, " " * first.col_offset) + "\n"
+        if not self.instead:
+            if before.count(self.text) != 1:
+                count = before.count(self.text)
+                raise LookupError(f"its text occurs {count} times in {self.patch}, not once")
+            after = before.replace(self.text, self.becomes)
+        return Changed(self.name, file, "".join([*lines[:begin], after, *lines[end:]]), self.test)
 
-    def apply(self, root: Path) -> str:
-        """The file as it was before."""
-        path = root / self.file
-        before = path.read_text()
-        path.write_text(before.replace(self.text, self.becomes))
-        return before
+
+def _file_of(module: str, root: Path) -> str:
+    """Return the path of a module of either distribution, or nothing."""
+    path = module.replace(".", "/")
+    files = [f"{top}/{path}{end}" for top in ("src", "tools/src") for end in (".py", "/__init__.py")]
+    return next((file for file in files if (root / file).is_file()), "")
+
+
+def _named(node: ast.AST, names: Sequence[str]) -> list[ast.FunctionDef]:
+    """Return the functions of this qualified name, also those that are defined under an `if`."""
+    found: list[ast.FunctionDef] = []
+    for each in ast.iter_child_nodes(node):
+        if not isinstance(each, ast.FunctionDef | ast.ClassDef):
+            found += _named(each, names)
+        elif each.name == names[0] and names[1:]:
+            found += _named(each, names[1:])
+        elif each.name == names[0] and isinstance(each, ast.FunctionDef):
+            found.append(each)
+    return found
 
 
 def read(path: Path = LIST) -> list[Mutant]:
@@ -69,22 +113,27 @@ def read(path: Path = LIST) -> list[Mutant]:
 
 
 def faults(mutants: Sequence[Mutant], root: Path = ROOT) -> list[str]:
-    """What keeps mutants from being applied, in words."""
+    """Say what keeps mutants from being applied."""
     names = [mutant.name for mutant in mutants]
-    twice = [f"{name}: two have this name" for name in sorted(set(names)) if names.count(name) > 1]
-    return twice + [fault for mutant in mutants if (fault := mutant.fault(root))]
+    found = [f"{name}: two have this name" for name in sorted(set(names)) if names.count(name) > 1]
+    for mutant in mutants:
+        try:
+            ast.parse(mutant.changed(root).source)
+        except (LookupError, SyntaxError) as error:
+            found.append(f"{mutant.name}: {error}")
+    return found
 
 
+# What an operator is changed into. A number becomes one more.
 _OTHERS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
     ast.Mod: ast.Add, ast.Lt: ast.GtE, ast.Gt: ast.LtE, ast.GtE: ast.Lt, ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
 }  # fmt: skip
-"""What an operator is changed into; a number becomes one more."""
 
 
-def drawn(file: str, test: str, count: int = 20, seed: int = 0) -> list[Mutant]:
-    """So many lines of a file, in each of which one operator or number is changed; not in `main`."""
+def drawn(file: str, test: str, count: int = 20, seed: int = 0) -> list[Changed]:
+    """Change one operator or number in each of `count` lines of a file, but not in `main`."""
     text = (ROOT / file).read_text()
 
     def places(tree: ast.Module) -> list[tuple[int, ast.AST]]:
@@ -99,7 +148,7 @@ def drawn(file: str, test: str, count: int = 20, seed: int = 0) -> list[Mutant]:
         tree = ast.parse(text)
         node = source.choice([node for number, node in places(tree) if number == line])
         _change(node)
-        mutants.append(Mutant(f"line {line}: {ast.unparse(node)}", file, text, ast.unparse(tree), test))
+        mutants.append(Changed(f"line {line}: {ast.unparse(node)}", file, ast.unparse(tree), test))
     return mutants
 
 
@@ -121,7 +170,7 @@ def _change(node: ast.AST) -> None:
 
 
 def run_tests(root: Path, tests: Sequence[str]) -> int:
-    """In a fork of this process, which has loaded what takes longest: pytest's exit code, or _HUNG."""
+    """Run pytest in a fork of this process, which has loaded what takes longest. Returns an exit code."""
     child = os.fork()
     if not child:
         try:
@@ -158,11 +207,13 @@ def _tested(root: Path, tests: Sequence[str]) -> int:
     return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
 
 
-def try_out(mutant: Mutant, root: Path) -> str:
-    """In a copy of the tree: what the test says of it."""
-    before = mutant.apply(root)
+def try_out(mutant: Changed, root: Path) -> str:
+    """Put the fault into a copy of the tree, and return what the test says of it."""
+    path = root / mutant.file
+    before = path.read_text()
+    path.write_text(mutant.source)
     code = run_tests(root, [mutant.test])
-    (root / mutant.file).write_text(before)
+    path.write_text(before)
     if code in (_FAILED, _HUNG):
         return "killed" if code == _FAILED else "killed (the test hangs)"
     return "SURVIVED" if code == _PASSED else f"NO VERDICT (pytest ended with {code})"
@@ -185,10 +236,10 @@ def main(words: Sequence[str]) -> int:
     if problems := faults(mutants) or [f"no mutant has any of {list(words)} in its name"] * (not mutants):
         print("\n".join(problems), file=sys.stderr)
         return 2
-    return show(mutants, least=len(mutants))
+    return show([mutant.changed() for mutant in mutants], least=len(mutants))
 
 
-def show(mutants: Sequence[Mutant], least: int) -> int:
+def show(mutants: Sequence[Changed], least: int) -> int:
     """Try them out, and print a table. 1 if fewer than `least` are killed."""
     import hypothesis  # noqa: F401  # these two before the forks, and not for the gate's look at the list
     import numba  # noqa: F401

@@ -1,4 +1,4 @@
-"""Every mutant can still be applied: its text is there once, its test exists. `just mutants` runs them."""
+"""Every mutant can still be applied: its function, text and test exist. `just mutants` runs them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from pathlib import Path
 
 import mutants
 import pytest
-
-ROOT = Path(__file__).parents[2]
 
 ALL = mutants.read()
 
@@ -21,15 +19,27 @@ def test_every_mutant_can_be_applied() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"text": "no such text"}, "occurs 0 times"),
-        ({"text": "\n"}, "times in"),
-        ({"file": "src/no_such_file.py"}, "there is no file"),
+        ({"instead": "", "text": "no such text"}, "occurs 0 times"),
+        ({"instead": "", "text": "\n"}, "times in"),
+        ({"instead": "return ("}, "was never closed"),
+        ({"patch": "gradsieve.no_such_module:f"}, "occurs 0 times"),
+        ({"patch": "gradsieve.pipeline.tags:no_such_function"}, "occurs 0 times"),
         ({"test": "tests/unit/pipeline/test_tags.py::test_no_such_test"}, "there is no test"),
     ],
 )
 def test_one_that_cannot_is_seen(change: dict[str, str], said: str) -> None:
     [fault] = mutants.faults([replace(ALL[0], **change)])
     assert said in fault
+
+
+def test_a_body_is_replaced_in_the_function_that_is_named(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "a.py").write_text(
+        source := "def f():\n    return 0\nclass A:\n    def f(self):\n        return 1\n"
+    )
+    (tmp_path / "test_a.py").write_text("def test_f(): ...")
+    mutant = mutants.Mutant("m", "a:A.f", "test_a.py::test_f", instead="return 2")
+    assert mutant.changed(tmp_path).source == source.replace("return 1", "return 2")
 
 
 def test_two_of_one_name_are_seen() -> None:
@@ -42,11 +52,10 @@ def test_two_of_one_name_are_seen() -> None:
 def test_only_a_failing_test_kills(
     code: int, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / ALL[0].file
-    path.parent.mkdir(parents=True)
-    path.write_text(before := (ROOT / ALL[0].file).read_text())
+    mutant = mutants.Changed("m", "a.py", "1 / 0", "test_a.py")
+    path = tmp_path / mutant.file
+    path.write_text("1 / 1")
     seen = []
     monkeypatch.setattr(mutants, "run_tests", lambda *_: seen.append(path.read_text()) or code)
-    assert mutants.try_out(ALL[0], tmp_path).startswith(verdict)
-    assert ALL[0].becomes in seen[0]
-    assert path.read_text() == before
+    assert mutants.try_out(mutant, tmp_path).startswith(verdict)
+    assert [*seen, path.read_text()] == ["1 / 0", "1 / 1"]
