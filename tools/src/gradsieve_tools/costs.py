@@ -23,44 +23,38 @@ from gradsieve.schemes.baselines.dense import Dense
 from gradsieve_tools import formulas
 from gradsieve_tools.link_costs import WORD, link_seconds, with_piggyback
 
-PASS = 8.0
-"""Bytes of memory traffic for one element copied: read and written."""
+PASS = 8.0  # bytes of memory traffic for one element copied: read and written
+# Bytes of memory traffic for a word that a socket sends and one that it receives: dense's processor time over
+# its words, at 14 GB/s (`step-mlp-1gbit-2026-11-15.json`: 165 ms for 38 million)
 CARRIED = 64.0
-"""Bytes of memory traffic for a word that a socket sends and one that it receives: dense's processor time
-over its words, at 14 GB/s (`step-mlp-1gbit-2026-11-15.json`: 165 ms for 38 million)."""
+# For a unit of ours besides all passes over it; for a word of what a rank selected, its index or its value,
+# which is sorted and packed; and for one that it gets and adds up: 5 ms, 0.5 us and 0.06 us at 12 GB/s, by
+# processor time of six schemes on 2 to 16 hosts (`benchmarks/plan_computed.py`, `plan-lab-2026-11-16.json`).
+# As bytes, since hosts that move them faster run Python faster too.
 HANDLED, GIVEN, TAKEN = 55e6, 6300.0, 700.0
-"""For a unit of ours besides all passes over it; for a word of what a rank selected, its index or its value,
-which is sorted and packed; and for one that it gets and adds up: 5 ms, 0.5 us and 0.06 us at 12 GB/s, by
-processor time of six schemes on 2 to 16 hosts (`benchmarks/plan_computed.py`, `plan-lab-2026-11-16.json`). As
-bytes, since hosts that move them faster run Python faster too."""
+# Kernels that a unit of ours launches on an accelerator: what the 5 ms of a CPU are at 20 us a launch. Of a
+# transformer of 36 tensors torch's profiler counts 52 ops with stripes, 140 with ExDyna and 211 with top-k,
+# besides our own kernels.
 LAUNCHES = 250
-"""Kernels that a unit of ours launches on an accelerator: what the 5 ms of a CPU are at 20 us a launch. Of a
-transformer of 36 tensors torch's profiler counts 52 ops with stripes, 140 with ExDyna and 211 with top-k,
-besides our own kernels."""
+# bit/s. Over links of rate R sums by NCCL took 1 + STALLED / R times as long as their bytes do; why is not
+# known. Fitted to DiLoCo's exchanges on four hosts at 50 Mbit/s to 5 Gbit/s (`gpu-cluster-2026-08-16.json`),
+# and a test fits it again.
 STALLED = 14.5e6
-"""bit/s. Over links of rate R sums by NCCL took 1 + STALLED / R times as long as their bytes do; why is not
-known. Fitted to DiLoCo's exchanges on four hosts at 50 Mbit/s to 5 Gbit/s (`gpu-cluster-2026-08-16.json`),
-and a test fits it again."""
-CODED = 36.0
-"""For an element that is rounded, summed and read again (the same)."""
+CODED = 36.0  # bytes for an element that is rounded, summed and read again
+# Times that the slowest pair must be behind the median to count: less is noise in what was measured
 APART = 1.3
-"""Times that the slowest pair must be behind the median to count: less is noise in what was measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
     """One rank's, while all others work too."""
 
-    memory: float
-    """Bytes a second, read and written."""
-    selection: float
-    """Elements a second that are compared with a threshold."""
-    message: float
-    """Processor seconds of a message."""
-    carried: float = CARRIED
-    """0 where the rate of the links is what hosts carry, whatever it costs them."""
+    memory: float  # bytes a second, read and written
+    selection: float  # elements a second that are compared with a threshold
+    message: float  # processor seconds of a message
+    carried: float = CARRIED  # 0: hosts carry the links' rate whatever it costs them
+    # Seconds of a kernel launch on an accelerator, whose collectives are NCCL's; 0: a CPU, and gloo's
     launch: float = 0.0
-    """Seconds of a kernel launch on an accelerator, whose collectives are NCCL's; 0: a CPU, and gloo's."""
 
     @property
     def unit(self) -> Cost:
@@ -72,11 +66,10 @@ class Host:
 class Cost:
     """Of one exchange, on the busiest rank; costs add up."""
 
+    # Seconds that leave to forward and backward what they compute on: on the link, and of an accelerator's
+    # host that launches kernels
     link: float = 0.0
-    """Seconds that leave to forward and backward what they compute on: on the link, and of an accelerator's
-    host that launches kernels."""
-    computed: float = 0.0
-    """Seconds of what forward and backward compute on."""
+    computed: float = 0.0  # seconds of what forward and backward compute on
     words: float = 0.0
     rounds: int = 0
 
@@ -99,8 +92,7 @@ class Costs:
     world: int
     links: Links
     host: Host
-    rings: Links | None = None
-    """Where a ring is not as slow as the slowest pair."""
+    rings: Links | None = None  # where a ring is not as slow as the slowest pair
 
     @property
     def carrying(self) -> Links:

@@ -12,18 +12,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LAUNCH = 20e-6
-"""Seconds."""
+LAUNCH = 20e-6  # seconds
+# Bytes of memory traffic for an element compared with a threshold: 500 M/s at 10 GB/s on the lab's CPU
 COMPARED = 20.0
-"""Bytes of memory traffic for an element compared with a threshold: 500 M/s at 10 GB/s on the lab's CPU."""
-MESSAGE = 20e-6
-"""Processor seconds of a message."""
+MESSAGE = 20e-6  # processor seconds of a message
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    memory: float
-    """Bytes a second, read and written."""
+    memory: float  # bytes a second, read and written
     source: str
     launch: float = LAUNCH
 

@@ -25,8 +25,7 @@ else:
 
 from gradsieve.errors import ConfigError, printable
 
-Place: TypeAlias = tuple[str | int, ...]
-"""Keys and numbers of list entries, from the outside in."""
+Place: TypeAlias = tuple[str | int, ...]  # keys and list indices, outermost first
 T = TypeVar("T")
 MOST_BYTES = 4 << 20
 _PART = re.compile(r"[\w-]+|\"[^\"]*\"|'[^']*'")

@@ -19,13 +19,11 @@ from gradsieve.schemes.base import Scheme, blank
 from gradsieve.schemes.stripes import Stripes
 from gradsieve.wire.values import VALUE_CODECS
 
-WORD = 4
-"""Bytes."""
+WORD = 4  # bytes
+# Share of the elements in vectors and tiny tensors, which are piggybacked whole, as many as a scheme sends at
+# most: the MLP of `bench step`. A transformer has a little more.
 _SMALL = 0.0005
-"""Share of the elements in vectors and tiny tensors, which are piggybacked whole, as many as a scheme sends
-at most: the MLP of `bench step`. A transformer has a little more."""
-_PIGGYBACK = 32
-"""Words that are piggybacked whatever is sent: tags, votes, seconds."""
+_PIGGYBACK = 32  # words piggybacked in any exchange: tags, votes, seconds
 
 
 def stripes_asks(scheme: Stripes, n: int, world: int, state: Any = None) -> list[Op]:

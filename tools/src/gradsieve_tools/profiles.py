@@ -19,28 +19,22 @@ from gradsieve_tools.documents import Table, open_document
 from gradsieve_tools.quantities import BITS, BYTES_A_SECOND, ELEMENTS_A_SECOND, SECONDS, Units, parse, write
 
 VERSION = 1
-MOST_WORLD, MOST_PAIRS = 65_536, 64
-"""Ranks, and ranks up to which every pair is listed."""
+MOST_WORLD, MOST_PAIRS = 65_536, 64  # ranks, and ranks up to which every pair is listed
 _MOST_PARAMETERS = 10**13
-Rows: TypeAlias = tuple[tuple[float | None, ...], ...]
-"""Row sends, column receives; None: not measured."""
+Rows: TypeAlias = tuple[tuple[float | None, ...], ...]  # row sends, column receives; None: not measured
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    latency: Rows
-    """Seconds."""
-    bandwidth: Rows
-    """bit/s"""
+    latency: Rows  # seconds
+    bandwidth: Rows  # bit/s
 
 
 @dataclass(frozen=True, slots=True)
 class ModelProfile:
     parameters: int
-    units: int
-    """Of exchange, as `attach` makes them by default."""
-    forward: float | None = None
-    """Seconds, of the slowest rank; None where it was not measured."""
+    units: int  # units of exchange, as `attach` makes them by default
+    forward: float | None = None  # seconds, of the slowest rank; None where it was not measured
     backward: float | None = None
 
 
@@ -48,28 +42,20 @@ class ModelProfile:
 class Profile:
     world: int
     hosts: int
-    latency: float
-    """Seconds that a round takes however short its messages, as in `Links`; the median pair."""
-    bandwidth: float
-    """bit/s one way; the median pair."""
-    message: float
-    """Seconds of processor time for a word sent and one received."""
+    latency: float  # seconds that a round takes however short its messages, as in `Links`; the median pair
+    bandwidth: float  # bit/s one way; the median pair
+    message: float  # seconds of processor time for a word sent and one received
     slowest_latency: float
     slowest_bandwidth: float
-    memory: float
-    """Bytes a second that a copy reads and writes; the slowest rank, as all that follows."""
-    selection: float
-    """Elements a second that are looked at to select one in a thousand."""
-    launch: float = 0.0
-    """Seconds of a kernel launch; 0 where ranks compute on a CPU."""
+    memory: float  # bytes a second that a copy reads and writes; the slowest rank, as all that follows
+    selection: float  # elements a second that are looked at to select one in a thousand
+    launch: float = 0.0  # seconds of a kernel launch; 0 where ranks compute on a CPU
+    # A sum over all ranks by gloo: seconds however short, and for one more word that each rank sends to the
+    # next; None where it was not measured
     ring: Links | None = None
-    """A sum over all ranks by gloo: seconds however short, and for one more word that each rank sends to the
-    next; None where it was not measured."""
-    pairs: Pairs | None = None
-    """Of different ranks; None where there are too many."""
+    pairs: Pairs | None = None  # pairs of different ranks; None: too many
     model: ModelProfile | None = None
-    made: Mapping[str, str] = field(default_factory=dict)
-    """How it came about: date, command, versions."""
+    made: Mapping[str, str] = field(default_factory=dict)  # date, command, versions
 
     @property
     def links(self) -> Links:

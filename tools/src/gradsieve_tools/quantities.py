@@ -6,17 +6,15 @@ import re
 from decimal import Decimal, InvalidOperation
 from typing import TypeAlias
 
-Units: TypeAlias = dict[str, float]
-"""What each unit is in the base unit, the smallest first."""
+Units: TypeAlias = dict[str, float]  # what each unit is in the base unit, the smallest first
 
-BITS: Units = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-"""A second, as `tc` writes rates of links."""
+BITS: Units = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}  # a second, as `tc` writes rates
 SECONDS: Units = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 BYTES_A_SECOND: Units = {"kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
 ELEMENTS_A_SECOND: Units = {"k/s": 1e3, "M/s": 1e6, "G/s": 1e9}
 
+# Powers of ten of thousands, millions, billions and trillions, as sizes of models are written
 _COUNTS = {"k": 3, "m": 6, "b": 9, "t": 12}
-"""Powers of ten of thousands, millions, billions and trillions, as sizes of models are written."""
 _SPOKEN = {"kbit": "kbit/s", "mbit": "Mbit/s", "gbit": "Gbit/s"}
 _NUMBER_AND_UNIT = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([a-zA-Z/]{1,4})", re.ASCII)
 

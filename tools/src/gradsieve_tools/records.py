@@ -34,23 +34,16 @@ class Header:
     """What holds for all lines of a file."""
 
     name: str
-    scheme: str
-    """With its settings, as `gradsieve bench` takes it."""
-    exchange: str
-    """`steps` or `gradients`."""
-    density: float
-    """The target."""
+    scheme: str  # with its settings, as `gradsieve bench` takes it
+    exchange: str  # `steps` or `gradients`
+    density: float  # the target
     rank: int
     world: int
     parameters: int
-    every: int
-    """Steps between two lines that have norms."""
-    period: int = 1
-    """Steps of the training for one exchange, and so for one line."""
-    budget: str = ""
-    """`auto`, or the bits a parameter and step that were given; empty where a density was."""
-    began: str = ""
-    """When this life of the training did. A header that says the same again goes on with that life."""
+    every: int  # steps between two lines with norms
+    period: int = 1  # steps of the training for one exchange, and so for one line
+    budget: str = ""  # `auto`, or the bits a parameter and step that were given; empty where a density was
+    began: str = ""  # start of this run. A header that repeats it continues that run
 
     @property
     def bytes_a_bit(self) -> float:
@@ -63,26 +56,18 @@ class Line:
     """One step of one rank; None where there is no such figure, or nobody looked."""
 
     step: int
-    at: float
-    """Seconds since this life's recording began; of a record that was read, since the first one's."""
+    at: float  # seconds since the recording began; in a record that was read, since the first one's
     density: float
-    bits: float
-    """Moved by this rank, a parameter."""
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    """By stage."""
+    bits: float  # moved by this rank, a parameter
+    seconds: Mapping[str, float] = field(default_factory=dict)  # by stage
     threshold: float | None = None
-    imbalance: float | None = None
-    """f(t): the longest selection over the mean, before any row is cut."""
-    cut: float | None = None
-    """Share of the ranks that could not send all they selected."""
-    waiting: float | None = None
-    """Norm of the residual."""
-    age: float | None = None
-    """Steps for which what is sent now was in the residual."""
-    contraction: float | None = None
-    """|acc - spent|^2 / |acc|^2."""
+    imbalance: float | None = None  # f(t): the longest selection over the mean, before any row is cut
+    cut: float | None = None  # share of the ranks that could not send all they selected
+    waiting: float | None = None  # norm of the residual
+    age: float | None = None  # steps for which what is sent now was in the residual
+    contraction: float | None = None  # |acc - spent|^2 / |acc|^2
+    # |top-k of the ranks' mean - update| / |mean of what is new|, if one process has all ranks
     xi: float | None = None
-    """|top-k of the ranks' mean - update| / |mean of what is new|: where one process has all ranks."""
     loss: float | None = None
 
 
@@ -231,13 +216,10 @@ class Joined:
     keeps lines drops his own from there on."""
 
     def __init__(self) -> None:
-        self.header: Header | None = None
-        """Of the latest life."""
+        self.header: Header | None = None  # header of the latest run
         self.lives = 0
-        self.again = 0
-        """Steps of lives before that were taken again."""
-        self.torn: list[str] = []
-        """A sentence for each line that was not finished."""
+        self.again = 0  # steps of earlier runs that were taken again
+        self.torn: list[str] = []  # a sentence for each unfinished line
         self._first: int | None = None
         self._last: Line | None = None
         self._end = self._shift = 0.0
@@ -298,8 +280,7 @@ class Whole:
 
     def __init__(self, path: Path) -> None:
         self.path, self.joined = path, Joined()
-        self.is_cut_off = False
-        """Whether the last line of all is unfinished."""
+        self.is_cut_off = False  # the last line is unfinished
 
     @property
     def header(self) -> Header:
@@ -326,16 +307,13 @@ class Tail:
     """A file that may still be written: each look gives the lines that were finished since the one before."""
 
     def __init__(self, path: Path, most: int | None = None, joined: Joined | None = None) -> None:
-        self.path, self.most = path, most
-        """Bytes read at a look: a file that has grown by more is read from there to its end."""
+        self.path, self.most = path, most  # most: bytes read at a time; of a file that grew more, the end
         self.joined, self._is_part = joined or Joined(), joined is not None
-        self._file = 0
-        """By its number: a file that was moved away is another under the same name."""
+        self._file = 0  # inode: a file that was moved away is another under the same name
         self._begin()
 
     def _begin(self) -> None:
-        self.rest = b""
-        """Of a line whose end is not there yet."""
+        self.rest = b""  # of an unfinished line
         self._offset = self.place = 0
 
     @property

@@ -17,6 +17,7 @@ STAGE_COLOURS = {
     "decode": "#8c564b",
 }
 OTHER = "#7f7f7f"
+# from the bottom of a bar to its top; `waiting` is another thread's, at the same time
 EXCHANGE_STAGES = [
     "accumulate",
     "select",
@@ -28,5 +29,4 @@ EXCHANGE_STAGES = [
     "threshold",
     "commit",
 ]
-"""From the bottom of a bar to its top. `waiting` is another thread's, at the same time."""
 WAITING = "waiting"

@@ -31,11 +31,9 @@ from gradsieve_tools.specs import parse
 
 COLUMNS = ["scheme", "optimizer", "world", "params", "before_mb", "peak_mb", "added_n", "step_s"]
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}
-STEPS = 6
-"""In the first ones nobody knows yet whether steps are to be lengthened."""
+STEPS = 6  # the first steps only learn whether steps are lengthened
 _FLOAT = 4
-_WIDTH = 2048
-"""Layers of 2048 x 2048, the shape that bench step's MLP has."""
+_WIDTH = 2048  # layers of 2048 x 2048, the shape that bench step's MLP has
 
 
 def measure(scheme: str, optimizer: str, world: int, params: int, density: float) -> dict[str, Any]:

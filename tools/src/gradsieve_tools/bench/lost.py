@@ -23,8 +23,7 @@ from gradsieve_tools.specs import parse
 
 COLUMNS = ["model", "world", "density", "scheme", "lost", "sent", "of_target"]
 _BITS = 40
-_BYTES = 12
-"""An element as recorded and as rounded."""
+_BYTES = 12  # bytes of an element as recorded and as rounded
 
 
 def measure_all(

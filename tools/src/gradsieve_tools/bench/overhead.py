@@ -29,14 +29,12 @@ from gradsieve_tools.specs import parse
 
 STAGES = ("accumulate", "select", "apply", "commit", "check")
 COLUMNS = ["scheme", "exchange", "kernel", "ours_ms", "bare_ms", "ratio", "density"]
+# Steps until the threshold is found and followed, and steps that are timed with each kernel
 WARM, ROUNDS = 12, 9
-"""Steps until the threshold is found and followed, and steps that are timed with each kernel."""
 _CPU = torch.device("cpu")
-_VECTORS = 4
-"""A rank's parameters and gradients, and two of the sync's."""
+_VECTORS = 4  # vectors a rank needs: parameters, gradients, two of the sync's
 _FLOAT = 4
-_WIDTH = 2048
-"""Layers of 2048 x 2048, the shape that bench step's MLP has."""
+_WIDTH = 2048  # layers of 2048 x 2048, the shape that bench step's MLP has
 _RATE, _STEEP = 0.01, 4.0
 
 ExchangeOf: TypeAlias = Literal["steps", "gradients"]

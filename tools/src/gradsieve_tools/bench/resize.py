@@ -22,8 +22,7 @@ from gradsieve_tools.bench.common.virtual import Member, Run, exchange, own_batc
 from gradsieve_tools.specs import parse, parse_exchange
 
 COLUMNS = ["task", "sync", "ranks", "final", "spread", "seeds", "kept"]
-_DATA_APART = 100
-"""Between the seeds of two stretches: a rank does not see the same examples again."""
+_DATA_APART = 100  # between the seeds of two stretches, so that a rank sees other examples
 
 
 def measure_all(

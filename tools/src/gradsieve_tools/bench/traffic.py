@@ -37,26 +37,22 @@ from gradsieve_tools.bench.tasks.data import CONTEXT
 from gradsieve_tools.bench.tasks.sized import TASKS
 from gradsieve_tools.specs import parse
 
+# Those of `bench time-to-accuracy`, the transformer as deep as that of `bench step`
 MODELS = {
     "mlp": TASKS["mlp"],
     "transformer": replace(TASKS["transformer"], model=partial(Transformer, layers=8, context=CONTEXT)),
 }
-"""Those of `bench time-to-accuracy`, the transformer as deep as that of `bench step`."""
-WORD = 4
-"""Bytes."""
-PERIOD = 32
-"""Steps in which Ok-Topk evaluates each threshold exactly once."""
+WORD = 4  # bytes
+PERIOD = 32  # steps in which Ok-Topk evaluates each threshold exactly once
 MOST_STEPS, FEWEST_STEPS = 40, PERIOD
+# Partitions have settled when the means of so many windows are this near each other; they are given up after
+# so many steps
 WINDOW, WINDOWS, NEAR, CAP = 100, 3, 0.01, 1500
-"""Partitions have settled when the means of so many windows are this near each other; they are given up after
-so many steps."""
 _CPU = torch.device("cpu")
-_WORK = 1.1e10
-"""Elements accumulated by all ranks in all steps of one case, while that leaves enough steps."""
-_SETTLING_WORK = 1e11
-"""The same for a case that has to settle: the cap for a million parameters on 64 ranks."""
+_WORK = 1.1e10  # elements accumulated by all ranks in all steps of one case, while that leaves enough steps
+_SETTLING_WORK = 1e11  # for a case that has to settle: the cap for a million parameters on 64 ranks
+# A stateless step against one that tracks a threshold, in time: top-k looks at all n on every rank
 _SELECTING = 8
-"""A stateless step against one that tracks a threshold, in time: top-k looks at all n on every rank."""
 
 COLUMNS = [
     "scheme",
@@ -82,23 +78,18 @@ COLUMNS = [
 class Step:
     """One step of all ranks; words and rounds are the busiest rank's."""
 
-    words: float
-    """Sent or received, whichever is more, of one op after the other."""
+    words: float  # sent or received, whichever is more, of one op after the other
     words_sent: float
     words_received: float
     rounds: int
     collectives: int
     formula_words: float
     least_words: float
-    most_words: float
-    """The band in which words are as the formula says: a tenth around it, Ok-Topk's 2k to 6k."""
+    most_words: float  # upper end of the band in which words are as the formula says
     formula_rounds: int
-    exact: bool
-    """A step in which a scheme evaluates its threshold again, at a cost of its own (Ok-Topk)."""
-    density: float
-    """Elements in the update over n."""
-    imbalance: float | None
-    """Longest row over the mean row; None for schemes that have no such thing."""
+    exact: bool  # a step that evaluates thresholds exactly (Ok-Topk)
+    density: float  # elements in the update over n
+    imbalance: float | None  # longest row over the mean row; None for schemes that have no such thing
 
     @property
     def near_formula(self) -> bool:
@@ -113,8 +104,7 @@ class Case:
     world: int
     n: int
     density: float
-    sizes: tuple[int, ...] = ()
-    """Of the tensors in the vector; none: it is one."""
+    sizes: tuple[int, ...] = ()  # elements of each tensor; empty: one tensor
 
     @property
     def stateless(self) -> bool:

@@ -56,16 +56,15 @@ class Campaign:
     def __init__(self, seed: int, chances: Sequence[Chance], life: Callable[..., None] = be_rank) -> None:
         """`life` is what a rank's process runs."""
         self.seed, self.chances, self._life = seed, chances, life
+        # by kind: faults after which all ranks resumed with the undisturbed bits
         self.recovered: Counter[str] = Counter()
-        """By kind: faults that ended the ranks, and all were back with what an undisturbed run has."""
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # c10d's stacks, pages for a store that is gone
         self._fleet = Fleet(be_rank.__module__)
         self._stack = ExitStack()
         self._clean: dict[str, Clean] = {}
         self._pending: dict[str, list[str]] = {}
         self._cases = 0
-        self._unsaved: Counter[str] = Counter()
-        """Episodes of a scheme since the last one in which a save returned."""
+        self._unsaved: Counter[str] = Counter()  # episodes of a scheme since a save last returned
 
     def __enter__(self) -> Campaign:
         with ExitStack() as stack:

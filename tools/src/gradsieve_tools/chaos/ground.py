@@ -17,21 +17,18 @@ from gradsieve_tools.emulation.lab import Lab
 from gradsieve_tools.emulation.stores import store_at
 from gradsieve_tools.errors import LabError
 
-FULL = "ballast"
-"""The file that fills a disk."""
+FULL = "ballast"  # file that fills the disk
 _CPU_GROUPS = Path("/sys/fs/cgroup/cpu")
 _CLONE_NEWNET = 0x40000000
 _STORE = "198.18.0.254"
 _DISK = "4m"
-AWAY_SECONDS = 2.0
-"""From the end of a store to the next one at its port."""
+AWAY_SECONDS = 2.0  # between the end of a store and the next at its port
 
 
 class Ground:
     """The loopback."""
 
-    store_pid = 0
-    """Of the process that has the store, where it is another one."""
+    store_pid = 0  # 0: the store is in this process
 
     def __init__(self, host: str = "127.0.0.1", interface: str = "lo") -> None:
         self.interface = interface

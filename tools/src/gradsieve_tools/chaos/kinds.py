@@ -30,14 +30,11 @@ from gradsieve_tools.errors import LabError
 from gradsieve_tools.faults.kinds import KINDS as ENDINGS
 from gradsieve_tools.faults.kinds import STOP, strike
 
-BATCH_BYTES = 1 << 26
-"""What a rank takes for every batch, and does not touch."""
-_LEFT_BYTES = 1 << 23
-"""What a memory cap leaves beyond what is taken already."""
+BATCH_BYTES = 1 << 26  # allocated for every batch and never touched
+_LEFT_BYTES = 1 << 23  # left by the memory cap beyond what is allocated
 _SLOW_RATE = "2mbit"
 _HOUR = 3600.0
-NOTICE = signal.SIGUSR2
-"""SIGTERM is to end a rank, and SIGUSR1 shows where one hangs."""
+NOTICE = signal.SIGUSR2  # SIGTERM ends a rank, SIGUSR1 shows where it hangs
 ZOMBIE, SHORT_STOP, MIXED = "late waker", "short SIGSTOP", "mixed releases"
 
 
@@ -76,20 +73,16 @@ class Scene:
     rank: int
     world: int
     folder: Path
-    bit: int
-    """Of a payload, before it is taken modulo its length."""
-    earlier: dict[tuple[object, ...], Tensor]
-    """The last payload of each form that this rank sent."""
+    bit: int  # bit of a payload, taken modulo its length
+    earlier: dict[tuple[object, ...], Tensor]  # last payload this rank sent, by type and shape
     deadline: float
-    store_pid: int
-    """0 where the store is not in a process of its own."""
+    store_pid: int  # 0: the store is in the campaign's process
     store_port: int
-    tell: Callable[[str], None]
-    """That it happens now, and at what; for what comes later than its op."""
+    tell: Callable[[str], None]  # reports a fault that comes later than its op
 
 
+# Performs the fault and returns the op to perform; None: it cannot happen at this op, try the next
 Strike = Callable[[Op, Scene], Op | None]
-"""Let it happen; the op that is performed then. None: it cannot happen to this op, wait for the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,20 +90,13 @@ class Kind:
     must: Must
     strike: Strike
     needs: Needs = Needs.NOTHING
-    last_step: int = 3
-    """Of an episode, in which it may begin and still have its effect; it may slip to the step after."""
-    first_step: int = -1
-    """-1 is loading."""
-    any_time: bool = False
-    """It may also happen at a time between ops."""
-    last_op: int = 6
-    """Of a step, before which it may begin."""
-    rank: int | None = None
-    """The only one to which it can happen."""
-    is_later: bool = False
-    """The strike prepares it, and reports when it happens."""
-    spoils: Callable[[Tensor, Scene], None] | None = None
-    """What the op gave."""
+    last_step: int = 3  # last step of an episode in which the fault still has an effect
+    first_step: int = -1  # -1: loading
+    any_time: bool = False  # may also happen between ops
+    last_op: int = 6  # last op of a step before which it may begin
+    rank: int | None = None  # the only rank it can happen to
+    is_later: bool = False  # the strike prepares it, and it reports itself
+    spoils: Callable[[Tensor, Scene], None] | None = None  # alters the op's result
 
 
 def form(op: Op) -> tuple[object, ...]:

@@ -36,8 +36,7 @@ class Episode:
     interface: str
     namespaces: tuple[str | None, ...]
     chance: Chance | None
-    fresh: bool = False
-    """There is no checkpoint yet."""
+    fresh: bool = False  # there is no checkpoint yet
     saves: bool = True
     store_pid: int = 0
 

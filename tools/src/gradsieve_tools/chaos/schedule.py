@@ -9,13 +9,10 @@ from dataclasses import dataclass
 from gradsieve_tools.chaos.kinds import KINDS, Must
 
 WORLD = 3
-STEPS = 4
-"""Of an episode, from one fault to the next."""
-MIDDLE = 2
-"""Steps after which an episode saves for the first time; it does so at its end as well."""
+STEPS = 4  # steps of an episode, from one fault to the next
+MIDDLE = 2  # steps before an episode's first save; it saves at its end as well
 SCHEMES = ("stripes", "exdyna", "oktopk", "spardl")
-DEADLINE_OF_DEATHS = 60.0
-"""Long: a death has to be noticed without it."""
+DEADLINE_OF_DEATHS = 60.0  # seconds: a death has to be noticed long before
 DEADLINE = 2.5
 _LATEST = 0.02
 
@@ -28,12 +25,9 @@ class Chance:
     scheme: str
     kind: str
     rank: int
-    step: int
-    """Of its episode; -1 is loading."""
-    op: int
-    """Of that step, or the first after it at which the kind can happen."""
-    delay: float
-    """Seconds from there on, so that it happens between ops as well; 0 is at the op."""
+    step: int  # step of its episode; -1: loading
+    op: int  # op of that step, or the first after it that suits the kind
+    delay: float  # seconds from the op on; 0: at the op
     bit: int
 
     @property

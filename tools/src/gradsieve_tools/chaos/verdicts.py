@@ -19,8 +19,8 @@ from gradsieve_tools.faults.kinds import KINDS as ENDINGS
 from gradsieve_tools.faults.trained import DONE, FAILED, PEER_FAILED
 from gradsieve_tools.faults.verdicts import as_hex, longest_ms, quantiles, wrong_code
 
+# digests of the shared state and of all a rank has, by step and rank of an undisturbed run
 Clean = Mapping[int, Sequence[Sequence[int]]]
-"""Of an undisturbed run, by step and rank: digests of what is shared, and of all that the rank has."""
 NAMED, HARMLESS, SILENT, HUNG = "named", "harmless", "silent loss", "hung"
 
 
@@ -33,29 +33,20 @@ class Line:
     scheme: str
     kind: str
     rank: int
-    step: int
-    """Of the training; -1 while it loaded."""
+    step: int  # step of the training; -1 while loading
     op: str
     delay_ms: float
     deadline: float
-    detection_ms: float | None
-    """Until the last of the others had its error."""
+    detection_ms: float | None  # until the last survivor had its error
     exit_codes: list[int | None]
     errors: list[str]
-    outcome: str
-    """`named`, `harmless`, or what is wrong."""
-    digest: str
-    """Of what ranks share after the last step that they reported."""
-    resumed_at: int
-    """The step of the checkpoint that the episode began with."""
-    kept_at: int
-    """That of the one it left, which was read back; -1 if that was not possible."""
-    acknowledged_at: int
-    """That of the last one that was acknowledged to a rank, in this episode or before."""
-    lost_steps: int
-    """Taken since, and to be taken again."""
-    lost_mass: float
-    """The norm over ranks of residuals that were in memory and in no checkpoint; 0 if nothing was lost."""
+    outcome: str  # `named`, `harmless`, or what is wrong
+    digest: str  # digest of the shared state after the last reported step
+    resumed_at: int  # step of the checkpoint that the episode loaded
+    kept_at: int  # step of the checkpoint it left and that was read back; -1: unreadable
+    acknowledged_at: int  # step of the last save that returned to a rank
+    lost_steps: int  # steps after it, to be taken again
+    lost_mass: float  # norm over ranks of the residuals that no checkpoint has
 
     @property
     def is_good(self) -> bool:

@@ -15,9 +15,8 @@ from typing import Any
 from gradsieve.checkpoint import files
 
 OPERATIONS = ("write", "fsync", "rename", "unlink", "fsync of the folder")
+# Called with an operation and a file name: after half of a write, before any other operation
 Within = Callable[[str, str], None]
-"""Called with an operation and the name of its file, when half of a piece is written, or before any other
-operation. That of the folder is for the file that was opened last."""
 
 
 class _Stream(io.BufferedWriter):

@@ -48,13 +48,10 @@ _ASSUMED = (
     "Assumed, without --device and --profile: ranks compute on a CPU that copies 10 GB/s, a tenth or less of "
     "a GPU's."
 )
-_OVERHEAD = 100e-6
-"""Seconds of a round besides its delay, where nobody measured it."""
+_OVERHEAD = 100e-6  # seconds of a round besides its delay, if not measured
+# A round goes there and back: gloo waits until the receiver is ready. At 20 ms one way 40.4 ms were measured.
 _WAYS = 2
-"""A round is there and back: a message waits until the other rank has said that it is ready for it. Doctors
-measured 40.4 ms at 20 ms one way, and 10.4 at 5 (`benchmarks/runs/plan`)."""
-_FORWARD = 1 / 3
-"""Of computing, where only the sum is known."""
+_FORWARD = 1 / 3  # share of computing, if only the sum is known
 
 
 def fill(parser: argparse.ArgumentParser) -> None:

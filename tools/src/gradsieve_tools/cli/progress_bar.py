@@ -7,13 +7,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Advance = Callable[[float, str], None]
-"""Work done since the last call, and what is being done."""
+Advance = Callable[[float, str], None]  # work done since the last call, and its name
 
-_LINE_SECONDS = 15.0
-"""Between two plain lines: a log file should stay readable."""
-_FARTHEST = 20.0
-"""Times as far as it looks back that an estimate may look ahead: one from little says nothing."""
+_LINE_SECONDS = 15.0  # between two plain lines: a log file should stay readable
+_FARTHEST = 20.0  # ratio of remaining to finished work up to which an estimate is shown
 
 
 class Estimate:

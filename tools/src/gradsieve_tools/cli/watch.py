@@ -88,8 +88,7 @@ def _live(folder: Folder, console: Console, interval: float) -> int:
             return 0
 
 
-Pressed = Callable[[float], str]
-"""The key that is pressed within so many seconds, or nothing."""
+Pressed = Callable[[float], str]  # the key that is pressed within so many seconds, or ""
 
 
 @contextmanager

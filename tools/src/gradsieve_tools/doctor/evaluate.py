@@ -15,8 +15,7 @@ from gradsieve_tools.doctor import evaluate_links as links
 from gradsieve_tools.doctor.facts import Facts
 from gradsieve_tools.doctor.findings import Finding, Measured, sorted_by_severity
 
-TORCH_TIMEOUT = 1800.0
-"""Seconds, of a group that is given none."""
+TORCH_TIMEOUT = 1800.0  # seconds; torch's default
 
 
 def before(facts: Sequence[Facts], world: int) -> list[Finding]:

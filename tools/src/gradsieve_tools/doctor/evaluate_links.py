@@ -10,10 +10,8 @@ from gradsieve_tools.doctor.facts import Facts
 from gradsieve_tools.doctor.findings import Finding, Matrix, Measured, address_of, host_of, rate, span
 from gradsieve_tools.doctor.groups import split
 
-SLOW = 3.0
-"""Times less bandwidth than a rank's best is elsewhere."""
-FAR, FAR_SECONDS = 5.0, 2e-3
-"""Times the latency, and seconds more, that make a rank far away."""
+SLOW = 3.0  # times less bandwidth than a rank's best is elsewhere
+FAR, FAR_SECONDS = 5.0, 2e-3  # times the latency, and seconds more, that make a rank far away
 _MOST_PAIRS = 4
 
 

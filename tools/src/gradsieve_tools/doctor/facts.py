@@ -21,47 +21,35 @@ from gradsieve_tools.results import versions
 _SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B
 _IFF_UP, _IFF_LOOPBACK = 0x1, 0x8
 VARIABLES = ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "TORCH_DISTRIBUTED_DEBUG")
-"""Environment variables that change what is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interface:
     name: str
-    address: str
-    """IPv4; empty where it has none."""
-    network: str
-    """With the length of its prefix."""
+    address: str  # IPv4; empty where it has none
+    network: str  # with the length of its prefix
     up: bool
     loopback: bool
-    speed: int = 0
-    """bit/s as its driver says, of a physical one; 0: not known."""
+    speed: int = 0  # bit/s as its driver says, of a physical one; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
     rank: int
     hostname: str
-    alias: str
-    """Another name that /etc/hosts has for its address: hosts of a lab share the machine's own."""
-    machine: str
-    """The same for all processes of one running system."""
-    host: str
-    """The same for all processes of one machine that see the same interfaces."""
+    alias: str  # another name that /etc/hosts has for its address: hosts of a lab share the machine's own
+    machine: str  # the same for all processes of one running system
+    host: str  # the same for all processes of one machine that see the same interfaces
     interfaces: tuple[Interface, ...]
-    resolved: tuple[str, ...]
-    """Addresses to which the host's own name leads."""
-    toward_master: str
-    """Own address on the way to MASTER_ADDR; empty where there is none."""
+    resolved: tuple[str, ...]  # addresses of the host's own name
+    toward_master: str  # own address towards MASTER_ADDR; empty: none
     environment: Mapping[str, str]
     threads: int
-    cores: int
-    """That this process may run on."""
-    quota: float
-    """Processors that its cgroup lets it use on average; 0: as many as there are."""
+    cores: int  # cores this process may use
+    quota: float  # processors that the cgroup allows on average; 0: no limit
     kernels: str
     versions: Mapping[str, str] = field(default_factory=dict)
-    lacks: tuple[str, ...] = ()
-    """Names that its torch does not have, and what is lost without them."""
+    lacks: tuple[str, ...] = ()  # names torch lacks, and what is lost without them
 
     @property
     def name(self) -> str:

@@ -22,8 +22,7 @@ class Finding:
     rule: str
     ranks: tuple[int, ...]
     what: str
-    fix: str
-    """A command, or what to do."""
+    fix: str  # A command, or what to do
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +33,10 @@ class Measured:
     bandwidth: Matrix = ()
     failed: Mapping[int, Mapping[int, str]] = field(default_factory=dict)
     pace: Mapping[int, float] = field(default_factory=dict)
+    # gloo's connections by the interface they use
     connections: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
-    """Of gloo, by the interface they really use."""
-    errors: Mapping[int, str] = field(default_factory=dict)
-    """Of ranks that could not measure."""
-    ring: Links | None = None
-    """A sum over all ranks."""
+    errors: Mapping[int, str] = field(default_factory=dict)  # errors of ranks that could not measure
+    ring: Links | None = None  # a sum over all ranks
     model: ModelFigures | None = None
 
 

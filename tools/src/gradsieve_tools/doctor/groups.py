@@ -10,12 +10,9 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    alone: tuple[int, ...]
-    """Ranks without one good pair, where others have some."""
-    groups: tuple[tuple[int, ...], ...]
-    """All others, by who is joined by good pairs: more than one group are sites."""
-    pairs: tuple[Pair, ...]
-    """That are not good within a group."""
+    alone: tuple[int, ...]  # ranks without a good pair
+    groups: tuple[tuple[int, ...], ...]  # the other ranks, joined by good pairs; more than one group: sites
+    pairs: tuple[Pair, ...]  # pairs inside a group that are not good
 
     def together(self, one: int, other: int) -> bool:
         return any(one in group and other in group for group in self.groups)

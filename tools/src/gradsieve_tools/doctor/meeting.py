@@ -17,8 +17,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from gradsieve.errors import Malformed, PeerError
 
+# For ranks that start late: sixty processes that load torch on two cores take a minute
 PATIENCE = timedelta(seconds=120)
-"""For ranks that start late: sixty processes that load torch on two cores take a minute."""
 _LONGEST = 1 << 20
 
 

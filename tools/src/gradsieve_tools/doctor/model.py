@@ -36,15 +36,11 @@ WARM, STEPS = 2, 5
 
 @dataclass(frozen=True, slots=True)
 class ModelFigures:
-    parameters: int
-    """Those that are trained."""
-    units: int
-    """Of exchange, as `attach` makes them by default."""
-    forward: float | None = None
-    """Seconds; None where the factory gives no loss."""
+    parameters: int  # trained parameters
+    units: int  # units of exchange, as `attach` makes them by default
+    forward: float | None = None  # seconds; None where the factory gives no loss
     backward: float | None = None
-    conflicts: list[str] = field(default_factory=list)
-    """What would keep a sync from being attached."""
+    conflicts: list[str] = field(default_factory=list)  # reasons why no sync can be attached
 
 
 def build(spec: str) -> tuple[nn.Module, Loss | None]:

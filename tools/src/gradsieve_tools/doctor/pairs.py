@@ -24,14 +24,12 @@ import torch
 import torch.distributed as dist
 
 MOST_ROUNDS = 64
+# The quickest counts: a rank that had to wait for a processor says nothing about its link
 SHORT_TRIES, LONG_TRIES = 10, 5
-"""The quickest counts: a rank that had to wait for a processor says nothing about its link."""
-SMALLEST, LARGEST, GROWTH = 1 << 16, 1 << 24, 4
-"""Bytes of long messages."""
+SMALLEST, LARGEST, GROWTH = 1 << 16, 1 << 24, 4  # bytes of long messages
+# Seconds that a long message should take, and times the latency: TCP needs round trips to come to speed
 LONG_ENOUGH, LATENCIES = 0.02, 8.0
-"""Seconds that a long message should take, and times the latency: TCP needs round trips to come to speed."""
-WAIT = timedelta(seconds=15)
-"""For a partner; a pair of which one does not answer is given up."""
+WAIT = timedelta(seconds=15)  # for a partner; a silent pair is given up
 
 
 @dataclass(slots=True)
@@ -39,8 +37,7 @@ class Seen:
     """By one rank, of its partners."""
 
     latency: dict[int, float] = field(default_factory=dict)
-    incoming: dict[int, float] = field(default_factory=dict)
-    """bit/s from that rank to this one."""
+    incoming: dict[int, float] = field(default_factory=dict)  # bit/s from that rank to this one
     failed: dict[int, str] = field(default_factory=dict)
     message: float = 0.0
 

@@ -14,10 +14,8 @@ import torch.distributed as dist
 from gradsieve.comm.links import Links
 from gradsieve_tools.doctor.pairs import LATENCIES, LONG_ENOUGH
 
-SIZES = tuple(1 << bits for bits in (18, 20, 22, 24))
-"""Bytes."""
-SHORT_TRIES, TRIES = 5, 2
-"""The quickest counts. TCP has come to speed by the second."""
+SIZES = tuple(1 << bits for bits in (18, 20, 22, 24))  # bytes
+SHORT_TRIES, TRIES = 5, 2  # the quickest counts. TCP has come to speed by the second.
 _WORD = 4
 
 

@@ -26,19 +26,16 @@ from gradsieve_tools.doctor.meeting import Board
 from gradsieve_tools.doctor.model import ModelFigures
 
 CONNECTING = timedelta(seconds=60)
-Tell = Callable[[str], None]
-"""Hears what is being done."""
+Tell = Callable[[str], None]  # hears what is being done
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     world: int
-    facts: list[Facts]
-    """Of ranks that reported."""
+    facts: list[Facts]  # facts of ranks that reported
     findings: list[Finding]
     measured: Measured = field(default_factory=Measured)
     answers: Mapping[int, Answer] = field(default_factory=dict)
-    """What each rank measured."""
 
 
 def examine(meeting: Board, model_spec: str | None, timeout: float | None, tell: Tell) -> Report | None:

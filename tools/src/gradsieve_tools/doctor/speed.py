@@ -11,25 +11,18 @@ import torch
 
 from gradsieve import kernels
 
-ELEMENTS = 1 << 23
-"""32 MB: more than caches hold, little next to a model."""
-WINDOW = 1.0
-"""Seconds: ten periods of a processor quota, which lets everything pass at first."""
-_THRESHOLD = 3.29
-"""Of a Gaussian's elements one in a thousand is above it."""
+ELEMENTS = 1 << 23  # 32 MB: more than caches hold, little next to a model
+WINDOW = 1.0  # seconds: ten periods of a processor quota, which lets everything pass at first
+_THRESHOLD = 3.29  # exceeded by one Gaussian element in a thousand
 _LAUNCHES = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    memory: float
-    """Bytes read and written a second by copies."""
-    selection: float
-    """Elements a second that selections of one in a thousand looked at."""
-    pace: float
-    """Elements copied and looked at a second, over the whole window."""
-    launch: float
-    """Seconds of a kernel launch; 0 without an accelerator."""
+    memory: float  # bytes read and written a second by copies
+    selection: float  # elements a second that selections of one in a thousand looked at
+    pace: float  # elements copied and looked at a second, over the whole window
+    launch: float  # seconds of a kernel launch; 0 without an accelerator
 
 
 def measure() -> Speed:

@@ -46,8 +46,7 @@ def open_tun(name: str) -> int:
     return tun
 
 
-Route = tuple[int, tuple[int, ...]]
-"""The receiver's port, and the lines on the way."""
+Route = tuple[int, tuple[int, ...]]  # the receiver's port, and the lines on the way
 
 
 class Relay:

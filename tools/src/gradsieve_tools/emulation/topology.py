@@ -51,10 +51,8 @@ class Link:
 
     start: str
     end: str
-    rate: int | None = None
-    """bit/s"""
-    delay: float | None = None
-    """Seconds one way."""
+    rate: int | None = None  # bit/s
+    delay: float | None = None  # seconds one way
 
     @property
     def ends(self) -> tuple[str, str]:
@@ -68,8 +66,7 @@ class Port:
     host: int
     interface: str
     link: int
-    network: int
-    """Which of the separate networks the link belongs to."""
+    network: int  # index of the link's network
 
     @property
     def address(self) -> str:

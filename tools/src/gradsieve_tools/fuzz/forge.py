@@ -18,10 +18,8 @@ _SPECIAL = (
 )
 _TYPES = (b"F64", b"F32", b"F16", b"BF16", b"I64", b"I32", b"I16", b"I8", b"U8", b"BOOL", b"F8", b"C64")
 _FILLS = (b"[", b"{", b'"', b"9", b" ", b"\0", b"\x01", b"\xff", b"%2F", b"../")
-_TEXT = 4096
-"""Bytes at the beginning of a file in which edits of text look: where its header, or all of it, is."""
-_GROWS = 1 << 12
-"""Bytes that an edit adds, at most."""
+_TEXT = 4096  # bytes at the beginning of a file that edits of text alter
+_GROWS = 1 << 12  # most bytes that an edit adds
 
 Edit = Callable[[Random, bytearray, EntryPoint], None]
 

@@ -14,9 +14,7 @@ _SPECIAL = (
     *(0x7F800000, 0xFF800000, 0x7FC00000, 0x7F7FFFFF, 0xFF7FFFFF, 0x80000000, 0x00000001, 0x3F800000),
     *(0x7FF0 << 48, 0xFFF0 << 48, 0x7FF8 << 48, 0x7FEF << 48),
 )
-"""Ends of integer types; infinities, NaN, the largest and the smallest of float32 and float64."""
-_HEAD = 16
-"""Bytes at the beginning in which headers and counts are."""
+_HEAD = 16  # bytes at the beginning that hold headers and counts
 
 Edit = Callable[[Random, bytearray, EntryPoint], None]
 Thing = TypeVar("Thing")

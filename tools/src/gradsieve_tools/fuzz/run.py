@@ -18,10 +18,8 @@ from pathlib import Path
 
 from gradsieve.errors import GradsieveError
 
-HANGS = 20.0
-"""Seconds at one message from which on it hangs; loaded machines included, all take milliseconds."""
-_STARTS = 300.0
-"""And until the first, as compiling kernels takes a while; or to end."""
+HANGS = 20.0  # seconds at one message after which it hangs; a message takes milliseconds
+_STARTS = 300.0  # seconds until the first message, kernels being compiled, or to end
 
 
 @dataclass(frozen=True)
@@ -32,8 +30,8 @@ class Finding:
 
 @dataclass
 class Report:
+    # messages by family and outcome: read, refused, found
     seen: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Messages by family and by what became of them: read, refused, found."""
     findings: list[Finding] = field(default_factory=list)
     seconds: float = 0.0
     interrupted: bool = False

@@ -14,9 +14,8 @@ from gradsieve_tools.fuzz.entry_points.entry_point import EntryPoint
 from gradsieve_tools.fuzz.forge import altered
 from gradsieve_tools.fuzz.mutate import mutant, one_of
 
+# messages from one seeding; messages in a row for one entry point, while caches are warm
 _BLOCK, _RUN = 256, 32
-"""Messages that are made from one seeding; and that go to one entry point after each other, while its code
-and data are in the processor's caches, which makes them a third cheaper."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,6 @@ TARGETS: dict[str, tuple[Family, ...]] = {
         Family("large files", 0.01, files.large, altered),
     ),
 }
-"""By name."""
 
 
 class Cases:

@@ -30,16 +30,11 @@ import torch
 from gradsieve_tools.fuzz.entry_points.entry_point import REFUSED
 from gradsieve_tools.fuzz.targets import Cases
 
-ALLOWED = 1 << 20
-"""Bytes besides twice the message that reading it may take."""
-_OWN = 2 << 20
-"""And for the interpreter, which takes memory a MiB at a time."""
-_LARGE = 1 << 16
-"""Bytes from which on memory is mapped for itself, and so counts against the cap to the byte."""
-_WARM_UP = 10
-"""Altered messages at each entry point, before the cap."""
-_TELL = 1.0
-"""Seconds between two lines."""
+ALLOWED = 1 << 20  # bytes that reading may take besides twice the message
+_OWN = 2 << 20  # bytes for the interpreter, which takes memory a MiB at a time
+_LARGE = 1 << 16  # bytes from which on memory is mapped alone and counts exactly
+_WARM_UP = 10  # altered messages at each entry point before the cap
+_TELL = 1.0  # seconds between two lines
 _MOST_FINDINGS = 20
 
 

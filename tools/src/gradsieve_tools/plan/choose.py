@@ -17,9 +17,9 @@ from gradsieve_tools.plan import quality
 from gradsieve_tools.plan.options import Model, Option, dense, every_option
 from gradsieve_tools.plan.predict import Prediction, predict
 
+# Below it two predictions cannot be distinguished: in a lab a step is off by 11 % in the median
+# (`plan-lab-2026-11-16.json`), though of two options in one place often in the same direction
 MARGIN = 0.10
-"""Below it two predictions cannot be distinguished: in a lab a step is off by 11 % in the median
-(`plan-lab-2026-11-16.json`), though of two options in one place often in the same direction."""
 _IN_LABS = (
     "Steps are predicted. In labs of 2 to 16 hosts they were off by 11 % in the median, nine in ten by at "
     "most 32 %, and the choice was within 10 % of the best in 14 of 15 (docs/plan.md)."
@@ -39,13 +39,10 @@ def error_bar(costs: Costs) -> str:
 class Plan:
     model: Model
     costs: Costs
-    ranked: Sequence[Prediction]
-    """The first to have dense's loss first, then those of which nobody knows when: the quickest first of
-    those whose loss was measured, then of the others."""
+    ranked: Sequence[Prediction]  # options with dense's loss first, then those never measured: quickest first
     dense: Prediction
     best: Prediction
-    reasons: Sequence[str]
-    """Why not, in the same order; empty for the best."""
+    reasons: Sequence[str]  # why not, in the same order; empty for the best
 
     @property
     def plain(self) -> bool:

@@ -22,33 +22,29 @@ from gradsieve_tools.link_costs import WORD, bits_in, seconds_a_bit
 from gradsieve_tools.plan import quality
 from gradsieve_tools.plan.quality import Gap
 
-Hidden: TypeAlias = Literal["step", "backward", "not"]
-"""Behind what an exchange goes on: the next backward, backward bucket by bucket, nothing."""
-Price: TypeAlias = Callable[[Costs], Cost]
-"""One exchange, in the group that the model of costs is of."""
+Hidden: TypeAlias = Literal["step", "backward", "not"]  # behind what an exchange goes on
+Price: TypeAlias = Callable[[Costs], Cost]  # one exchange, in the group of the cost model
 
-DDP_BUCKET = 25 * 2**20
-"""Bytes, torch's default."""
-AT_ONCE = 2
-"""Collectives that torch's gloo carries at the same time: its threads, by default. NCCL's go one by one."""
+DDP_BUCKET = 25 * 2**20  # bytes, torch's default
+AT_ONCE = 2  # collectives that torch's gloo carries at a time: its threads. NCCL's go one by one
+# Over memory, besides selecting: processor time of `overhead-25e6-2026-11-15.json` (ours) and
+# `step-mlp-1gbit-2026-11-15.json` (torch's hooks, on a CPU; an accelerator casts faster)
 PASSES, PASSES_GRADIENTS, PASSES_FP16, PASSES_POWERSGD = 1.1, 2.3, 7.0, 18.0
-"""Over memory, besides selecting: processor time of `overhead-25e6-2026-11-15.json` (ours) and
-`step-mlp-1gbit-2026-11-15.json` (torch's hooks, on a CPU; an accelerator casts faster)."""
+# Times the gradient that our syncs keep with AdamW: where gradients are exchanged, steps, and steps in turn
+# (`memory-2026-11-15.json`, and AdamW's part by `memory-2026-11-19.json`)
 KEPT, KEPT_WITH_STEPS, KEPT_IN_TURN = 2.1, 3.1, 4.1
-"""Times the gradient that our syncs keep with AdamW: where gradients are exchanged, steps, and steps in turn
-(`memory-2026-11-15.json`, and AdamW's part by `memory-2026-11-19.json`)."""
+# rank, and side of a matrix in a model of which only the size is known
 POWERSGD_RANK, POWERSGD_SIDE = 2, 1024
-"""And the side of a matrix in a model of which only the size is known."""
 UNIT_CAPS_MB = (UNIT_CAP_MB, 25.0, 400.0)
 BUDGETS = (0.75, 0.15)
+# docs/internet.md's advice for several sites: the exchange has all steps of a period
 SITES_BITS, SITES_EVERY = 0.09, 3
-"""What docs/internet.md says of hosts in several sites: the exchange has all steps of a period."""
 EVERY = (4, 16)
 LOCAL_STEPS = (8, 76)
+# their traffic cannot be predicted
 UNCONTROLLED = {"hard-threshold": "its count is not controlled: 30 to 70 times its target was seen"}
-"""Nobody can predict what these send."""
+# Times the step of the defaults that a codec or unit size has to get below to be taken instead
 _SURELY = 0.95
-"""Times the step of the defaults that a codec or unit size has to get below to be taken instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +54,9 @@ class Model:
     parameters: int
     forward: float
     backward: float
+    # Computed by the processors that also select and send: in a lab of more hosts than processors a step took
+    # as long as forward, backward and exchange one after the other (`plan-lab-2026-11-16.json`)
     on_host: bool = False
-    """Computed by the processors that also select and send: in a lab of more hosts than processors a step
-    took as long as forward, backward and exchange one after the other (`plan-lab-2026-11-16.json`)."""
 
     @property
     def compute(self) -> float:
@@ -73,25 +69,18 @@ class Model:
 @dataclass(frozen=True, slots=True)
 class Option:
     name: str
-    call: str
-    """How a training gets it, in a line."""
+    call: str  # the line with which a training gets it
     price: Price = field(repr=False)
     hidden: Hidden
     gap: Gap
-    memory: float
-    """Bytes on a rank besides model, gradients and optimizer."""
-    every: int = 1
-    """Steps to an exchange."""
-    overlap: int = 1
-    """Of these, steps that an exchange hides behind."""
-    buckets: int = 1
-    """Behind backward."""
-    refused: str = ""
-    """Why it is not to be recommended however fast it looks."""
+    memory: float  # bytes on a rank besides model, gradients and optimizer
+    every: int = 1  # steps to an exchange
+    overlap: int = 1  # steps behind which an exchange hides
+    buckets: int = 1  # buckets behind backward
+    refused: str = ""  # reason against recommending it
 
 
-Step: TypeAlias = Callable[[Option], float]
-"""Seconds that a step takes with an option."""
+Step: TypeAlias = Callable[[Option], float]  # seconds of a step with an option
 
 
 def every_option(model: Model, costs: Costs, density: float, step: Step) -> list[Option]:

@@ -33,15 +33,12 @@ _GB = 1e9
 class Prediction:
     option: Option
     cost: Cost
-    step: float
-    """Seconds, in the mean over a period."""
+    step: float  # seconds, mean over a period
+    # What a step sends over what a rank's link carries one way during a step without communication, as `bench
+    # step` measures it: above 1 it cannot be hidden
     of_link: float
-    """What a step sends over what a rank's link carries one way during a step without communication, as
-    `bench step` measures it: above 1 it cannot be hidden."""
-    bits: float
-    """Moved by the busiest rank, a parameter and step."""
-    gb_a_day: float
-    """Sent by all ranks together."""
+    bits: float  # moved by the busiest rank, a parameter and step
+    gb_a_day: float  # sent by all ranks together
 
     @property
     def to_loss(self) -> float | None:

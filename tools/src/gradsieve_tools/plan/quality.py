@@ -34,11 +34,10 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    above: float | None
-    """Per cent; None: not measured in this figure."""
+    above: float | None  # per cent; None: not measured in this figure
     said: str
+    # Until dense's loss, times dense's; None: not measured, or never there in twice as many
     steps: float | None = None
-    """Until dense's loss, times dense's; None: not measured, or never there in twice as many."""
 
     def __str__(self) -> str:
         return self.said
@@ -50,22 +49,20 @@ FP16 = Gap(0.1, "none seen (one seed)", 1.0)
 BETWEEN_SITES = Gap(10.9, "10.9 % (one seed, 300 steps; 0.15 bits there: 6.3 %)", 220 / 150)
 POWERSGD = Gap(None, "CNN 0.7 points (one seed); loss not measured")
 GRADIENTS_IN_FOUR_BITS = Gap(0.47, "0.5 % (3 seeds, 16 ranks)", 155 / 150)
+# Of stripes, by the ranks that were measured and by bits: `above` and seeds. Four after 2,000 steps, the
+# others after 400 steps of 4,096 tokens in all.
 BY_RANKS: dict[int, dict[float, tuple[float, int]]] = {
     4: {0.15: (3.07, 3), 0.75: (-0.01, 3), 4.0: (0.29, 3), 8.0: (0.19, 3)},
     16: {0.75: (8.9, 3), 2.0: (2.7, 3), 4.0: (0.5, 3), 8.0: (1.4, 3)},
     64: {0.75: (20.6, 1), 8.0: (5.1, 1)},
 }
-"""Of stripes, by the ranks that were measured and by bits: `above` and seeds. Four after 2,000 steps,
-the others after 400 steps of 4,096 tokens in all."""
 _TOKENS = 4096
-_NEAR_FOUR = 8
-"""Ranks up to which what four have shown is taken to hold."""
+_NEAR_FOUR = 8  # ranks up to which the figures of four are used
+# Of stripes with four ranks: bits, and steps. With more they were not counted.
 _STEPS = {0.15: 200 / 150, 0.75: 180 / 150}
-"""Of stripes with four ranks: bits, and steps. With more they were not counted."""
 _SEEDS = {1: "one seed", 3: "3 seeds"}
 _DENSITY = 0.01
-_AUTO_STEPS, _EXDYNA_STEPS = 235 / 150, 205 / 150
-"""The first with all that a budget tries before it is found."""
+_AUTO_STEPS, _EXDYNA_STEPS = 235 / 150, 205 / 150  # the first with all that a budget tries before it is found
 _SCHEMES = {
     "exdyna": 6.8,
     "deft": 6.7,

@@ -16,15 +16,11 @@ from gradsieve_tools.plan.options import Model, Option, automatic, dense, no_com
 from gradsieve_tools.plan.predict import Prediction, predict
 from gradsieve_tools.quantities import BITS, BYTES_A_SECOND, ELEMENTS_A_SECOND, spoken
 
-WIDTH = 100
-"""Columns of a terminal."""
+WIDTH = 100  # columns of a terminal
 _MB = 1e6
-_RATES = [10 ** (7 + place / 10) for place in range(41)]
-"""bit/s of a picture: 10 Mbit/s to 100 Gbit/s."""
-_DRAWN = 4
-"""Options of a picture besides dense, the recommended one and no communication."""
-_SHOWN = 6
-"""Rows, where not all are asked for."""
+_RATES = [10 ** (7 + place / 10) for place in range(41)]  # bit/s of a picture: 10 Mbit/s to 100 Gbit/s
+_DRAWN = 4  # options of a picture besides dense, the recommended one and no communication
+_SHOWN = 6  # rows, where not all are asked for
 _SHORT = ["option", "to_loss", "step_ms", "of_link", "above", "why_not"]
 _PRICED = ["option", "to_loss", "step_ms", "money_a_day", "why_not"]
 _LONG = ["option", "to_loss", "step_ms", "vs_dense", "of_link", "bits", "memory_mb", "gap", "why_not"]

@@ -32,8 +32,7 @@ GRID = [
     for rate in ("20mbit", "100mbit", "1gbit")
     for delay in ("0ms", "5ms", "20ms")
 ]
-_NO_EXCHANGE_ALONE = ("powersgd", "auto")
-"""torch's hook needs DDP, and a budget a training to find it."""
+_NO_EXCHANGE_ALONE = ("powersgd", "auto")  # torch's hook needs DDP; a budget needs a training
 _DOCTOR_SECONDS = 300.0
 
 
@@ -42,8 +41,7 @@ class Place:
     hosts: int
     rate: str | None
     delay: str | None
-    network: str | None = None
-    """A file with links of their own, instead of rate and delay."""
+    network: str | None = None  # network file, instead of rate and delay
 
     def __str__(self) -> str:
         return Path(self.network).stem if self.network else f"{self.rate}-{self.delay}"

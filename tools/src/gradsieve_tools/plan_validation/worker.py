@@ -22,8 +22,7 @@ from gradsieve_tools.bench.common.in_lab import Rows, most_anywhere, run_rank, t
 from gradsieve_tools.bench.common.syncs import treated
 from gradsieve_tools.bench.common.workloads import build
 
-_WARM = 10
-"""Exchanges until thresholds are found and followed; torch's own need two."""
+_WARM = 10  # exchanges until thresholds are found; torch's own need two
 _CPU = torch.device("cpu")
 Exchange = Callable[[], None]
 

@@ -14,23 +14,19 @@ import numpy as np
 from gradsieve_tools.report.gathered import Training
 from gradsieve_tools.stages import WAITING
 
+# shares of a step: the wait for the exchange, one not worth a word, an exchange with time to spare
 WAITED, HIDDEN, IDLE_LINK = 0.15, 0.02, 0.4
-"""Of a step: the wait for the exchange; one not worth a word; an exchange with time to spare."""
-UNEVEN, CUT, OFF_TARGET = 1.5, 0.25, 0.25
-"""ExDyna's rows are as long as leaves 0.15 of them cut."""
-STALE = 1000.0
-"""Steps: beyond which trainings ended visibly worse."""
+UNEVEN, CUT, OFF_TARGET = 1.5, 0.25, 0.25  # ExDyna's rows are as long as leaves 0.15 of them cut
+STALE = 1000.0  # steps beyond which trainings ended visibly worse
 DENSE_STEPS, LATE_STEPS, LATE_COST = 0.5, 0.5, 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     rule: str
-    figure: str | None
-    """None: the recording does not have it."""
+    figure: str | None  # None: the recording does not have it
     limit: str
-    change: str | None = None
-    """None: it is within the limit."""
+    change: str | None = None  # None: within the limit
 
 
 def findings(training: Training) -> list[Finding]:

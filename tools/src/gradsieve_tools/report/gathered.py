@@ -35,14 +35,11 @@ COLUMNS = (
     "loss",
 )
 _MOST_LINES = 3_000_000
-_LINE_BYTES = 400
-"""About, of a line in a file."""
+_LINE_BYTES = 400  # about, of a line
 _MOST_FILES = 4096
 _MOST_STAGES = 40
-_PAUSE = 10.0
-"""Times a usual step."""
-STEADY_FROM = 0.2
-"""Part of the steps that is not evaluated: kernels are compiled then, thresholds are found."""
+_PAUSE = 10.0  # times a usual step
+STEADY_FROM = 0.2  # share of the steps before it is left out: kernels compile, thresholds are found
 
 
 @dataclass
@@ -50,13 +47,10 @@ class Training:
     header: Header
     ranks: list[int]
     steps: npt.NDArray[np.int64]
-    columns: dict[str, Array]
-    """Not a number where a rank has no such figure."""
+    columns: dict[str, Array]  # NaN: the rank has no such figure
     stages: dict[str, Array]
-    thinned: int = 1
-    """Of so many steps one was kept."""
-    notes: list[str] = field(default_factory=list)
-    """What a reader should know of the files."""
+    thinned: int = 1  # one step of so many was kept
+    notes: list[str] = field(default_factory=list)  # remarks on the files
 
     @cached_property
     def step_seconds(self) -> Array:

@@ -22,8 +22,7 @@ from gradsieve_tools.report.svg import Series
 from gradsieve_tools.stages import OTHER, STAGE_COLOURS, WAITING
 
 MOST_TRAININGS = 12
-_BINS = 140
-"""Points of a line: a chart has little more than twice as many pixels."""
+_BINS = 140  # points of a line
 _MOST_BARS = 16
 _BLUE, _ORANGE, _GREEN = "#1f77b4", "#e6862c", "#2a9d5c"
 
@@ -32,8 +31,7 @@ _BLUE, _ORANGE, _GREEN = "#1f77b4", "#e6862c", "#2a9d5c"
 class Chart:
     title: str
     picture: str
-    legend: Sequence[tuple[str, str]]
-    """Colours and what they mean."""
+    legend: Sequence[tuple[str, str]]  # colours and their meaning
     note: str = ""
 
 

@@ -17,8 +17,7 @@ from gradsieve_tools.report.gathered import Array
 
 WIDTH, HEIGHT = 420, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 16, 10, 38
-_LOG_FROM = 50.0
-"""Times the low figures that the high ones are where an axis is logarithmic."""
+_LOG_FROM = 50.0  # ratio of high to low figures from which on an axis is logarithmic
 HEAT = ["#fff7ec", "#fee8c8", "#fdd49e", "#fdbb84", "#fc8d59", "#ef6548", "#d7301f", "#7f0000"]
 
 

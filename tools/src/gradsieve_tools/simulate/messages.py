@@ -36,10 +36,8 @@ class Call:
     """One op of all ranks, without its values."""
 
     kind: str
-    sizes: Sizes
-    """Bytes that each rank hands over; of an all-to-all for each other rank, a row a sender."""
-    to: Ranks | None = None
-    """Of an exchange: who gets them."""
+    sizes: Sizes  # bytes each rank hands over; for an all-to-all a row a sender, a column a receiver
+    to: Ranks | None = None  # receivers of an exchange
     root: int = 0
 
     @property
@@ -63,8 +61,7 @@ class Round:
     targets: Ranks
     sizes: Sizes
     times: int = 1
-    alike: bool = False
-    """One of many that differ only in who talks to whom."""
+    alike: bool = False  # stands for many that differ only in who talks to whom
 
     @property
     def most_messages(self) -> int:
@@ -80,10 +77,8 @@ class Round:
 class Price:
     """What a message costs on an idle network, to choose between two ways."""
 
-    message: float
-    """Seconds, however short."""
-    byte: float
-    """Seconds for one more."""
+    message: float  # seconds, however short
+    byte: float  # seconds for one more
 
     def of(self, rounds: Sequence[Round]) -> float:
         each = (self.message * one.most_messages + self.byte * one.most_bytes for one in rounds)

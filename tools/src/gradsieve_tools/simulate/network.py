@@ -32,8 +32,7 @@ from gradsieve.testing import lockstep
 from gradsieve_tools.errors import SimulationError
 from gradsieve_tools.simulate.messages import Call, Collectives, Price, Round, call_of, rounds_of
 
-FEW_ROUNDS = 8
-"""Of one op, that are all simulated."""
+FEW_ROUNDS = 8  # rounds of one op that are all simulated
 _SCRIPT = Path(__file__).with_name("simgrid_process.py")
 _PYTHONS = (sys.executable, "/usr/bin/python3")
 
@@ -43,14 +42,10 @@ class Platform:
     """A network, as SimGrid reads it."""
 
     xml: str
-    hosts: tuple[str, ...]
-    """Where the ranks are, in their order."""
-    price: Price
-    """Of a message between two hosts with nothing else on the way."""
-    message_seconds: float
-    """That a rank is busy with a message it sends, before the network has it."""
-    slow: dict[str, float]
-    """How many times slower the links of some hosts are."""
+    hosts: tuple[str, ...]  # of the ranks, in order
+    price: Price  # a message between two hosts, nothing else on the way
+    message_seconds: float  # seconds that a rank is busy with a message before the network has it
+    slow: dict[str, float]  # times slower, by host
 
 
 @dataclass(slots=True)
@@ -59,10 +54,8 @@ class Carried:
 
     seconds: float = 0.0
     rounds: int = 0
-    sent: float = 0.0
-    """Bytes, by the busiest rank of each round."""
-    simulated: int = 0
-    """Rounds that SimGrid ran; the others repeat one of them, or are as long as their neighbours."""
+    sent: float = 0.0  # bytes of the busiest rank of each round
+    simulated: int = 0  # rounds that SimGrid ran; others repeat one or are as long as their neighbours
 
     def add(self, other: Carried) -> None:
         self.seconds += other.seconds

@@ -34,8 +34,7 @@ class Wires:
     wan_delay: float
     message_seconds: float
     slow_hosts: int = 0
-    slow_factor: float = 1.0
-    """How many times slower the links of so many hosts are."""
+    slow_factor: float = 1.0  # times slower the slow hosts' links are
 
 
 def platform(topology: str, world: int, wires: Wires) -> Platform:

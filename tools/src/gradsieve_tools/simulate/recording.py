@@ -30,20 +30,15 @@ from gradsieve.schemes import Ctx, Op, Program, Scheme, by_way_of
 from gradsieve.testing import lockstep
 from gradsieve_tools.simulate.messages import Call, call_of
 
-STEPS = 2
-"""Of a scheme that remembers; the last one is recorded. The first of them evaluates thresholds exactly."""
-_APART = 61
-"""Places between two ranks' gradients in the pool."""
-_TENSORS = 64
-"""In a unit, for schemes that look at them (DEFT)."""
+STEPS = 2  # steps of a scheme with state; the last one is recorded
+_APART = 61  # places between two ranks' gradients in the pool
+_TENSORS = 64  # in a unit, for schemes that look at them (DEFT)
+# Elements of all ranks together that are looked at, sent with values, and sent as signs
 _SCANNED, _PICKED, _READ = 2**27, 2**25, 2**29
-"""Elements of all ranks together that are looked at, sent with values, and sent as signs."""
-_BLOCKS = 3 * 256
-"""A third of a vector of so many times P elements is whole blocks of codes for all owners."""
+_BLOCKS = 3 * 256  # A third of a vector of so many times P elements is whole blocks of codes for all owners
 _CPU = torch.device("cpu")
 
-Heard = Callable[[float], None]
-"""Called with the part of a rank's step that was done."""
+Heard = Callable[[float], None]  # called with the finished part of a rank's step
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +58,7 @@ class Recorded:
 
     calls: list[Call]
     size: Size
-    scaled: bool
-    """False: the messages are those of the generators as they are."""
+    scaled: bool  # false: the messages are those of the generators as they are
 
 
 def recorded(scheme: Scheme[Any], n: int, world: int, heard: Heard = lambda part: None) -> Recorded:

@@ -32,14 +32,12 @@ from gradsieve_tools.simulate.recording import Recorded, effort, rank_steps, rec
 from gradsieve_tools.specs import parse
 
 MOST_SIMULATED = 1024
-ALWAYS = ("noop", "dense")
-"""The limit and the baseline."""
+ALWAYS = ("noop", "dense")  # the limit and the baseline
 FEWEST_TO_EXTRAPOLATE = 3
 _WORD = 4
+# Passes over the gradient: of every sparse step (rebase, check), and of one more look at all of it
 _OWN, _SCAN = 1.8, 2.0
-"""Passes over the gradient: of every sparse step (rebase, check), and of one more look at all of it."""
-_CALLS = 4
-"""Rounds to simulate in a scheme, about, over the ranks that take a step: for the progress bar."""
+_CALLS = 4  # rounds to simulate in a scheme, about, over the ranks that take a step: for the progress bar
 
 COLUMNS = [
     "scheme",
@@ -69,17 +67,13 @@ class Plan:
     topology: str
     wires: Wires
     params: int
-    density: float | None = None
-    """None: each scheme's own."""
+    density: float | None = None  # None: each scheme's own
+    # How ops are carried; `ours`: as in a training, the engine's rings for dense, rounds for the others
     collectives: Collectives | Literal["ours"] = "ours"
-    """How ops are carried; `ours`: as in a training, the engine's rings for dense, rounds for the others."""
-    compute_seconds: float = 0.25
-    """Forward and backward of a rank that is not slow."""
-    memory_rate: float = 20e9
-    """Bytes a second at which selection reads."""
+    compute_seconds: float = 0.25  # seconds of forward and backward on a rank that is not slow
+    memory_rate: float = 20e9  # bytes a second at which selection reads
     stragglers: int = 0
-    straggler_factor: float = 1.0
-    """How many times longer so many ranks compute."""
+    straggler_factor: float = 1.0  # how many times longer so many ranks compute
 
     def __post_init__(self) -> None:
         beyond = [world for world in self.worlds if world > MOST_SIMULATED]
@@ -207,8 +201,7 @@ class Law:
     """Seconds at P ranks: a + b log2 P + c P."""
 
     parts: tuple[float, float, float]
-    error: float
-    """The largest of the worlds it was found from, relative."""
+    error: float  # largest relative error on the worlds it was fitted to
 
     def at(self, world: float) -> float:
         return float(_terms(np.array([world], dtype=float))[0] @ np.array(self.parts))

@@ -27,17 +27,16 @@ from gradsieve.parallel.ddp import DdpSync
 from gradsieve_tools.faults.trained import DONE, Tell
 from gradsieve_tools.soak.verdicts import Look
 
-EVALUATES, FLUSHES, SAVES, ASKS = 50, 400, 500, 10
-"""Steps from one to the next."""
+EVALUATES, FLUSHES, SAVES, ASKS = 50, 400, 500, 10  # steps from one to the next
 _LOOKS = 200
 _UNIT_MB, _UNITS = 0.004, 3
 _WIDTH = 32
+# both kinds of exchange, with and without selection; one with messages of changing length
 SETTINGS: dict[str, dict[str, Any]] = {
     "stripes": {"bits": 1.0},
     "exdyna": {"scheme": "exdyna", "density": 0.05, "exchange": Gradients()},
     "oktopk": {"scheme": "oktopk", "density": 0.05},
 }
-"""Both ways of exchanging, with and without selection; one whose messages have another length each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +45,7 @@ class Soak:
     steps: int
     world: int
     store_port: int
-    folder: str
-    """For checkpoints and records."""
+    folder: str  # folder for checkpoints and records
 
 
 class SoakTraining:

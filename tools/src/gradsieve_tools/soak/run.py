@@ -13,8 +13,7 @@ from gradsieve_tools.soak.rank import Soak, be_rank
 from gradsieve_tools.soak.verdicts import Line, Look, verdict_of
 
 WORLD = 2
-_START_SECONDS, _STEP_SECONDS = 120.0, 0.2
-"""Within which a step ends, in the mean, on a machine that is busy with other work."""
+_START_SECONDS, _STEP_SECONDS = 120.0, 0.2  # seconds, on a machine busy with other work
 
 
 def soaked(

@@ -7,13 +7,11 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-WARM_UP = 0.25
-"""Part of the steps in which pools, caches and tables may still fill."""
+WARM_UP = 0.25  # share of the steps in which pools, caches and tables may fill
+# What is looked at, and how much more of it there may be at the end than after the warm-up. Memory: what an
+# allocator keeps for itself moves by some hundred kB. Objects are those that Python's collector knows.
 MEASURES = {"memory_kb": 1024.0, "objects": 50.0, "files": 0.0, "threads": 0.0}
-"""What is looked at, and how much more of it there may be at the end than after the warm-up. Memory: what an
-allocator keeps for itself moves by some hundred kB. Objects are those that Python's collector knows."""
-FEWEST = 8
-"""Looks after the warm-up that make a verdict."""
+FEWEST = 8  # readings after the warm-up that a verdict needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +19,7 @@ class Look:
     """At one rank, after so many steps."""
 
     step: int
-    memory_kb: float
-    """Resident."""
+    memory_kb: float  # resident
     objects: float
     files: float
     threads: float
@@ -35,14 +32,12 @@ class Line:
     scheme: str
     rank: int
     measure: str
+    # After the warm-up: the median of the first quarter of the looks; `last` that of the last one
     first: float
-    """After the warm-up: the median of the first quarter of the looks; `last` that of the last one."""
     last: float
-    slope: float
-    """A 1,000 steps."""
+    slope: float  # a 1,000 steps
     allowed: float
-    verdict: str
-    """`flat`, or what is wrong."""
+    verdict: str  # `flat`, or what is wrong
 
     @property
     def is_good(self) -> bool:

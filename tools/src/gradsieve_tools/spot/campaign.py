@@ -23,10 +23,9 @@ from gradsieve_tools.spot.nodes import Nodes, wait_for
 
 COUNT = 2
 KINDS = ("worker", "node", "notice")
-LAST_STEPS = 10
-"""After the last fault."""
+LAST_STEPS = 10  # steps after the last fault
+# Seconds: between two looks, until a generation has to be up, and from a notice to the kill
 _LOOK, _PATIENCE, _GRACE = 0.1, 300.0, 5.0
-"""Seconds: between two looks, until a generation has to be up, and from a notice to the kill."""
 _BEGINS = re.compile(rf"rank 0 of {COUNT} begins with step (\d+)")
 _REACHED = re.compile(r"in step (\d+) failed after")
 _FAILED = re.compile(r"[\w.]+(?:Error|Exception)\b")
@@ -36,17 +35,15 @@ _DIGEST = re.compile(r"digest (-?[0-9a-f]+)\n")
 @dataclass(slots=True)
 class Fault:
     kind: str
+    # Seconds after the first generation had begun; 0: as soon as the fault before was recovered from
     at: float
-    """Seconds after the first generation had begun; 0: as soon as the fault before was recovered from."""
     happened: float = -1.0
-    saved: int = 0
-    """The step of the last checkpoint when it happened."""
+    saved: int = 0  # the step of the last checkpoint when it happened
+    # The step with which the next generation began, and after how many seconds; None: the next fault came
+    # before it had
     begins: int = 0
-    """The step with which the next generation began, and after how many seconds; None: the next fault came
-    before it had."""
     seconds: float | None = None
-    lost: int = 0
-    """Steps that were taken again, by the error of a survivor, which names the step."""
+    lost: int = 0  # steps that were taken again, by the error of a survivor, which names the step
 
 
 def one_by_one(seed: int, workers: int, nodes: int) -> list[Fault]:
@@ -70,13 +67,11 @@ def by_chance(seed: int, hours: float, speed: float) -> list[Fault]:
 class Verdict:
     faults: list[Fault]
     steps: int = 0
-    seconds: float = 0.0
-    """Until the last fault was recovered from."""
-    checkpoints: int = 0
-    """Read back whole."""
+    seconds: float = 0.0  # until the last fault was recovered from
+    checkpoints: int = 0  # read back whole
     damaged: list[str] = field(default_factory=list)
+    # why torchrun itself ended and all nodes were started again
     jobs: list[str] = field(default_factory=list)
-    """Why torchrun itself ended, and all nodes had to be started again."""
     digest: str = ""
     undisturbed: str = ""
 

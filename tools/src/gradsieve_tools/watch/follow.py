@@ -14,10 +14,8 @@ from pathlib import Path
 from gradsieve.errors import Malformed
 from gradsieve_tools.records import SUFFIX, Header, Line, Tail, differences
 
-WINDOW = 50
-"""Lines of a rank that are looked at."""
-_MOST_BYTES = 1 << 17
-"""Of a file at a look: more than the window's lines, and nobody waits for a long file's beginning."""
+WINDOW = 50  # lines of a rank that are shown
+_MOST_BYTES = 1 << 17  # bytes of a file read at a time: more than the window's lines
 _MOST_FILES = 1024
 
 
@@ -26,11 +24,9 @@ class Rank:
     """What is known of one rank."""
 
     header: Header
-    changed: float
-    """When its file last grew, by time.time()."""
+    changed: float  # time.time() of the last growth
     lines: deque[Line] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    kept: dict[str, float] = field(default_factory=dict)
-    """The last of the figures that only some steps have."""
+    kept: dict[str, float] = field(default_factory=dict)  # last values of figures that only some steps have
 
     def take(self, line: Line) -> None:
         """Of a step that was taken again after a restart the later line."""
@@ -50,8 +46,7 @@ class Folder:
         self.path = path
         self.ranks: dict[Path, Rank] = {}
         self.unreadable: dict[Path, str] = {}
-        self.left_out = 0
-        """Files beyond those that a look can hold."""
+        self.left_out = 0  # files beyond those that are followed
         self._tails: dict[Path, Tail] = {}
 
     def look(self) -> None:

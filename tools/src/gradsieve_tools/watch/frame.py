@@ -19,13 +19,10 @@ from gradsieve_tools.stages import EXCHANGE_STAGES, OTHER, STAGE_COLOURS, WAITIN
 from gradsieve_tools.watch.follow import WINDOW, Folder, Rank, silent_for
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
-_STOPPED = 10.0
-"""Times a step after which a silent rank is called so; and at least as many seconds."""
+_STOPPED = 10.0  # times a step, and least seconds, after which a silent rank is called stopped
 _BAR = 60
-_WORTH = 0.005
-"""Share of an exchange from which a stage is named."""
-_SHOWN = 8
-"""Other trainings, unreadable files, ranks that stopped: no more of each."""
+_WORTH = 0.005  # share of an exchange from which a stage is named
+_SHOWN = 8  # most other trainings, unreadable files and stopped ranks
 
 
 def frame(folder: Folder) -> RenderableType:

@@ -33,8 +33,7 @@ from gradsieve_tools.records import path_of
 from gradsieve_tools.results import versions
 from gradsieve_tools.specs import parse, parse_exchange
 
-_LOOK_SECONDS = 1.0
-"""Between two looks at how far the trainings are."""
+_LOOK_SECONDS = 1.0  # between two looks at how far the trainings are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +44,10 @@ class Case:
     sync: str
     treatment: str = "default"
     density: float = 1.0
-    bits: float | None = None
-    """A budget a parameter and step, the flush included, instead of a density."""
+    bits: float | None = None  # A budget a parameter and step, the flush included, instead of a density
     world: int = 4
-    batch: int | None = None
-    """Examples in a step, over all ranks, if not as many as the task has."""
-    rate: float = 1.0
-    """Times the task's learning rate."""
+    batch: int | None = None  # examples in a step, over all ranks, if not as many as the task has
+    rate: float = 1.0  # times the task's learning rate
     mixed: bool = True
     seed: int = 0
     steps: int
@@ -82,7 +78,6 @@ class Case:
 
 
 Found: TypeAlias = Sequence[tuple[Case, dict[str, Any]]]
-"""Trainings that ended, each with the fields of its `Course`."""
 
 
 def cases(
@@ -219,8 +214,7 @@ def _expect_good(future: Future[None], case: Case) -> None:
 class _Worker:
     """What a process of the pool has from its start: shared memory cannot be handed over later."""
 
-    done: Synchronized[int]
-    """Work of all processes together."""
+    done: Synchronized[int]  # work of all processes together
 
     @classmethod
     def start(cls, done: Synchronized[int], scratch: str) -> None:

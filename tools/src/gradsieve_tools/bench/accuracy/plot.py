@@ -16,11 +16,10 @@ from typing import Any
 from gradsieve_tools.bench.accuracy.measure import Case, Found
 from gradsieve_tools.bench.tasks import training as tasks
 
-_SHOWN = 0.8
-"""Part of the steps whose values have to fit into the panel."""
+_SHOWN = 0.8  # part of the steps whose values have to fit into the panel
 _STYLES = ("-", "--", ":", "-.")
+# matplotlib's but for its gray, which is too near to dense's black
 _COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "C8", "C9")
-"""matplotlib's but for its gray, which is too near to dense's black."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,8 +45,7 @@ class Hook:
     """One of torch's hooks, with its setting."""
 
     name: str
-    rank: int = POWERSGD_RANK
-    """Columns of both factors of a matrix (PowerSGD)."""
+    rank: int = POWERSGD_RANK  # columns of both factors of a matrix (PowerSGD)
 
     def __post_init__(self) -> None:
         if self.rank < 1:

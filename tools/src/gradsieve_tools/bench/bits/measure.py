@@ -35,12 +35,9 @@ from gradsieve_tools.specs import parse
 
 COLUMNS = ["task", "scheme", "values", "density", "bits", "known", "bound"]
 Advance = Callable[[float, str], None]
-_STEP = 5
-"""A rank's step of training against an exchange of a snapshot, in time."""
-_LONG = 64
-"""Exchanges in a round from which on one round is enough, with the snapshots round robin as well."""
-_COPIES = 8
-"""Vectors as long as the model that a rank of a training needs, about: model, anchors, moments, gradient."""
+_STEP = 5  # A rank's step of training against an exchange of a snapshot, in time
+_LONG = 64  # exchanges in a round from which on one round is enough, with the snapshots round robin as well
+_COPIES = 8  # vectors of the model's size a rank of a training needs: model, anchors, moments, gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +46,14 @@ class Plan:
 
     tasks: Sequence[str]
     schemes: Sequence[str]
-    values: Sequence[Values]
-    """For schemes that leave it open how values travel."""
+    values: Sequence[Values]  # for schemes that leave the codec open
     densities: Sequence[float]
     world: int = 4
-    steps: int = 200
-    """Before the first snapshot."""
+    steps: int = 200  # steps before the first snapshot
     snapshots: int = 4
+    # Steps from one snapshot to the next. Not 10, which are three rounds of stripes at their default density:
+    # it would be the same stretch's turn in every snapshot.
     every: int = 7
-    """Steps from one snapshot to the next. Not 10, which are three rounds of stripes at their default
-    density: it would be the same stretch's turn in every snapshot."""
 
     def cases(self) -> list[Case]:
         return [case for text in self.schemes for case in _cases(text, self.values, self.densities)]
@@ -114,10 +109,8 @@ def _cases(text: str, values: Sequence[Values], densities: Sequence[float]) -> I
 class Waiting:
     """Every rank's residual just before an exchange, a few times in a training."""
 
-    sizes: list[int]
-    """Of the tensors in a vector."""
-    vectors: Tensor
-    """(snapshots, world, n)."""
+    sizes: list[int]  # elements of each tensor in a vector
+    vectors: Tensor  # (snapshots, world, n)
 
     @property
     def n(self) -> int:

@@ -16,19 +16,16 @@ from gradsieve.schemes import VALUE_CODECS
 from gradsieve_tools.bench.bits.measure import bound
 
 _SHADES = {"stripes": "Blues", "exdyna": "Oranges"}
-"""Names of matplotlib's colour maps."""
 _ONE_COLOUR = {"topk": "tab:green"}
 _DARK, _LIGHT = 0.95, 0.35
 _MARKS = dict(zip(VALUE_CODECS, "osD^vP", strict=True))
 _STYLES = ("-", "--", ":", "-.")
 _GREY_MARKS = ("", "x", "+", "1", "2", "3", "4", "|", "_", ".")
-_LEAST_BITS = 0.01
-"""Fewer are left out: on a logarithmic scale, next to nothing takes as much space as the rest."""
+_LEAST_BITS = 0.01  # fewer bits would take most of a logarithmic axis
 _POINTS = 200
 _DPI = 150
 
-Family = tuple[str, str]
-"""Scheme and values."""
+Family = tuple[str, str]  # scheme and values
 
 
 def plot(rows: Sequence[dict[str, Any]], world: int, path: Path) -> None:

@@ -15,8 +15,7 @@ class Plan:
     hosts: int
     rate: str | None
     delay: str | None
-    sizes: Sequence[int]
-    """Bytes that a rank hands in."""
+    sizes: Sequence[int]  # bytes that a rank hands in
     rounds: int
 
 

@@ -27,16 +27,14 @@ IDLE = "idle"
 _LAYERS = 8
 _ROWS = 100
 _MOVED = 16
-_HOST_SHARE = 0.1
-"""Of the device's time, that queuing takes a host which runs ahead."""
+_HOST_SHARE = 0.1  # share of the device's time that queuing takes on a host which runs ahead
 
 
 @dataclass(slots=True)
 class Device:
     """Works off what is queued, one after the other."""
 
-    seconds: float
-    """That a step computes; a third of it forward."""
+    seconds: float  # seconds that a step computes; a third of them in the forward
     ahead: bool = False
     busy_until: float = 0.0
 

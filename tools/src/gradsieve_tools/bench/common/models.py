@@ -40,10 +40,8 @@ class Task:
     inputs: tuple[Tensor, ...]
     target: Tensor
     loss: Callable[[Tensor, Tensor], Tensor]
-    batch: int
-    """Examples that one rank sees in a step."""
-    rate: float
-    """Step length of plain SGD with which the model learns."""
+    batch: int  # examples that one rank sees in a step
+    rate: float  # step length of plain SGD with which the model learns
 
     @property
     def n(self) -> int:

@@ -24,12 +24,9 @@ WARM_STEPS = 40
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    sizes: list[int]
-    """Of the tensors in a gradient, in the order of the pipeline's units: backward's."""
-    gradients: Tensor
-    """(steps, world, n)."""
-    losses: list[float]
-    """Mean over ranks in every step, the warm-up's included."""
+    sizes: list[int]  # elements of each tensor, in the order of the units: the backward's
+    gradients: Tensor  # (steps, world, n)
+    losses: list[float]  # mean over ranks in every step, the warm-up's included
 
     @property
     def n(self) -> int:

@@ -21,14 +21,11 @@ from gradsieve.testing import Budget, Exchange, StepPipeline, adapt, cost, locks
 from gradsieve_tools.bench.common.fidelity import captured, differs_from_top_k
 from gradsieve_tools.bench.tasks import training as tasks
 
-EVALUATIONS = 20
-"""Of a training, from the first step to the last, at most."""
+EVALUATIONS = 20  # most evaluations of a training
+# Steps between two looks at fidelity and at the residual: they need all ranks' vectors at once
 LOOK_EVERY = 50
-"""Steps between two looks at fidelity and at the residual: they need all ranks' vectors at once."""
-JUDGED_EVERY = 50
-"""Steps between two evaluations, at least: one takes as long as tens of steps."""
-RECORD_EVERY = 10
-"""Steps between two lines of a record that have norms: nobody times these trainings."""
+JUDGED_EVERY = 50  # steps between two evaluations, at least: one takes as long as tens of steps
+RECORD_EVERY = 10  # steps between two lines of a record with norms
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +39,10 @@ class Run:
     world: int = 4
     steps: int | None = None
     mixed: bool = True
-    bits: float | None = None
-    """A budget a parameter and step, the flush included, which stripes spend."""
-    batch: int | None = None
-    """Examples in a step, over all ranks, if not as many as the task has."""
-    record: Path | None = None
-    """Where every rank's steps are recorded: a path to which its name is added."""
-    rate: float = 1.0
-    """Times the task's learning rate."""
+    bits: float | None = None  # A budget a parameter and step, the flush included, which stripes spend
+    batch: int | None = None  # examples in a step, over all ranks, if not as many as the task has
+    record: Path | None = None  # folder for records of every rank
+    rate: float = 1.0  # times the task's learning rate
 
 
 @dataclass(slots=True)
@@ -57,23 +50,20 @@ class Course:
     """How a training went."""
 
     steps: list[int] = field(default_factory=list)
+    # The metric on rank 0's model; the last one after the flush
     values: list[float] = field(default_factory=list)
-    """The metric on rank 0's model; the last one after the flush."""
     fidelity: list[float] = field(default_factory=list)
+    # Norm of the residual over that of what was sent, on all ranks
     waiting: list[float] = field(default_factory=list)
-    """Norm of the residual over that of what was sent, on all ranks."""
+    # Mean of the steps since an element was last sent, over those sent
     ages: list[float] = field(default_factory=list)
-    """Mean of the steps since an element was last sent, over those sent."""
+    # Largest difference of an element between two ranks' own models
     apart: list[float] = field(default_factory=list)
-    """Largest difference of an element between two ranks' own models."""
-    bytes_sent: float = 0.0
-    """By the busiest rank, a step; the flush included."""
+    bytes_sent: float = 0.0  # bytes of the busiest rank in a step, the flush included
     density: float = 0.0
     parameters: int = 0
-    unflushed: float | None = None
-    """The metric on the shared model before the flush, where steps are exchanged."""
-    unflushed_bytes: float | None = None
-    """By the busiest rank, a step, without the flush."""
+    unflushed: float | None = None  # the metric of the shared model before the flush, for steps
+    unflushed_bytes: float | None = None  # bytes of the busiest rank in a step, without the flush
 
 
 class Member:
@@ -195,12 +185,12 @@ class Watch:
     def __init__(self, members: list[Member]) -> None:
         self.members, self.course = members, Course()
         units = members[0].pipeline.units
+        # the step in which an element was last sent
         self._sent_in = [torch.zeros(unit.n, dtype=torch.int32, device=unit.device) for unit in units]
-        """The step in which an element was last sent."""
         self._elements = sum(unit.n for unit in units)
         self.course.parameters = members[0].training.n
+        # all ranks' residuals after the step before an examined one
         self._before = torch.zeros(0, dtype=units[0].dtype, device=units[0].device)
-        """All ranks' residuals after the step before one that is looked at."""
 
     def evaluate(self, step: int) -> None:
         self.course.steps.append(step)

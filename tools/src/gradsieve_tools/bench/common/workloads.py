@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from gradsieve.errors import ConfigError
 
 _NARROWEST = 64
-_SECONDS_ELSEWHERE = 0.05
-"""Of a layer in a step."""
+_SECONDS_ELSEWHERE = 0.05  # seconds of a layer in a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +26,7 @@ class Workload:
 
     layer: Callable[[int], nn.Module]
     widest: int
-    rows: tuple[int, ...]
-    """The shape of one rank's inputs but for the width."""
+    rows: tuple[int, ...]  # the shape of one rank's inputs but for the width
 
     def params(self, width: int) -> int:
         """Of one layer."""

@@ -31,16 +31,14 @@ from gradsieve_tools.bench.common.ranks import ended_with_us
 from gradsieve_tools.bench.elastic.replica import Plan, live
 
 COLUMNS = ["training", "final", "seconds", "kills", "stops", "back", "failed", "lost_mass", "gone_s", "alike"]
+# A replica without a heartbeat for so long is dead to torchft; others wait this long for one that lives
 _HEARTBEAT_MS, _JOIN_MS, _TICK_MS = 500, 1000, 20
-"""A replica without a heartbeat for so long is dead to torchft; others wait this long for one that lives."""
-_SILENCE = 90.0
-"""Seconds without any message after which replicas are taken to hang."""
+_SILENCE = 90.0  # seconds without any message after which replicas are taken to hang
 
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    kill_every: int = 0
-    """Steps between two; 0 for none."""
+    kill_every: int = 0  # steps between two; 0 for none
     stop_every: int = 0
     stop_seconds: float = 2.0
 
@@ -65,15 +63,12 @@ class _Course:
     kills: int = 0
     stops: int = 0
     back: int = 0
-    """Replicas that were killed or stopped and took a step again."""
     away: dict[int, float] = field(default_factory=dict)
-    """Replicas that have not done so yet."""
-    due: float | None = None
-    """When the next fault strikes."""
+    due: float | None = None  # when the next fault strikes
+    # time and step of the last fault, until the others have passed it
     struck: tuple[float, int] | None = None
-    """When the last one did, and in which step, until the others are over it."""
+    # Seconds from a fault until the others are two steps further: the first may have been pending
     gone: list[float] = field(default_factory=list)
-    """Seconds from a fault until the others are two steps further: the first may have been pending."""
 
 
 def start_lighthouse(least: int, port: int) -> subprocess.Popen[bytes]:

@@ -35,20 +35,13 @@ class Plan:
     replicas: int
     steps: int
     settings: dict[str, Any]
-    """Of the sync."""
     seed: int
-    deadline: float
-    """Seconds for which an exchange waits for a replica that lives and does not come."""
-    least: int
-    """Replicas without which nobody goes on."""
+    deadline: float  # seconds an exchange waits for a replica that lives and does not come
+    least: int  # least replicas that go on
     evaluated: bool = True
-    """Whether the model is evaluated at the end."""
-    patience: float = 60.0
-    """Seconds that it waits for a quorum."""
-    retries: int = 120
-    """How often the lighthouse is asked again in that time."""
-    folder: str = ""
-    """Of checkpoints, if some are to be written; a training goes on from one that is there."""
+    patience: float = 60.0  # seconds it waits for a quorum
+    retries: int = 120  # requests to the lighthouse in that time
+    folder: str = ""  # folder of checkpoints; empty: none. A training resumes from what is there
     save_every: int = 0
 
 

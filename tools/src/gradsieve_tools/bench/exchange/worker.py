@@ -32,10 +32,8 @@ from gradsieve_tools.bench.common.in_lab import bytes_out, most_anywhere, run_ra
 from gradsieve_tools.bench.common.syncs import treated
 from gradsieve_tools.bench.common.workloads import build
 
-_WARM, _STEPS = 10, 5
-"""Steps until the threshold is found and followed, and steps that are timed."""
-_REPEATED = 10
-"""Exchanges in a turn."""
+_WARM, _STEPS = 10, 5  # steps until the threshold is found, and timed steps
+_REPEATED = 10  # exchanges in a turn
 _CPU = torch.device("cpu")
 
 

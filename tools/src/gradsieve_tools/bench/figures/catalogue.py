@@ -19,18 +19,15 @@ from gradsieve_tools.bench.figures import data, draw
 @dataclass(frozen=True, slots=True)
 class Kind:
     shows: str
-    command: str
-    """That makes the files; {} are the syncs."""
+    command: str  # makes the files; {} are the syncs
     read: Callable[[Sequence[Path]], Any]
     draw: Callable[[Any, Any], None]
-    """On these axes, what was read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
     name: str
     source: str
-    """Whose figure it is; of a paper only the kind."""
     kind: Kind
     syncs: str
 

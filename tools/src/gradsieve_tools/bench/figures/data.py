@@ -13,8 +13,7 @@ from typing import Any
 from gradsieve.errors import ConfigError
 from gradsieve_tools.records import Header, Line, Record, read
 
-_SETTLED = 0.2
-"""Part of the steps before times are taken: kernels are compiled then, thresholds are found."""
+_SETTLED = 0.2  # part of the steps before times are taken: kernels are compiled then, thresholds are found
 
 
 @dataclass(frozen=True, slots=True)

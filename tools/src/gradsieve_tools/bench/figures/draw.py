@@ -11,14 +11,13 @@ from gradsieve.errors import ConfigError
 from gradsieve_tools import stages
 from gradsieve_tools.bench.figures.data import Curve, Row, Training, Tried, labels
 
+# matplotlib's but for its gray, which is too near to dense's black
 _COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "C8", "C9")
-"""matplotlib's but for its gray, which is too near to dense's black."""
 _MARKERS = "os^Dv"
+# Running means over as many parts of a training: steps are noisy, trends are what a figure shows
 _WINDOWS = 40
-"""Running means over as many parts of a training: steps are noisy, trends are what a figure shows."""
 _REFERENCES = ("dense", "noop")
-_AS_MANY_BITS = 1.1
-"""Budgets found in training differ by a few per cent and are compared all the same."""
+_AS_MANY_BITS = 1.1  # budgets found in training differ by a few per cent and are compared all the same
 
 
 def over_steps(

@@ -29,11 +29,9 @@ from gradsieve_tools.bench.common.in_lab import (
 from gradsieve_tools.bench.common.workloads import batch_for, build
 
 SYNCS = ("noop", "dense", "auto")
-_WARM = {"noop": 3, "dense": 3, "auto": 60}
-"""Steps before the clock runs: a budget is found."""
+_WARM = {"noop": 3, "dense": 3, "auto": 60}  # steps before the clock runs: a budget is chosen
 _TURN_SECONDS, _MOST_STEPS = 2.0, 50
-_LOOK = 20
-"""Steps between two comparisons of the replicas' bits."""
+_LOOK = 20  # steps between two comparisons of the replicas' bits
 
 
 class Contestant:

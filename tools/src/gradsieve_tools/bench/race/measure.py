@@ -22,8 +22,7 @@ from gradsieve_tools.cli import results
 from gradsieve_tools.emulation import Lab
 
 _TICK = 0.2
-_SILENCE = 600.0
-"""Seconds without a line after which an entry is taken to hang."""
+_SILENCE = 600.0  # seconds without a line after which an entry is taken to hang
 _LAST_WORDS = 1500
 
 Advance = Callable[[float, str], None]

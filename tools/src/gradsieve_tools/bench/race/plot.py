@@ -10,8 +10,7 @@ from gradsieve.errors import ConfigError
 from gradsieve_tools.bench.race.logs import Log, targets
 from gradsieve_tools.bench.time_to_accuracy.measure import SMOOTHED_OVER
 
-_WORSE, _BETTER = 0.5, 0.04
-"""Parts of the lowest target that are shown around it, if curves come from so far."""
+_WORSE, _BETTER = 0.5, 0.04  # parts of the lowest target that are shown around it, if curves come from so far
 
 
 def plot(logs: Sequence[Log], path: Path) -> None:

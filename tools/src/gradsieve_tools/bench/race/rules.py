@@ -14,8 +14,7 @@ from gradsieve.errors import ConfigError
 
 LINKS = ("1gbit", "100mbit", "100mbit+20ms")
 WARM_UP, EVALUATE_EVERY, BATCH = 30, 20, 4
-PATIENCE = 2
-"""Budgets of steps after which an entry that has not reached the target never will."""
+PATIENCE = 2  # budgets of steps after which an entry that has not reached the target never will
 _RIVALS = ("fp16", "powersgd", "local-sgd", "diloco")
 NAMES = ("dense", *_RIVALS, "auto")
 
@@ -54,10 +53,8 @@ class Plan:
     text: Path
     size: str
     hosts: int
-    steps: int
-    """Dense's budget."""
-    limit: float
-    """Seconds of training for any other entry."""
+    steps: int  # dense's budget
+    limit: float  # seconds of training for all other entries
 
     def __post_init__(self) -> None:
         if self.steps < 3 * EVALUATE_EVERY or self.steps % EVALUATE_EVERY:

@@ -29,8 +29,7 @@ Left = Literal["nothing", "length", "momentum", "preview", "turns", "feedback", 
 @dataclass(frozen=True, slots=True)
 class Ablated(Rival):
     without: Left = "nothing"
-    bits: float = 0.75
-    """A parameter and step, the flush at the end included."""
+    bits: float = 0.75  # bits a parameter and step, the flush included
 
     def begin(self, training: Training, ctx: Ctx) -> Part:
         return AblatedPart(self, training, ctx)

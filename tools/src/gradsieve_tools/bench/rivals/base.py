@@ -23,7 +23,6 @@ from gradsieve.schemes import AllReduce, Ctx, Program, Stripes, Values
 from gradsieve_tools.bench.tasks.training import Training
 
 Shapes: TypeAlias = Sequence[Sequence[int]]
-"""Of a model's parameters."""
 
 
 class Part(ABC):
@@ -49,8 +48,8 @@ class Part(ABC):
 class Rival(ABC):
     """Its fields are its settings."""
 
+    # why the model at the end lacks a part of the ranks' steps; empty: it lacks none
     loses: ClassVar[str] = ""
-    """Why not all that the ranks' steps moved is in the model at the end; empty where it is."""
 
     @abstractmethod
     def begin(self, training: Training, ctx: Ctx) -> Part: ...
@@ -61,15 +60,13 @@ class RivalRun:
     """What is trained, and how."""
 
     task: str
-    rival: Any
-    """A `Rival`, one of torch's hooks, or torchft's."""
+    rival: Any  # a `Rival`, one of torch's hooks, or torchft's
     seed: int
     world: int
     steps: int
     mixed: bool = True
     batch: int | None = None
-    rate: float = 1.0
-    """Times the task's learning rate."""
+    rate: float = 1.0  # times the task's learning rate
 
 
 def elements(shapes: Shapes) -> int:

@@ -25,8 +25,7 @@ from gradsieve.schemes import Ctx, Program
 from gradsieve_tools.bench.rivals.base import Part, Rival, at_least, flat, mean, write
 from gradsieve_tools.bench.tasks.training import Training
 
-_MODELS, _STEPS = 1, 2
-"""For which of the two PSyncs blocks are drawn."""
+_MODELS, _STEPS = 1, 2  # for which of the two PSyncs blocks are drawn
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,10 +38,8 @@ class DeMo(Rival):
     chunk: int = 64
     k: int = 32
     decay: float = 0.999
-    weight_decay: float = -1.0
-    """Below 0: that of the task."""
-    clip: float = math.inf
-    """Largest norm of a rank's gradient."""
+    weight_decay: float = -1.0  # below 0: the task's
+    clip: float = math.inf  # largest norm of a rank's gradient
 
     loses: ClassVar[str] = "momentum that is not sent decays, and what is sent goes by its sign"
 

@@ -85,10 +85,9 @@ class Sparta(Rival):
 
 @dataclass(frozen=True, slots=True)
 class OneBit(Rival):
+    # Papers have gradients; of steps, any optimizer's travel
     exchange: Literal["gradients", "steps"] = "gradients"
-    """Papers have gradients; of steps, any optimizer's travel."""
-    every: int = 1
-    """Of steps alone: gradients are exchanged in every step."""
+    every: int = 1  # for steps alone: gradients are exchanged in every step
 
     def __post_init__(self) -> None:
         at_least(1, every=self.every)

@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 RIVALS = ("fp16", "powersgd")
 
 POWERSGD_RANK = 2
-POWERSGD_FROM = 2
-"""Steps in which it sends all, at least this many: DDP rebuilds its buckets after the first."""
+POWERSGD_FROM = 2  # steps in which it sends all, at least this many: DDP rebuilds its buckets after the first
 _ONE_BUCKET_MB = 1e4
 
 

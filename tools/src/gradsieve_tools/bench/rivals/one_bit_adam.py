@@ -66,12 +66,10 @@ class ZeroOneAdam(Rival):
 class OneBitAdamPart(Part):
     def __init__(self, training: Training, ctx: Ctx, freeze: float) -> None:
         super().__init__(training, ctx)
-        self.frozen_from = max(1, round(freeze * training.steps))
-        """The last step that forms v."""
+        self.frozen_from = max(1, round(freeze * training.steps))  # the last step that forms v
         self.model = flat(training.model)
         self.m, self.v, self.error = (torch.zeros_like(self.model) for _ in range(3))
-        self.formed = 0
-        """How many gradients are in v."""
+        self.formed = 0  # gradients averaged into v
         group = training.optimizer.param_groups[0]
         self.betas, self.eps = group.get("betas", (0.9, 0.999)), group.get("eps", 1e-8)
 
@@ -141,8 +139,8 @@ class ZeroOneAdamPart(OneBitAdamPart):
     def __init__(self, rival: ZeroOneAdam, training: Training, ctx: Ctx) -> None:
         super().__init__(training, ctx, rival.freeze)
         self.rival = rival
+        # this rank's movement and the sum of its rates since the last exchange
         self.u, self.rates = torch.zeros_like(self.model), 0.0
-        """Since ranks were at one place: what this one's momentum moved, and the sum of its rates."""
 
     def _adam(self, gradient: Tensor, number: int) -> Program[None]:
         if number % 2 ** (self.formed // self.rival.kappa) == 0:

@@ -55,8 +55,8 @@ class SparseLoCoPart(Part):
         chunks = -(-self.n // rival.chunk)
         self.entries = Entries(chunks, rival.chunk, rival.k, rival.values)
         self.shared = flat(training.model)
+        # padded to whole chunks
         self.error = torch.zeros(chunks * rival.chunk, dtype=self.shared.dtype, device=self.shared.device)
-        """Filled up with zeros to whole chunks."""
 
     def step(self, number: int) -> Program[None]:
         self.take_step()

@@ -65,8 +65,7 @@ class MuLoCo(Rival):
     momentum: float = 0.9
     values: Values = "int4"
     decay: float = 0.9
-    inner: float = 0.9
-    """Muon's own momentum."""
+    inner: float = 0.9  # Muon's own momentum
 
     loses: ClassVar[str] = Streaming.loses
 
@@ -88,8 +87,7 @@ class StreamingPart(Part):
         self.shared = flat(training.model)
         self.velocity, self.error = torch.zeros_like(self.shared), torch.zeros_like(self.shared)
         self.fragments = fragments(training.model, rival.fragments)
-        self.under_way: list[tuple[int, slice, torch.Tensor]] = []
-        """Step in which it is due, which, and its mean."""
+        self.under_way: list[tuple[int, slice, torch.Tensor]] = []  # step in which it is due, slice, mean
 
     def step(self, number: int) -> Program[None]:
         self.take_step()  # 1.

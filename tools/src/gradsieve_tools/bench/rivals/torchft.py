@@ -32,8 +32,7 @@ class Torchft:
     name: str
     every: int = 50
     rate: float = 0.7
-    momentum: float = 0.9
-    """Of DiLoCo's outer optimizer, with Nesterov's momentum, as its paper found them."""
+    momentum: float = 0.9  # DiLoCo's outer optimizer with Nesterov's momentum, as in its paper
 
     def __post_init__(self) -> None:
         if self.every < 1:

@@ -30,10 +30,8 @@ from gradsieve_tools.bench.common.recordings import WARM_STEPS, Recording, recor
 from gradsieve_tools.results import table
 from gradsieve_tools.specs import parse
 
-WORD = 4
-"""Bytes."""
-_RECORDING = 3
-"""A gradient's backward pass against a step of a scheme, in time."""
+WORD = 4  # bytes
+_RECORDING = 3  # time of a recorded backward over a step of a scheme
 
 COLUMNS = [
     "scheme",
@@ -53,18 +51,14 @@ COLUMNS = [
 class Step:
     """One step of all ranks; words, rounds and time are the busiest rank's."""
 
-    words: float
-    """Sent or received, whichever is more, of one op after the other."""
-    times_k: float
-    """`words` over k (P-1)/P."""
+    words: float  # sent or received, the larger, of one op after the other
+    times_k: float  # `words` over k (P-1)/P
     rounds: float
-    of_target: float
-    """Elements in the update over k."""
+    of_target: float  # elements in the update over k
     fidelity: float
     residual: float
     imbalance: float
-    select_ms: float
-    """Processor time in the scheme's own code."""
+    select_ms: float  # processor time in the scheme's own code
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +94,7 @@ class Fleet:
         self.residuals = recording.gradients.new_zeros(world, recording.n)
         self.given = recording.gradients.new_zeros(recording.n, dtype=torch.float64)
         self.applied = torch.zeros_like(self.given)
-        self.sent = 0.0
-        """Magnitudes in all updates."""
+        self.sent = 0.0  # sum of the magnitudes in all updates
         self.taken = 0
 
     def step(self) -> Step:

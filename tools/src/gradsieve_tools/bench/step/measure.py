@@ -23,10 +23,8 @@ COLUMNS += [f"{ratio}{part}" for ratio in RATIOS for part in ("", "_half")]
 COLUMNS += ["bytes_sent", "bits", "of_link", "density", "hidden"]
 ALWAYS = ["noop", "dense"]
 
-_MOST_APART = 1.5
-"""Times that the middle half of the rounds may span; beyond, another run may show quite another median."""
+_MOST_APART = 1.5  # largest ratio over the middle half of the rounds: beyond, a rerun may show another median
 _FEWEST_ROUNDS = 3
-"""That have a middle half."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +37,11 @@ class Plan:
     density: float
     syncs: list[str]
     rounds: int
-    record: str | None = None
-    """A folder: each of our syncs runs a second time, with a recorder that writes there."""
-    network: str | None = None
-    """A file with links of their own, instead of a rate and a delay for all."""
-    compute: float = 0.3
-    """Seconds of a step that an idle workload computes elsewhere."""
+    record: str | None = None  # folder: our syncs run a second time with a recorder
+    network: str | None = None  # network file, instead of one rate and delay
+    compute: float = 0.3  # seconds that an idle workload's device computes
     ahead: bool = False
-    spins: bool = False
-    """Whether its host runs ahead of the device; and whether our thread spins while it waits."""
+    spins: bool = False  # the idle host runs ahead of its device; our thread spins while it waits
 
     def __post_init__(self) -> None:
         if self.workload != IDLE:  # which has any size

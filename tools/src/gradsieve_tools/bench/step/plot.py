@@ -15,19 +15,16 @@ from typing import Any
 from gradsieve.errors import ConfigError
 from gradsieve_tools.emulation.units import UNSHAPED, parse_rate
 
+# settings in which runs of one picture must agree
 _SAME = ("workload", "hosts", "params", "density", "delay")
-"""Settings in which runs of one picture must agree."""
-_BEYOND = 6.0
-"""Where an unshaped link stands, over the fastest rate."""
+_BEYOND = 6.0  # place of an unshaped link, over the fastest rate
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    rate: int | None
-    """Bits a second; None for an unshaped link."""
+    rate: int | None  # bits a second; None for an unshaped link
     config: dict[str, Any]
     step_ms: dict[str, float]
-    """By sync."""
 
     @property
     def label(self) -> str:

@@ -21,8 +21,7 @@ TRAINING, EXCHANGING = "training", "exchange"
 THREADS = (TRAINING, EXCHANGING)
 COMPUTING = ("forward", "backward")
 _ON_THE_EXCHANGING_THREAD = ("accumulate", "select", "exchange")
-_GAP = 0.1
-"""Of a step, between two syncs in a trace."""
+_GAP = 0.1  # share of a step between two syncs in a trace
 
 
 class Event(NamedTuple):
@@ -30,8 +29,7 @@ class Event(NamedTuple):
     name: str
     unit: int
     start: float
-    stop: float
-    """In seconds, by the clock that all ranks share."""
+    stop: float  # seconds, by a clock that all ranks share
 
 
 @dataclass(frozen=True, slots=True)

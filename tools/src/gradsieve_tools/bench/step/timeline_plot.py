@@ -10,8 +10,7 @@ from gradsieve_tools import stages
 from gradsieve_tools.bench.step.measure import Plan
 from gradsieve_tools.bench.step.timeline import THREADS, Event, Step, hidden
 
-_LANE, _BAND = 0.42, 1.1
-"""Height of a thread's lane, and from one rank to the next."""
+_LANE, _BAND = 0.42, 1.1  # height of a thread's lane, distance of two ranks
 
 
 def plot(steps: Sequence[Step], plan: Plan, path: Path) -> None:

@@ -45,13 +45,12 @@ from gradsieve_tools.bench.common.workloads import batch_for, build
 from gradsieve_tools.bench.rivals.names import bucket_cap_mb, torch_hook
 from gradsieve_tools.bench.step.timeline import Event, events_of, from_all_ranks, hidden
 
+# Exchanges before the clock runs: a budget is found, thresholds and partitions converge, dense is tried where
+# it could be faster, DDP rebuilds its buckets
 _WARM_SEARCH, _WARM_STATEFUL, _WARM = 128, 16, 2
-"""Exchanges before the clock runs: a budget is found, thresholds and partitions converge, dense is tried
-where it could be faster, DDP rebuilds its buckets."""
+# Steps at most for a budget, and between two looks whether it was found
 _LONGEST_SEARCH, _SEARCH_TURN = 1200, 40
-"""Steps at most for a budget, and between two looks whether it was found."""
-_TURN_SECONDS, _MOST_STEPS = 1.5, 50
-"""A turn of a few milliseconds would measure who happened to have the processor."""
+_TURN_SECONDS, _MOST_STEPS = 1.5, 50  # shorter turns would measure the scheduler
 
 
 class Laps:
@@ -75,9 +74,7 @@ class Arena:
         self.ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True)
         self.parameters = list(self.ddp.parameters())
         self.optimizer = self.new_optimizer()
-        """For those whose syncs do not look at it."""
-        self.comm_hook = install_comm_hook(self.ddp)
-        """It leads to the sync whose turn it is."""
+        self.comm_hook = install_comm_hook(self.ddp)  # leads to the current sync
 
     def new_optimizer(self) -> torch.optim.Optimizer:
         if self.device is not None:
@@ -111,16 +108,15 @@ class Contestant:
         self.steps = 0
         self.sent = 0
         self.stages: dict[str, float] = {}
+        # Seconds of exchange that forward and backward hid, and all of them
         self.behind = self.exchange = 0.0
-        """Seconds of exchange that forward and backward hid, and all of them."""
         self.last_step: list[Event] = []
         self.sync: DdpSync | None = None
         self.recorder: ClockedRecorder | None = None
-        self.own: list[Tensor] = []
-        """The parameters as a sync of ours left them."""
+        self.own: list[Tensor] = []  # the parameters as one of our syncs left them
+        # Bits a parameter and step, steps to an exchange, and seconds of the last three kinds, whenever the
+        # first changed
         self.budgets: list[tuple[float, ...]] = []
-        """Bits a parameter and step, steps to an exchange, and seconds of the last three kinds, whenever the
-        first changed."""
         self._laps = Laps()
         self.hook = self._hook(density, record, spins)
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from gradsieve_tools.bench.common.models import FASHION_MNIST, read_images, scaled, sources
 
-CONTEXT = 64
-"""Bytes that a language model sees at once."""
+CONTEXT = 64  # bytes that a language model sees at once
 USERS = ITEMS = 5_000
 _CPU = torch.device("cpu")
 

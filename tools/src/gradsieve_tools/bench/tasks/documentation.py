@@ -24,12 +24,9 @@ from torch import Tensor
 from gradsieve.errors import ConfigError
 from gradsieve_tools.bench.tasks.data import DataSet, text_to_learn
 
-CONTEXT = 128
-"""Tokens that the model sees at once."""
-SYMBOLS = 1024
-"""Bytes and pairs, all of the vocabulary."""
-_TESTED = 256 // 10
-"""Of the 256 values of a hash's first byte."""
+CONTEXT = 128  # tokens that the model sees at once
+SYMBOLS = 1024  # bytes and pairs, all of the vocabulary
+_TESTED = 256 // 10  # share of a hash's first byte that goes to the tests
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +46,8 @@ DEBIAN: Mapping[str, Source] = {
     ),
 }
 TEXT = "2256179d95b5575ef3e6c525b74d55c18623b2a9a1386bf4c42040a7bfedfc94"
+# SHA-256 of the text taken and of all tokens
 TOKENS = "e94a8fdfc8693cf61c48cec82420962bdbf6520f04ea09aebb5fa2e097080356"
-"""Of the text that is taken, and of all tokens: what every machine must have."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,15 +33,10 @@ class SizedTask:
     title: str
     measured_by: str
     recipe: tasks.Recipe
-    """All but the model and its rate."""
-    model: Callable[[int], nn.Module]
-    """Of a width; it has more parameters than the width's square."""
-    narrowest: int
-    """Every width is a multiple of it."""
-    batch: int
-    """Examples that one rank sees in a step."""
-    rate: Callable[[int], float]
-    """Of a width."""
+    model: Callable[[int], nn.Module]  # takes a width; the model has more parameters than its square
+    narrowest: int  # every width is a multiple of it
+    batch: int  # examples that one rank sees in a step
+    rate: Callable[[int], float]  # takes a width
 
     def params(self, width: int) -> int:
         with torch.device("meta"):

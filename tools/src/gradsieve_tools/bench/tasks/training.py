@@ -40,9 +40,7 @@ from gradsieve_tools.bench.tasks.data import (
 
 Metric = Literal["accuracy", "loss"]
 BETTER: dict[Metric, int] = {"accuracy": 1, "loss": -1}
-"""Upwards or downwards."""
-WARM_UP = 0.05
-"""Part of the steps in which the learning rate rises."""
+WARM_UP = 0.05  # part of the steps in which the learning rate rises
 _EVALUATED_AT_ONCE = 512
 
 
@@ -53,15 +51,12 @@ class Training:
     name: str
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    schedule: LRScheduler
-    """To be stepped once a step."""
+    schedule: LRScheduler  # stepped once a step
     train: Data
     test: Data
-    kind: Tensor
-    """Sort of every training example: see `shards`."""
+    kind: Tensor  # kind of every training example: see `shards`
     loss: Callable[[Tensor, Tensor], Tensor]
-    batch: int
-    """Examples in a step, over all ranks together."""
+    batch: int  # examples in a step, over all ranks together
     steps: int
     metric: Metric
 
@@ -169,10 +164,8 @@ class Recipe:
     decay: float
     metric: Metric
     loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
-    rate_at: Callable[[int, int], float] = rate_at
-    """Part of `rate` in a step, of so many."""
-    held_out: bool = False
-    """Nothing of gradsieve is chosen on it."""
+    rate_at: Callable[[int, int], float] = rate_at  # part of `rate`, by step and steps
+    held_out: bool = False  # nothing of gradsieve is chosen on it
 
     def __call__(
         self, seed: int, steps: int | None = None, batch: int | None = None, rate: float = 1.0

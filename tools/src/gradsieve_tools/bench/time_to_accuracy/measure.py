@@ -42,10 +42,8 @@ COLUMNS = [
 ]
 
 SMOOTHED_OVER = 3
-PATIENCE = 2
-"""Budgets of steps after which a sync that has not reached the target never will."""
-_EVALUATIONS = 30
-"""Within one budget."""
+PATIENCE = 2  # budgets of steps after which a sync that has not reached the target never will
+_EVALUATIONS = 30  # within one budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +57,9 @@ class Plan:
     params: int
     density: float
     syncs: list[str]
-    steps: int
-    """Dense's budget."""
+    steps: int  # dense's budget
     seeds: int
-    record: str | None = None
-    """A folder for what every rank did in every step."""
+    record: str | None = None  # A folder for what every rank did in every step
 
     def __post_init__(self) -> None:
         check_density(self.density)
@@ -139,8 +135,7 @@ class Run:
     seed: int
     target: float
     curve: Curve
-    bytes_sent: int
-    """Of the busiest rank, in all steps."""
+    bytes_sent: int  # busiest rank, all steps
     parameters: int
 
     @property

@@ -13,8 +13,7 @@ from typing import Any
 from gradsieve_tools.bench.tasks.training import BETTER
 from gradsieve_tools.bench.time_to_accuracy.measure import PATIENCE, SMOOTHED_OVER, Plan, Run, summary
 
-_WORSE, _BETTER = 0.15, 0.025
-"""Parts of a target that are shown around it."""
+_WORSE, _BETTER = 0.15, 0.025  # parts of a target that are shown around it
 
 
 def plot(plan: Plan, runs: Sequence[Run], path: Path) -> None:

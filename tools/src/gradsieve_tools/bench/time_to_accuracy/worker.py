@@ -24,9 +24,9 @@ from gradsieve_tools.bench.common.virtual import own_batches
 from gradsieve_tools.bench.rivals.names import bucket_cap_mb, buffers_stay, torch_hook
 from gradsieve_tools.bench.time_to_accuracy.measure import Curve, Plan, Run
 
+# With each sync before the clock starts, or the first to do so would pay for what a process does only once:
+# dense for its start, one of ours for compiling kernels
 _FIRST_STEPS = 3
-"""With each sync before the clock starts, or the first to do so would pay for what a process does only once:
-dense for its start, one of ours for compiling kernels."""
 _LINE_SECONDS = 5.0
 
 

@@ -9,16 +9,14 @@ from typing import Any
 from gradsieve.errors import list_ranks
 from gradsieve_tools.doctor.self_test.findings import REPORT, Finding, failed, ok, percent
 
+# Share of a copy's bandwidth. Torch's forms of codes of few bits reached 0.004 on a processor, and numba's
+# 0.11.
 SLOW, SLOW_TORCH = 0.03, 0.001
-"""Share of a copy's bandwidth. Torch's forms of codes of few bits reached 0.004 on a processor, and numba's
-0.11."""
+# By what part a loss may differ where the device has other bits than the CPU. Noise of 2e-7 in gradients, as
+# from another order of sums, changed losses by 2e-7, and noise of 1e-3, as from TF32, by 0.003.
 TOLERANCE = 0.01
-"""By what part a loss may differ where the device has other bits than the CPU. Noise of 2e-7 in gradients, as
-from another order of sums, changed losses by 2e-7, and noise of 1e-3, as from TF32, by 0.003."""
-LEAK = 0.1
-"""Of a model's size, a step."""
-PROMPT = 10.0
-"""Seconds after which a dead rank is named."""
+LEAK = 0.1  # share of a model's size, a step
+PROMPT = 10.0  # seconds after which a dead rank is named
 _SHOWN = 3
 _WITHOUT = f'train with `gradsieve.kernels.using("torch")`, without compiled kernels, and {REPORT}'
 _GIVEN = f"give one, attach(..., bits=0.75), and {REPORT}"

@@ -13,11 +13,9 @@ REPORT = "attach the file of this run to an issue"
 @dataclass(frozen=True, slots=True)
 class Finding:
     verdict: Verdict
-    found: str
-    """A figure, or a reason."""
+    found: str  # a figure, or a reason
     figures: Mapping[str, Any] = field(default_factory=dict)
-    fix: str = ""
-    """What to do, where it failed."""
+    fix: str = ""  # what to do, where it failed
     check: str = ""
     seconds: float = 0.0
 

@@ -17,35 +17,29 @@ from gradsieve.testing.laws import same_bits
 if TYPE_CHECKING:
     from gradsieve_tools.doctor.self_test.trainings import Here
 
+# Ties, both zeros, both infinities, denormals, and what overflows where it is added to itself
 _ODD = (0.0, -0.0, 1.0, -1.0, 1.5, 0.1, torch.nan, torch.inf, -torch.inf, 1e-42, -1e-42, 3e38, -3e38)
-"""Ties, both zeros, both infinities, denormals, and what overflows where it is added to itself."""
+# Thresholds: one with ties, and one above which a Gaussian has one element in a thousand
 _TIES, _RARE = 1.0, 3.29
-"""Thresholds: one with ties, and one above which a Gaussian has one element in a thousand."""
+# types of vectors, and of a rank's own parameters
 _WIDTHS = ((torch.float32, torch.float32), (torch.float64, torch.float64), (torch.float32, torch.bfloat16))
-"""Of vectors, and of a rank's own parameters."""
 _ROWS, _PREVIEW, _WORLD = 2, 0.5, 4
+# Seconds that a copy should take, so that caches and launches do not count; elements for that at most
 _LONG_ENOUGH, _MOST = 1e-3, 1 << 26
-"""Seconds that a copy should take, so that caches and launches do not count; elements for that at most."""
-_TIMES, _SECONDS = 5, 0.3
-"""That a kernel is timed; no longer than that, but for the first time."""
+_TIMES, _SECONDS = 5, 0.3  # repetitions of a kernel, and most seconds for them
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
     name: str
-    moves: float
-    """Bytes read and written for each float32."""
+    moves: float  # bytes read and written for each float32
+    # function of `gradsieve.kernels`, vectors and a threshold
     call: Callable[[Any, list[Tensor], float], tuple[Any, ...]]
-    """Of `gradsieve.kernels`, of vectors, with a threshold."""
     vectors: int = 1
-    own: int | None = None
-    """Which of them has the type of the parameters."""
-    bits: int = 0
-    """Of a code; 0 of none."""
-    codes: bool = False
-    """Codes go in, not values."""
-    sums: int = 0
-    """How many of the last results are sums, whose order is open."""
+    own: int | None = None  # index of the vector with the parameters' type
+    bits: int = 0  # bits of a code; 0: none
+    codes: bool = False  # the input is codes
+    sums: int = 0  # last results that are sums, in any order
 
     def inputs(self, vectors: list[Tensor]) -> list[Tensor]:
         """On the CPU."""

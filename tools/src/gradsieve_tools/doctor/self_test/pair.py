@@ -22,8 +22,7 @@ from typing_extensions import Self
 
 MODULE = "gradsieve_tools.doctor.self_test.rank"
 WORLD = 2
-LIMIT = 90.0
-"""Seconds for an answer: more than any of them takes, and than the time-out of the group."""
+LIMIT = 90.0  # seconds for an answer: more than any of them takes, and than the time-out of the group
 _TO_END = 5.0
 
 
@@ -34,8 +33,7 @@ class Unanswered(Exception):  # noqa: N818 - how a request ended, not an error o
 @dataclass(frozen=True, slots=True)
 class Answer:
     value: Any = None
-    error: str = ""
-    """Of a rank that raised, died or is silent."""
+    error: str = ""  # error of a rank that raised, died or is silent
 
 
 class Pair:

@@ -18,8 +18,7 @@ from gradsieve.errors import ConfigError
 from gradsieve_tools.doctor.self_test import kernels, trainings
 from gradsieve_tools.doctor.self_test.trainings import Here
 
-TIMEOUT = timedelta(seconds=30)
-"""Of the process groups."""
+TIMEOUT = timedelta(seconds=30)  # of the process groups
 _LONGEST = 400
 _FRAMES = 3
 

@@ -17,14 +17,12 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
+    # vector lengths, around those of blocks, rows and chunks
     lengths: tuple[int, ...] = (1, 7, 64, 257, 1000, 131_149)
-    """Of vectors: around those of blocks, rows and pieces."""
-    elements: int = 1 << 23
-    """Of those that are timed, at least."""
+    elements: int = 1 << 23  # elements of timed vectors, at least
     steps: int = 20
     stretches: int = 4
-    stretch: int = 50
-    """Steps, after each of which memory is looked at."""
+    stretch: int = 50  # steps between two readings of memory
     budget_steps: int = 300
 
 

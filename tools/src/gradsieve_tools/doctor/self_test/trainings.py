@@ -33,8 +33,7 @@ _DIED = "died"
 class Here:
     rank: int
     device: torch.device
-    store: dist.Store
-    """What ranks tell each other beside the group."""
+    store: dist.Store  # for messages beside the group
 
     def settle(self) -> None:
         """An accelerator has only queued it so far."""

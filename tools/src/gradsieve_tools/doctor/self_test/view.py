@@ -15,8 +15,7 @@ from gradsieve_tools.doctor.self_test.run import Report
 from gradsieve_tools.results import origin, table
 
 _WIDTH = 100
-_ROOM = 68
-"""For what was found, beside the other columns."""
+_ROOM = 68  # columns for the figure
 
 
 def text(report: Report) -> str:

@@ -12,17 +12,15 @@ from dataclasses import dataclass
 from gradsieve.errors import Malformed, ProtocolError
 from gradsieve.types import Host
 
-REFUSED = (Malformed, ProtocolError)
-"""The second, where a peer says of itself another thing than this rank does (`pipeline/tags.py`)."""
+REFUSED = (Malformed, ProtocolError)  # ProtocolError: a peer states other settings than this rank
 
 
 @dataclass(frozen=True)
 class EntryPoint:
     name: str
+    # valid messages: the first is altered, the others lend parts, as a replay would
     honest: tuple[bytes, ...]
-    """Messages that are let in; the first one is altered, the others lend parts, as a replay would."""
-    edges: tuple[int, ...]
-    """Numbers next to which a check should change its verdict: a length, a count."""
+    edges: tuple[int, ...]  # numbers around which a check should change its verdict: lengths, counts
     enter: Callable[[bytearray], None]
 
 

@@ -38,8 +38,7 @@ from gradsieve_tools.fuzz.entry_points.entry_point import REFUSED, EntryPoint, c
 from gradsieve_tools.specs import parse
 
 N, WORLD, VICTIM, LIAR, DENSITY = 240, 4, 0, 1, 0.2
-STEPS = (0, 5)
-"""Honest steps before the attack: schemes with a threshold look for one, then follow it."""
+STEPS = (0, 5)  # valid steps before the attack
 _VARIANTS = (
     *(f"stripes:values={values}" for values in ("exact", "bf16", "int8", "int4", "int2")),
     *("exdyna:values=sign", "micro:values=int8", "randomk:values=int4", "deft:values=bf16"),

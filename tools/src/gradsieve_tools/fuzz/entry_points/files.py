@@ -29,12 +29,9 @@ from gradsieve_tools.fuzz.entry_points.entry_point import EntryPoint
 from gradsieve_tools.fuzz.entry_points.exchanges import WORLD
 from gradsieve_tools.fuzz.entry_points.pipelines import Rank, gradients, parameters, trained, with_budget
 
-_FEWER = 3
-"""Ranks of another number, that load what WORLD ranks saved: the first one reads two files and adds them."""
-_LARGE = 1 << 20
-"""Elements of a file in which one copy too many is more than all that may be taken besides the file."""
-_MANY = 600
-"""Tensors of a file that is header for the most part."""
+_FEWER = 3  # ranks that load what WORLD ranks saved: the first reads two files and adds them
+_LARGE = 1 << 20  # elements of a file that makes one copy too many exceed the memory cap
+_MANY = 600  # tensors of a file that is mostly header
 _STAMP = Stamp(1, 1)
 
 
@@ -42,7 +39,6 @@ class _Optimizer:
     """State in the shape of Adam's, without torch's optimizers, which take seconds to load."""
 
     param_groups: tuple[Any, ...] = ()
-    """It makes no tensors of classes of its own: a file that has parts of some is refused."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._state = {

@@ -23,10 +23,8 @@ from gradsieve_tools.fuzz.entry_points.exchanges import (
 )
 from gradsieve_tools.specs import parse
 
-_STEPS = 3
-"""Honest ones before the attack: what is applied and rebased once is there."""
-_SHAPES = {"weight": (24, 10), "bias": (10,)}
-"""One goes by the scheme, one is piggybacked."""
+_STEPS = 3  # valid steps before the attack
+_SHAPES = {"weight": (24, 10), "bias": (10,)}  # one unit for the scheme, one that is piggybacked
 
 
 @dataclass

@@ -34,10 +34,8 @@ from gradsieve_tools.fuzz.entry_points.entry_point import EntryPoint, check_risi
 from gradsieve_tools.fuzz.entry_points.exchanges import LIAR, WORLD, Heard, as_bytes, check_lawful, overheard
 
 N, K = 240, 48
-_VALUES = 300
-"""A whole block of codes, and some that are none."""
-_CANARY = 12345.0
-"""In memory on both sides of what a codec may write."""
+_VALUES = 300  # a whole block of codes and a rest
+_CANARY = 12345.0  # surrounds the memory that a codec may write
 
 
 def on_the_host() -> Iterator[EntryPoint]:
