@@ -1,9 +1,8 @@
 """Every name of torch that is not public and that gradsieve uses all the same: here and nowhere else.
 
-Each is one entry, with what breaks without it, and one function that is all others call. Nothing is looked up
-at import. Where a torch has no such name, the feature that needs it refuses with a ConfigError that says so;
-the others work. `gradsieve doctor` lists what the installed torch lacks, and tests/unit/test_torch_names.py
-fails where a name vanished or means something else. All were seen in torch 2.13 and 2.15.
+`PRIVATE` lists each name with what breaks without it. Nothing is looked up at import: if a torch lacks a
+name, the feature that needs it refuses with a ConfigError that says so, and the others work. `gradsieve
+doctor` lists what the installed torch lacks. All names were seen in torch 2.13 and 2.15.
 """
 
 from __future__ import annotations
@@ -30,21 +29,18 @@ Called = TypeVar("Called", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class Private:
-    """One name, or several that are of no use without each other."""
-
+    name: str
     owner: str  # module, or module:class; for what only objects have, the file of torch that sets it
-    names: tuple[str, ...]
-    without: str  # what breaks where there is no such name
+    without: str  # what breaks without the name
 
     def __str__(self) -> str:
-        return f"{self.owner}: {', '.join(self.names)}"
+        return f"{self.owner}: {self.name}"
 
     @property
     def is_there(self) -> bool:
         if self.owner.endswith(".py"):
             file = Path(torch.__file__).parent / self.owner
-            text = file.read_text(encoding="utf-8") if file.is_file() else ""
-            return all(name in text for name in self.names)
+            return file.is_file() and self.name in file.read_text(encoding="utf-8")
         module, *inner = self.owner.split(":")
         try:
             owner = importlib.import_module(module)
@@ -52,128 +48,80 @@ class Private:
                 owner = getattr(owner, name)
         except (ImportError, AttributeError):
             return False
-        return all(hasattr(owner, name) for name in self.names)
+        return hasattr(owner, self.name)
 
     @property
     def lost(self) -> str:
-        """In words, for a message."""
         return f"torch {torch.__version__} has no {self}: {self.without}"
 
 
-# The store over which ranks find out who failed.
-STORE = Private("torch.distributed.distributed_c10d", ("_get_default_store",), "no sync can be attached")
-# The deadline that the user gave a process group.
-TIMEOUT = Private(
-    "torch.distributed:ProcessGroup", ("_get_backend", "_device_types"), "no sync can be attached"
-)
-COMM_HOOKS = Private(
-    "nn/parallel/distributed.py",
-    ("_comm_hooks",),
-    "another communication hook is not seen, so attach() to DistributedDataParallel is refused",
-)
-JOIN = Private(
-    "nn/parallel/distributed.py",
-    ("_join_config",),
-    "join() around a training is not noticed: it loses other ranks' residuals",
-)
-PYTHON_REDUCER = Private(
-    "nn/parallel/distributed.py",
-    ("_use_python_reducer",),
-    "with optimize_ddp='python_reducer' nothing is exchanged, and nobody says so",
-)
-COMPILED_FROM = Private(
-    "_dynamo/eval_frame.py", ("_orig_mod",), "a compiled model is refused: attach() before torch.compile"
-)
-NO_COMPILING = Private(
-    "torch._compile",
-    ("_disable_dynamo",),
-    "hooks are kept from torch.compile by its public name, which takes a second or two longer to load",
-)
-VERSION = Private(
-    "torch:Tensor",
-    ("_version",),
-    "writes to parameters between steps are not seen, so no sync that exchanges steps can be attached",
-)
-STORAGE_USES = Private(
-    "torch._C",
-    ("_storage_Use_Count",),
-    "exchanges are applied when a backward has ended, and not while it runs",
-)
-AFTER_GRADIENT = Private(
-    "torch:Tensor",
-    ("_post_accumulate_grad_hooks",),
-    "the doctor does not see an optimizer in backward",
-)
-GRAPH_TASK = Private(
-    "torch._C",
-    ("_current_graph_task_id",),
-    "a forward that a checkpoint repeats within backward looks like a new one: "
-    "attach(replicate=...) with activation checkpointing is refused",
-)
-BACKWARD = Private(
-    "torch.autograd:Variable",
-    ("_execution_engine",),
-    "no sync that exchanges steps can be attached",
-)
-FOREACH = Private(
-    "torch",
-    ("_foreach_copy_", "_foreach_lerp_", "_foreach_mul_", "_foreach_norm"),
-    "steps that are not this rank's alone cannot be lengthened, and DEFT has no norms",
-)
-# The memory of a shard, the same object each time: `to_local` makes another.
-LOCAL = Private("torch.distributed.tensor:DTensor", ("_local_tensor",), "attach(replicate=...) is refused")
-SHARDS = Private(
-    "torch.distributed.fsdp:FSDPModule", ("_get_fsdp_state",), "attach(replicate=...) is refused"
-)
-# By these shards say that they were averaged.
-SHARD_PARTS = Private(
-    "distributed/fsdp/_fully_shard/_fsdp_param_group.py",
-    ("_all_reduce_hook", "all_reduce_grads", "fsdp_params", "offload_policy"),
-    "attach(replicate=...) is refused",
-)
-# By these FSDP is pointed to the model that is shown.
-SHARD_FLAT = Private(
-    "distributed/fsdp/_fully_shard/_fsdp_param.py",
-    ("_sharded_param_data", "sharded_param"),
-    "attach(replicate=...) is refused",
-)
+_NO_SYNC = "no sync can be attached"
+_NO_STEPS = "no sync that exchanges steps can be attached"
+_NO_SHARDS = "attach(replicate=...) is refused"
+_NO_LENGTH = "the length of steps cannot be corrected"
+_DDP = "nn/parallel/distributed.py"
+_SHARD_GROUP = "distributed/fsdp/_fully_shard/_fsdp_param_group.py"
+_SHARD = "distributed/fsdp/_fully_shard/_fsdp_param.py"
 
-PRIVATE = tuple(each for each in vars().copy().values() if isinstance(each, Private))
+PRIVATE = (
+    Private("_get_default_store", "torch.distributed.distributed_c10d", _NO_SYNC),
+    Private("_get_backend", "torch.distributed:ProcessGroup", _NO_SYNC),
+    Private("_device_types", "torch.distributed:ProcessGroup", _NO_SYNC),
+    Private("_comm_hooks", _DDP, "attach() to DDP is refused: other communication hooks are not seen"),
+    Private("_join_config", _DDP, "join() around a training is not noticed, and loses others' residuals"),
+    Private("_use_python_reducer", _DDP, "with optimize_ddp='python_reducer' nothing is exchanged, silently"),
+    Private("_orig_mod", "_dynamo/eval_frame.py", "a compiled model is refused: attach() before compiling"),
+    Private("_disable_dynamo", "torch._compile", "attach() loads the compiler, for some seconds"),
+    Private("_version", "torch:Tensor", _NO_STEPS),
+    Private("_storage_Use_Count", "torch._C", "exchanges are applied only after a backward"),
+    Private("_post_accumulate_grad_hooks", "torch:Tensor", "no doctor sees an optimizer in backward"),
+    Private("_current_graph_task_id", "torch._C", "activation checkpointing with replicate= is refused"),
+    Private("_execution_engine", "torch.autograd:Variable", _NO_STEPS),
+    Private("_foreach_copy_", "torch", _NO_LENGTH),
+    Private("_foreach_lerp_", "torch", _NO_LENGTH),
+    Private("_foreach_mul_", "torch", _NO_LENGTH),
+    Private("_foreach_norm", "torch", "DEFT has no norms of layers"),
+    # The memory of a shard, the same object each time: `to_local` makes another.
+    Private("_local_tensor", "torch.distributed.tensor:DTensor", _NO_SHARDS),
+    Private("_get_fsdp_state", "torch.distributed.fsdp:FSDPModule", _NO_SHARDS),
+    # FSDP calls the hook when gradients were averaged, also in passes without `all_reduce_grads`.
+    Private("_all_reduce_hook", _SHARD_GROUP, _NO_SHARDS),
+    Private("all_reduce_grads", _SHARD_GROUP, _NO_SHARDS),
+    Private("fsdp_params", _SHARD_GROUP, _NO_SHARDS),
+    Private("_sharded_param_data", _SHARD, _NO_SHARDS),
+    Private("sharded_param", _SHARD, _NO_SHARDS),
+)
+_BY_NAME = {private.name: private for private in PRIVATE}
 
-# A module that torch loads at the first optimizer or hook, in seconds: what forks ranks loads it once. Where
-# there is none, nothing is lost but time.
+# A module that torch loads at the first optimizer or hook, in seconds: a program that forks ranks loads it
+# once.
 LOADED_BEFORE_RANKS = "torch._dynamo"
 
 
 def lacking() -> list[Private]:
-    """What the installed torch does not have."""
-    return [each for each in PRIVATE if not each.is_there]
+    """Return what the installed torch does not have."""
+    return [private for private in PRIVATE if not private.is_there]
 
 
-def _get(private: Private, owner: Any, name: str) -> Any:
+def _get(owner: Any, name: str) -> Any:
     try:
         return getattr(owner, name)
     except AttributeError as error:
-        raise ConfigError(private.lost) from error
+        raise ConfigError(_BY_NAME[name].lost) from error
 
 
 # -- process groups ------------------------------------------------------------------------------------------
 
 
 def default_store() -> dist.Store:
-    """The store of the default group's rendezvous."""
-    store: dist.Store = _get(STORE, dist.distributed_c10d, STORE.names[0])()
+    """Return the store of the default group's rendezvous."""
+    store: dist.Store = _get(dist.distributed_c10d, "_get_default_store")()
     return store
 
 
 def connected_once_more(store: dist.Store) -> dist.Store:
-    """`store.clone()`, which is there from torch 2.8 on: who waits on the one does not hold up the other.
-
-    Before, another connection to the same server, under a name that all ranks agree on. Stores that are no
-    server's hold nobody up."""
-    if hasattr(store, "clone"):
-        cloned: dist.Store = store.clone()
-        return cloned
+    """Return another connection to the store, which waits on the first one do not hold up, under a name that
+    all ranks agree on. A store without a server holds nothing up, and is returned itself."""
     server = server_of(store)
     if server is None:
         return store
@@ -183,16 +131,16 @@ def connected_once_more(store: dist.Store) -> dist.Store:
 
 
 def server_of(store: dist.Store) -> dist.TCPStore | None:
-    """The connection to a server behind a store and its prefixes, if there is one."""
+    """Return the connection to a server behind a store and its prefixes, if there is one."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store if isinstance(store, dist.TCPStore) else None
 
 
 def connected_to(server: dist.TCPStore, seconds: float) -> dist.TCPStore:
-    """A connection to the same server, without prefixes, made within so many seconds. Raises what every
-    failed request raises. Where nobody listens c10d tries again for up to three times as long as it is given,
-    and cannot be interrupted, so that another socket looks first."""
+    """Connect to the same server within so many seconds, without prefixes; raise RuntimeError like every
+    failed request. c10d tries a port on which no process listens for up to three times as long as it is
+    given, and cannot be interrupted: therefore another socket looks first."""
     try:
         socket.create_connection((server.host, server.port), seconds).close()
     except OSError as error:
@@ -202,15 +150,14 @@ def connected_to(server: dist.TCPStore, seconds: float) -> dist.TCPStore:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """What the user set for their group."""
-    devices = _get(TIMEOUT, group, "_device_types")
-    options = _get(TIMEOUT, _get(TIMEOUT, group, "_get_backend")(devices[0]), "options")
-    timeout: timedelta = _get(TIMEOUT, options, "_timeout")
+    """Return the deadline that the user gave a process group."""
+    device = _get(group, "_device_types")[0]
+    timeout: timedelta = _get(group, "_get_backend")(device).options._timeout
     return timeout
 
 
 def all_gather_flat(gathered: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> None:
-    """`all_gather_into_tensor`, by the name that it has from torch 2.13 on where there is one."""
+    """Call `all_gather_single`, which torch before 2.13 calls `all_gather_into_tensor`."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(gathered, own, group=group)
 
@@ -219,13 +166,13 @@ def all_gather_flat(gathered: Tensor, own: Tensor, group: dist.ProcessGroup | No
 
 
 def comm_hooks_of(ddp: nn.parallel.DistributedDataParallel) -> list[tuple[Any, Any]]:
-    """DDP's own list of hooks and their states."""
-    hooks: list[tuple[Any, Any]] = _get(COMM_HOOKS, ddp, "_comm_hooks")
+    """Return DDP's own list of hooks and their states."""
+    hooks: list[tuple[Any, Any]] = _get(ddp, "_comm_hooks")
     return hooks
 
 
 def is_joining(ddp: nn.parallel.DistributedDataParallel) -> bool:
-    """Inside `join()`, and after it: DDP does not take it back."""
+    """Say whether `join()` was entered; DDP does not take it back afterwards."""
     config = getattr(ddp, "_join_config", None)
     return config is not None and bool(config.enable)
 
@@ -238,43 +185,43 @@ def hands_over_no_buckets(ddp: nn.parallel.DistributedDataParallel) -> bool:
 
 
 def without_compile(model: Any) -> Any:
-    """What `torch.compile` was given, or the model itself."""
+    """Return what `torch.compile` was given, or the model itself."""
     while isinstance(model, nn.Module) and "_orig_mod" in (inside := dict(model.named_children())):
         model = inside["_orig_mod"]
     return model
 
 
 def never_compiled(call: Called) -> Called:
-    """A decorator, as torch's own optimizers use: `torch.compiler.disable` loads the compiler at once."""
+    """Decorate as torch's own optimizers do: `torch.compiler.disable` loads the compiler at once."""
     disable = getattr(importlib.import_module("torch._compile"), "_disable_dynamo", torch.compiler.disable)
     wrapped: Called = disable(call)
     return wrapped
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """Within it nothing is compiled: optimizers that compile their step, as torchao's do, would take a minute
-    for a made-up parameter. Who never loaded the compiler has none of these, and is spared loading it."""
+    """Keep optimizers that compile their step, such as torchao's, from doing so: it would take a minute for
+    a made-up parameter. If the compiler was never loaded there are none, and it is not loaded here."""
     is_loaded = LOADED_BEFORE_RANKS in sys.modules
     return torch.compiler.set_stance("force_eager") if is_loaded else nullcontext()
 
 
 def version_of(tensor: Tensor) -> int:
-    """Raised by every writing in place, also through views."""
-    version: int = _get(VERSION, tensor, "_version")
+    """Return a number that every writing in place raises, also through views."""
+    version: int = _get(tensor, "_version")
     return version
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    """The same of many, in little time."""
+    """Return `version_of` many tensors, in little time."""
     try:
-        return [each._version for each in tensors]
+        return [tensor._version for tensor in tensors]
     except AttributeError as error:
-        raise ConfigError(VERSION.lost) from error
+        raise ConfigError(_BY_NAME["_version"].lost) from error
 
 
 def uses_of(tensor: Tensor) -> float:
-    """How many tensors share its memory: views, and what graphs saved, among them. Where nobody knows, nan,
-    which equals nothing."""
+    """Return how many tensors share its memory, among them views and what graphs saved; nan, which equals
+    nothing, if torch does not say."""
     count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
     return float("nan") if count is None else count(tensor.untyped_storage()._cdata)
 
@@ -284,31 +231,30 @@ def is_in_backward() -> bool:
 
 
 def acts_on_gradient(parameter: Tensor) -> bool:
-    """Whether a hook runs as soon as its gradient was accumulated."""
+    """Say whether a hook runs as soon as its gradient was accumulated."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def running_pass() -> int:
-    """Number of the backward pass that this thread is in; -1: none."""
-    task: int = _get(GRAPH_TASK, torch._C, "_current_graph_task_id")()
+    """Return the number of the backward pass that this thread is in; -1 outside of one."""
+    task: int = _get(torch._C, "_current_graph_task_id")()
     return task
 
 
 def after_backward(call: Callable[[], None]) -> None:
     """Call it when the backward pass that this thread is in has ended; never, if that breaks off."""
-    engine = _get(BACKWARD, torch.autograd.Variable, "_execution_engine")
+    engine = _get(torch.autograd.Variable, "_execution_engine")
     # Queued anew at the end: DDP ends its own part there, and could not go on where `call` raised before it.
     engine.queue_callback(lambda: engine.queue_callback(call))
 
 
 def calls_hooks(optimizer: Any) -> bool:
-    """Whether torch calls hooks around its steps: it wraps them where `super().__init__()` was called."""
+    """Say whether torch calls hooks around its steps: it wraps them if `super().__init__()` was called."""
     step = getattr(type(optimizer), "step", None)
     return isinstance(optimizer, torch.optim.Optimizer) and bool(getattr(step, "hooked", False))
 
 
 def step_without_hooks(optimizer: Any) -> None:
-    """`optimizer.step()`, of which no hook hears."""
     step = type(optimizer).step
     if getattr(step, "hooked", False):  # torch wraps it when the first of its kind is made
         step = step.__wrapped__
@@ -316,32 +262,32 @@ def step_without_hooks(optimizer: Any) -> None:
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies each source into its target: one call for an optimizer's group, here and below."""
-    _get(FOREACH, torch, "_foreach_copy_")(list(targets), list(sources))
+    """Copy each source into its target: one call for an optimizer's group, here and below."""
+    _get(torch, "_foreach_copy_")(list(targets), list(sources))
 
 
 def scale_all(targets: Sequence[Tensor], factor: float) -> None:
-    _get(FOREACH, torch, "_foreach_mul_")(list(targets), factor)
+    _get(torch, "_foreach_mul_")(list(targets), factor)
 
 
 def lerp_all(targets: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:
     """target += weight * (end - target)"""
-    _get(FOREACH, torch, "_foreach_lerp_")(list(targets), list(ends), weight)
+    _get(torch, "_foreach_lerp_")(list(targets), list(ends), weight)
 
 
 def norms_of(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Euclidean, one a part."""
-    return list(_get(FOREACH, torch, "_foreach_norm")(parts))
+    """Return the Euclidean norm of each part."""
+    return list(_get(torch, "_foreach_norm")(parts))
 
 
 def local_of(sharded: Any) -> Tensor:
-    """A DTensor's own memory: the same object at each call."""
-    local: Tensor = _get(LOCAL, sharded, "_local_tensor")
+    """Return a DTensor's own memory: the same object at each call."""
+    local: Tensor = _get(sharded, "_local_tensor")
     return local
 
 
 def plain_part_of(tensor: Tensor) -> Tensor:
-    """What of it lies on this rank."""
+    """Return what of the tensor lies on this rank."""
     return local_of(tensor) if hasattr(tensor, "_local_tensor") else tensor
 
 
@@ -349,35 +295,32 @@ def plain_part_of(tensor: Tensor) -> Tensor:
 
 
 def shard_groups_of(module: Any) -> list[Any]:
-    """FSDP's groups of parameters of one module: a list from torch 2.13 on, one or none before."""
-    state = _get(SHARDS, module, "_get_fsdp_state")()
+    """Return FSDP's groups of parameters of one module: a list from torch 2.13 on, one or none before."""
+    state = _get(module, "_get_fsdp_state")()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
-    group = _get(SHARDS, state, "_fsdp_param_group")
-    return [] if group is None else [group]
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def shard_flats_of(group: Any) -> dict[nn.Parameter, Tensor]:
-    """What FSDP gathers each of a group's parameters from."""
-    each_of = _get(SHARD_PARTS, group, "fsdp_params")
-    return {
-        _get(SHARD_FLAT, each, "sharded_param"): _get(SHARD_FLAT, each, "_sharded_param_data")
-        for each in each_of
-    }
+    """Return the tensor that FSDP gathers each of a group's parameters from."""
+    parameters = _get(group, "fsdp_params")
+    return {_get(each, "sharded_param"): _get(each, "_sharded_param_data") for each in parameters}
 
 
 def averaging_hook_of(group: Any) -> Callable[[Tensor], None] | None:
-    """What FSDP calls when it has averaged a group's gradients among shards."""
-    hook: Callable[[Tensor], None] | None = _get(SHARD_PARTS, group, "_all_reduce_hook")
+    """Return what FSDP calls when it has averaged a group's gradients among shards."""
+    hook: Callable[[Tensor], None] | None = _get(group, "_all_reduce_hook")
     return hook
 
 
-def set_averaging_hook(group: Any, heard: Callable[[], None] | None) -> None:
-    """`FSDPModule.set_all_reduce_hook` for one group; not called in passes that only accumulate."""
+def set_averaging_hook(group: Any, averaged: Callable[[], None] | None) -> None:
+    """Do what `FSDPModule.set_all_reduce_hook` does, for one group; passes that only accumulate do not call
+    the hook."""
     averaging_hook_of(group)  # refuses where FSDP knows none: setting it would do nothing
 
     def hook(_: Tensor) -> None:
         if group.all_reduce_grads:
-            heard()  # type: ignore[misc]
+            averaged()  # type: ignore[misc]
 
-    group._all_reduce_hook = None if heard is None else hook
+    group._all_reduce_hook = None if averaged is None else hook

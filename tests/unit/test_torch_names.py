@@ -55,7 +55,7 @@ def test_the_installed_torch_has_it(private: Private) -> None:
 
 
 def test_what_is_not_there_is_seen() -> None:
-    names = {"owner": "torch", "names": ("_no_such_name",), "without": "all is well"}
+    names = {"owner": "torch", "name": "_no_such_name", "without": "all is well"}
     assert not Private(**names).is_there
     for owner in ("no.such.module", "torch:NoSuchClass", "nn/no_such_file.py", "nn/parallel/distributed.py"):
         assert not Private(**{**names, "owner": owner}).is_there
@@ -63,7 +63,7 @@ def test_what_is_not_there_is_seen() -> None:
 
 
 def test_all_entries_are_listed_and_none_is_lacking() -> None:
-    assert len(PRIVATE) == 17
+    assert len(PRIVATE) == len({private.name for private in PRIVATE}) == 24
     assert torch_names.lacking() == []
 
 
@@ -71,7 +71,7 @@ def test_a_name_that_vanished_is_lacking_and_refused_where_it_is_needed(
     monkeypatch: pytest.MonkeyPatch, store: dist.Store
 ) -> None:
     monkeypatch.delattr(dist.distributed_c10d, "_get_default_store")
-    assert torch_names.STORE in torch_names.lacking()
+    assert [private.name for private in torch_names.lacking()] == ["_get_default_store"]
     with pytest.raises(ConfigError, match=r"has no .*_get_default_store.*no sync can be attached"):
         torch_names.default_store()
 
@@ -84,32 +84,21 @@ def test_the_store_is_that_of_the_default_group(store: dist.Store) -> None:
     assert dist.distributed_c10d._get_default_store().get("told") == b"here"
 
 
-@pytest.mark.parametrize("has_clone", [True, False])
-def test_who_waits_on_a_store_does_not_hold_up_another_connection(
-    store: dist.Store, monkeypatch: pytest.MonkeyPatch, has_clone: bool
-) -> None:
-    below = dist.PrefixStore(f"below-{has_clone}", store)
-    if has_clone and not hasattr(below, "clone"):
-        pytest.skip("this torch has no Store.clone")
-    if not has_clone:
-        monkeypatch.delattr(dist.Store, "clone", raising=False)
+def test_who_waits_on_a_store_does_not_hold_up_another_connection(store: dist.TCPStore) -> None:
+    below = dist.PrefixStore("below", store)
     other, same = torch_names.connected_once_more(below), torch_names.connected_once_more(below)
     waiting = threading.Thread(target=below.wait, args=(["awaited"], timedelta(seconds=20)))
     waiting.start()
     other.set("said", "while it waits")
     assert same.get("said") == b"while it waits"
     assert waiting.is_alive()
-    dist.PrefixStore(f"below-{has_clone}", store.clone() if has_clone else _another(store)).set("awaited", "")
+    another = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
+    dist.PrefixStore("below", another).set("awaited", "")
     waiting.join(timeout=20)
     assert not waiting.is_alive()
 
 
-def _another(store: Any) -> dist.Store:
-    return dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
-
-
-def test_a_store_without_a_server_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(dist.Store, "clone", raising=False)
+def test_a_store_without_a_server_is_its_own() -> None:
     store = dist.HashStore()
     assert torch_names.connected_once_more(store) is store
 
