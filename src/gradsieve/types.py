@@ -63,7 +63,7 @@ Program: TypeAlias = Generator[Any, Tensor, Result]
 
 
 def by_way_of(program: Program[Result], perform: Callable[[Any], Program[Tensor]]) -> Program[Result]:
-    """Runs `program`, and leaves every op to `perform`: that asks for it, or for another, and replies."""
+    """Runs `program` with every op left to `perform`, which asks for it, or for others, and replies."""
     reply: Tensor | None = None
     while True:
         try:
@@ -74,16 +74,18 @@ def by_way_of(program: Program[Result], perform: Callable[[Any], Program[Tensor]
         reply = yield from perform(op)
 
 
-def answered(program: Program[Result], perform: Callable[[Any], Tensor]) -> Result:
-    """The result of `program`, to every op of which `perform` replies."""
-    reply: Tensor | None = None
-    while True:
-        try:
-            op = program.send(reply)  # type: ignore[arg-type]  # None starts a generator
-        except StopIteration as end:
-            result: Result = end.value
-            return result
-        reply = perform(op)
+def run_program(program: Program[Result], perform: Callable[[Any], Tensor]) -> Result:
+    """Runs `program` to its end; `perform` replies to each op at once."""
+
+    def at_once(op: Any) -> Program[Tensor]:
+        yield from ()
+        return perform(op)
+
+    try:
+        next(by_way_of(program, at_once))
+    except StopIteration as end:
+        result: Result = end.value
+    return result
 
 
 # Indices in the host's memory: numpy there, torch on the device, so that a synchronisation shows.

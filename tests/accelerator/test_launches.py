@@ -29,7 +29,7 @@ from multiproc.harness import Ranks
 MOST, MOST_WITH_MOMENTUM, MOST_A_PARAMETER, MOST_WAITS = 140, 170, 5.0, 3
 """Launches with six parameters, and for each one more: they lie apart, and kernels take one at a time."""
 TOGETHER = ("copy_all", "lerp_all", "scale_all")
-STAGED = "staging.py"
+STAGED = "engine.py"
 """Gloo reads memory of the host: there is one wait for each of its messages, which are few."""
 
 

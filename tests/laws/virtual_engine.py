@@ -142,6 +142,9 @@ class VirtualEngine:
     def meet(self, call: str, step: int) -> None:
         pass
 
+    def assume_links(self) -> None:
+        """There are none."""
+
     def agree_on_secret(self, device: torch.device) -> None:
         pass
 

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as torch_optimizer
 
 import gradsieve
-from gradsieve.sync import gradient_sync
 from gradsieve.testing.laws import same_bits
 from multiproc.harness import Ranks
 from multiproc.outside import Lines, torchrun
@@ -158,14 +157,14 @@ def failed_attach(rank: int, where: str) -> tuple[dict[str, int], dict[str, int]
     ddp = DistributedDataParallel(model)
     before = left_behind(ddp)
     with (
-        mock.patch.object(gradient_sync, where, side_effect=RuntimeError("here")),
+        mock.patch(f"gradsieve.sync.gradient_sync.{where}", side_effect=RuntimeError("here")),
         pytest.raises(RuntimeError),
     ):
         gradsieve.attach(ddp, optimizer, density=0.1, exchange=None)
     return before, left_behind(ddp), [group["momentum"] for group in optimizer.param_groups]
 
 
-@pytest.mark.parametrize("where", ["adapt", "ParameterViews", "nominal"])
+@pytest.mark.parametrize("where", ["adapt", "ParameterViews", "Engine.assume_links"])
 def test_an_attach_that_failed_leaves_nothing_behind(two: Ranks, where: str) -> None:
     for before, after, momentum in two.run(failed_attach, where):
         assert before == after

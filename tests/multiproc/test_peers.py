@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from gradsieve import ConfigError, PeerError
-from gradsieve.comm import staging
+from gradsieve.comm import engine as engine_module
 from gradsieve.comm.engine import Engine
 from gradsieve.comm.failures import Watch
 from gradsieve.comm.ops import AllGather
@@ -226,7 +226,7 @@ def test_a_flush_that_fails_keeps_the_residuals() -> None:
 def fails_alone(rank: int, error: Exception) -> list[tuple[str, str, tuple[int, ...]]]:
     """What a rank raises when the victim cannot make room for a reply, and when it then asks once more."""
     engine, seen = Engine(), []
-    usual, cpu = staging.empty, torch.device("cpu")
+    usual, cpu = engine_module._empty, torch.device("cpu")
     engine.run(gathered(), "the beginning", cpu)  # all ranks have connected
 
     def lacking(*args: Any) -> torch.Tensor:
@@ -241,7 +241,7 @@ def fails_alone(rank: int, error: Exception) -> list[tuple[str, str, tuple[int, 
 
     diagnose = Watch._diagnose
     for empty in (lacking, usual):
-        with mock.patch.object(staging, "empty", empty), mock.patch.object(Watch, "_diagnose", late):
+        with mock.patch.object(engine_module, "_empty", empty), mock.patch.object(Watch, "_diagnose", late):
             raised = engine.submit(gathered(), "unit 0 of 1 in step 5", cpu).exception()
         seen.append((type(raised).__name__, str(raised), getattr(raised, "ranks", ())))
     engine.close()

@@ -1,18 +1,15 @@
 """Carries a scheme's ops over torch.distributed, beside backward.
 
-One thread and one process group of its own: programs run in the order in which they were submitted, each
-to its end, so that every rank issues its collectives in the same (unit, round) order whatever completes
-first. (Chained futures, as in torch's PowerSGD hook, issue them in completion order and mismatch on gloo.)
+The engine has one thread and one process group of its own. Programs run in the order in which they were
+submitted, each to its end: every rank issues its collectives in the same (unit, round) order, whatever
+completes first. (Chained futures, as in torch's PowerSGD hook, issue them in completion order and mismatch on
+gloo.) Empty buffers are not sent: gloo has died on those, and all ranks know the shapes.
 
-Never an empty buffer: gloo has died on those (not seen with 2.13), and all ranks know the shapes, so all
-skip alike. Where the links are known (`Engine.links`), a collective goes by messages of our own if that is
-faster (`rounds.py`).
+A failure is named and ends all waits (`failures.py`, `sockets.py`); after one the engine refuses all ops,
+because gloo's connections do not survive a time-out.
 
-A failure is named and ends all waits (`failures.py`, `sockets.py`); after one the engine refuses whatever
-it is given, since gloo's connections do not survive a time-out.
-
-On an accelerator the thread works on one stream of its own, and the group is gloo all the same: what is
-carried goes through pinned memory of the host (`staging.py`, ADR 47). Run on an emulated device only.
+On an accelerator the thread works on one stream of its own, and the group is gloo all the same: messages go
+through pinned memory of the host (ADR 47). This was run on an emulated device only.
 """
 
 from __future__ import annotations
@@ -25,11 +22,12 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -37,20 +35,32 @@ from torch import Tensor
 from torch.distributed import Store
 
 from gradsieve import torch_names
-from gradsieve.comm import rounds, sockets, staging
+from gradsieve.comm import sockets
 from gradsieve.comm.failures import HURRY_SECONDS, PATIENCE_SECONDS, Progress, Watch
-from gradsieve.comm.links import Links
-from gradsieve.comm.ops import IN_FLIGHT, AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op, describe
+from gradsieve.comm.ops import (
+    FEW,
+    IN_FLIGHT,
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Exchange,
+    Op,
+    describe,
+)
 from gradsieve.errors import ConfigError, GradsieveError, Malformed, MismatchError, PeerError, RefusedError
-from gradsieve.types import Program, Result, answered
+from gradsieve.types import Program, Result, can_pin, run_program
+
+if TYPE_CHECKING:
+    from gradsieve.comm.links import Links
 
 _LOOK = 0.01  # seconds between two looks whether all ranks have met
-# How many were made over a group: all its ranks make them together, so that they agree on this number.
+# Number of engines made over a group. All ranks of a group make them together and agree on the number.
 _engines: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 class _BackendError(Exception):
-    """What the backend said when it could not carry something: about peers, or what is between them."""
+    """The backend's message about a peer, or about what is between ranks."""
 
 
 class Engine:
@@ -230,7 +240,7 @@ class Engine:
 
     def _drive(self, program: Program[Result], what: str) -> Result:
         self._progress.begun += 1
-        return answered(program, lambda op: self._await(op, what))
+        return run_program(program, lambda op: self._await(op, what))
 
     def _await(self, op: Op, what: str) -> Tensor:
         if (verdict := self._watch.refusal) is not None:
@@ -263,28 +273,35 @@ class Engine:
         else:
             self._jobs.put(self._drop_group)
 
+    def assume_links(self) -> None:
+        """Let collectives of many ranks go by messages of our own, from now on, if these look faster."""
+        if self.world > FEW:
+            from gradsieve.comm import links
+
+            self.links = links.nominal(self.world)
+
     def perform(self, op: Op) -> Tensor:
-        """From the host's memory, where the op's tensor is copied to if it is elsewhere."""
-        if op.tensor.device.type == "cpu":
+        """Carry the op from the host's memory, where its tensor is copied to if it is elsewhere."""
+        device = op.tensor.device
+        if device.type == "cpu":
             return self._carry(op)
-        reply = self._carry(replace(op, tensor=staging.to_host(op.tensor)))
-        return staging.to_device(reply, op.tensor.device)
+        return self._carry(replace(op, tensor=_to_host(op.tensor))).to(device, non_blocking=True)
 
     def _carry(self, op: Op) -> Tensor:
-        match rounds.route(op, self.world, self.links):
-            case "backend":
-                return self.by_backend(op)
-            case "rounds":
-                return answered(rounds.in_rounds(op, self.rank, self.world), self.by_backend)
-            case "direct":
-                return answered(rounds.directly(op, self.rank, self.world), self.by_backend)
+        if self.links is not None:
+            from gradsieve.comm import rounds
+
+            program = rounds.program_for(op, self.rank, self.world, self.links)
+            if program is not None:
+                return run_program(program, self.by_backend)
+        return self.by_backend(op)
 
     def by_backend(self, op: Op) -> Tensor:
         """By one collective of the group's, or by its messages."""
         tensor, group = op.tensor.contiguous(), self._group
         match op:
             case AllGather():
-                out = staging.empty((self.world, *tensor.shape), tensor)
+                out = _empty((self.world, *tensor.shape), tensor)
                 if self.world == 1:
                     out[0] = tensor
                 elif tensor.numel():
@@ -307,7 +324,7 @@ class Engine:
         """In round s to rank r + s and from rank r - s, so that no rank is everybody's target at once; a few
         rounds are pending together. Even ones are the backend's: gloo has all messages pending at once,
         in the same order, without Python between them."""
-        out = staging.empty((sum(op.receive_counts), *tensor.shape[1:]), tensor)
+        out = _empty((sum(op.receive_counts), *tensor.shape[1:]), tensor)
         if op.even and self.world > 1 and tensor.numel():
             _collective(dist.all_to_all_single, out, tensor, group=self._group)
             return out
@@ -325,7 +342,7 @@ class Engine:
     def _exchange(self, tensor: Tensor, op: Exchange) -> Tensor:
         if op.to == self.rank:
             return tensor.clone()
-        out = staging.empty((op.receive,), tensor)
+        out = _empty((op.receive,), tensor)
         _collective(_move, self._moves(tensor, op.to, out, op.source))
         return out
 
@@ -366,6 +383,19 @@ def _collective(call: Callable[..., object], *args: object, **kwargs: object) ->
         raise
     except RuntimeError as error:
         raise _BackendError(str(error)) from None
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """Copy a device's memory, and wait for it and for what was queued on this stream before it."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=can_pin())
+    host.copy_(tensor, non_blocking=True)
+    torch.accelerator.current_stream(tensor.device).synchronize()
+    return host
+
+
+def _empty(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Return memory of the host for what arrives, pinned if `like` is."""
+    return torch.empty(shape, dtype=like.dtype, device="cpu", pin_memory=like.is_pinned())
 
 
 def _move(moves: list[dist.P2POp]) -> None:

@@ -73,6 +73,7 @@ class Broadcast:
 
 
 Op: TypeAlias = AllGather | AllReduce | AllToAll | Exchange | Broadcast
+FEW = 2  # ranks up to which collectives stay the backend's: a ring of two has nothing to gain
 IN_FLIGHT = 4  # messages of an uneven all-to-all that are sent at once
 
 

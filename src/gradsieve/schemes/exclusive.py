@@ -35,7 +35,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradsieve.comm import bruck
+from gradsieve.comm import rounds
 from gradsieve.comm.ops import AllGather
 from gradsieve.kernels import largest, select
 from gradsieve.kernels.torch_passes import sendable
@@ -120,7 +120,7 @@ def _gather_rows(row: Tensor, owners: Owners, rank: int) -> Program[Tensor]:
     lengths = np.zeros(owners.world, dtype=np.int64)
     lengths[owners.ranks()] = row.numel()
     own = row if lengths[rank] else row[:0]
-    every = yield from bruck.gather(own, rank, range(owners.world), lengths)
+    every = yield from rounds.gather(own, rank, range(owners.world), lengths)
     return every.view(owners.partitions, -1)
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradsieve.comm import bruck
+from gradsieve.comm import rounds
 from gradsieve.comm.ops import AllReduce, AllToAll
 from gradsieve.errors import ConfigError
 from gradsieve.kernels import sum_by_index
@@ -121,7 +121,7 @@ def _announced(counts: Tensor, dtype: torch.dtype, ctx: Ctx, what: str) -> Progr
     ranks = torch.arange(ctx.world, dtype=torch.int64, device=counts.device)
     to_all = ((ctx.step * ctx.world + ctx.rank) * ctx.world + ranks) % _STAMPS
     to_me = ((ctx.step * ctx.world + ranks) * ctx.world + ctx.rank) % _STAMPS
-    rows = yield from bruck.transpose(torch.stack([counts, to_all], 1).to(dtype), ctx.rank)
+    rows = yield from rounds.transpose(torch.stack([counts, to_all], 1).to(dtype), ctx.rank)
     stamped(rows[:, 1], to_me, what)
     return rows[:, 0].contiguous()
 

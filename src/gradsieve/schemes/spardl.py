@@ -25,7 +25,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from gradsieve.comm import bruck
+from gradsieve.comm import rounds
 from gradsieve.comm.links import Links, measure_links
 from gradsieve.comm.ops import Exchange
 from gradsieve.errors import ConfigError
@@ -104,7 +104,7 @@ class SparDL(Scheme[State]):
         # 3.
         ranks = range(team * places, team * places + places)
         mine = buffers.pack(block, place, int(quotas[place]))
-        gathered = yield from bruck.gather(mine, place, ranks, (2 * quotas).tolist())
+        gathered = yield from rounds.gather(mine, place, ranks, (2 * quotas).tolist())
         final = buffers.unpack(gathered, 0, places, f"of all blocks in step {ctx.step}")
         # 4.
         return Outcome(
@@ -140,7 +140,7 @@ class SparDL(Scheme[State]):
         size = min(kept, int(buffers.quotas[place]))
         own = buffers.cut(place, 1, limit=size)
         ranks = range(place, state.teams * buffers.places, buffers.places)
-        gathered = yield from bruck.gather(
+        gathered = yield from rounds.gather(
             buffers.pack(own, place, size), team, ranks, [2 * size] * state.teams
         )
         union = buffers.merged(gathered.view(state.teams, -1), place)

@@ -38,7 +38,6 @@ from gradsieve.checkpoint import files
 from gradsieve.checkpoint import state as checkpoints
 from gradsieve.checkpoint.fencing import Writer
 from gradsieve.comm.engine import Engine, place_in
-from gradsieve.comm.links import nominal
 from gradsieve.errors import ConfigError, GradsieveError
 from gradsieve.feedback.units import flat_view
 from gradsieve.metrics import metrics
@@ -147,7 +146,7 @@ class GradientSync:
         if replica.world > 1 and not replica.scheme.no_comm:
             replica.engine.agree_on_secret(replica.device)
             ranks_alike.start_alike(replica)
-            replica.engine.links = nominal(replica.world)
+            replica.engine.assume_links()
             if isinstance(pipeline, StepPipeline):
                 pipeline.budget = replica.fixed
                 if chooses_budget:

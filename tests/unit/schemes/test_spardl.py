@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradsieve.comm import bruck, lockstep
+from gradsieve.comm import lockstep, rounds
 from gradsieve.comm.links import Links
 from gradsieve.comm.ops import Exchange, Meter
 from gradsieve.errors import ConfigError
@@ -196,7 +196,7 @@ def test_bruck_gathers_messages_of_any_length_in_logarithmic_rounds(members: int
     messages = [torch.full((length,), place) for place, length in enumerate(lengths)]
     meters = [Meter(rank, members) for rank in range(members)]
     replies = lockstep.run(
-        [bruck.gather(messages[place], place, range(members), lengths) for place in range(members)], meters
+        [rounds.gather(messages[place], place, range(members), lengths) for place in range(members)], meters
     )
     assert {meter.rounds for meter in meters} == {log2_ceil(members)}
     for reply in replies:
@@ -207,7 +207,7 @@ def test_bruck_gathers_messages_of_any_length_in_logarithmic_rounds(members: int
 def test_transpose_hands_one_number_to_everybody_in_logarithmic_rounds(members: int) -> None:
     table = torch.arange(members * members).view(members, members)
     meters = [Meter(rank, members) for rank in range(members)]
-    columns = lockstep.run([bruck.transpose(table[rank], rank) for rank in range(members)], meters)
+    columns = lockstep.run([rounds.transpose(table[rank], rank) for rank in range(members)], meters)
     assert torch.equal(torch.stack(columns), table.T)
     assert {meter.rounds for meter in meters} == {log2_ceil(members)}
 

@@ -7,16 +7,18 @@ What an exchange takes on the processor, and what schemes other than stripes ask
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from gradsieve.comm.links import Links
-from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Meter, Op
+from gradsieve.comm.links import Links, agreed_seconds, measure_links, zeros
+from gradsieve.comm.ops import FEW, AllGather, AllReduce, AllToAll, Meter, Op
 from gradsieve.comm.rounds import route, seconds_by_route
 from gradsieve.schemes.base import Scheme, blank
 from gradsieve.schemes.stripes import Stripes
+from gradsieve.types import Ctx, Program
 from gradsieve.wire.values import VALUE_CODECS
 
 WORD = 4  # bytes
@@ -81,3 +83,16 @@ def seconds_a_bit(links: Links, n: int) -> float:
 def bits_in(seconds: float, a_bit: float, least: float, most: float) -> float:
     """Bits a parameter that go over the links in that time; as good as any number where they are free."""
     return min(max(seconds / a_bit if a_bit > 0 else most, least), most)
+
+
+def measure_all(ctx: Ctx, device: torch.device) -> Program[Links]:
+    """Measure the links, and the backend's own collectives where there is a choice."""
+    links = yield from measure_links(ctx, device)
+    if ctx.world <= FEW:
+        return links
+    asked: list[Callable[[], Op]] = [
+        lambda: AllGather(zeros(1, device)),
+        lambda: AllReduce(zeros(4 * ctx.world, device)),  # shorter ones leave out some of a ring's messages
+    ]
+    gather, total = yield from agreed_seconds(asked, ctx, device, "an all-gather and an all-reduce")
+    return replace(links, gather=gather, sum=total)

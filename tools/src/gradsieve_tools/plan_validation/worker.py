@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from gradsieve.comm.engine import Engine
-from gradsieve.comm.rounds import measure_all
 from gradsieve.schemes import Ctx, Program
 from gradsieve.testing import adapt
 from gradsieve_tools.bench.common.in_lab import Rows, most_anywhere, run_rank, tell
 from gradsieve_tools.bench.common.syncs import treated
 from gradsieve_tools.bench.common.workloads import build
+from gradsieve_tools.link_costs import measure_all
 
 _WARM = 10  # exchanges until thresholds are found; torch's own need two
 _CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsieve.comm import bruck, lockstep
+from gradsieve.comm import lockstep, rounds
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Meter, Op
 from gradsieve_tools.simulate.messages import Call, Collectives, Price, Round, call_of, rounds_of
 from gradsieve_tools.simulate.network import _sampled
@@ -76,7 +76,7 @@ def test_logs_move_no_more_bytes(kind: str, world: int) -> None:
 def test_log_gather_is_what_the_program_for_it_sends(world: int) -> None:
     heard: list[Call] = []
     lockstep.run(
-        [bruck.gather(vector(40), rank, range(world), [40] * world) for rank in range(world)],
+        [rounds.gather(vector(40), rank, range(world), [40] * world) for rank in range(world)],
         heard=lambda ops: heard.append(call_of(ops)),
     )
     found = [rounds_of(each, "ring", FREE)[0] for each in heard]

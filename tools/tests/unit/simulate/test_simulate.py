@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradsieve.comm import bruck, lockstep
+from gradsieve.comm import lockstep, rounds
 from gradsieve.comm.ops import AllReduce
 from gradsieve.errors import ConfigError
 from gradsieve.types import Program
@@ -108,7 +108,7 @@ def test_neighbours_stay_within_a_cloud_and_others_pay_for_the_wan() -> None:
 def test_programs_end_as_in_lockstep_and_exchanges_are_carried() -> None:
     def summed(rank: int) -> Program[torch.Tensor]:
         total = yield AllReduce(torch.full((6,), float(rank)))
-        return (yield from bruck.gather(total[: rank + 1], rank, range(5), [1, 2, 3, 4, 5]))
+        return (yield from rounds.gather(total[: rank + 1], rank, range(5), [1, 2, 3, 4, 5]))
 
     with simulated.network(platform("star", 5, WIRES)) as over:
         found, carried = simulated.run([summed(rank) for rank in range(5)], over)

@@ -16,6 +16,7 @@ from gradsieve.comm.engine import Engine
 from gradsieve.schemes import AllGather, AllReduce, AllToAll, Ctx, Op, Program
 from gradsieve_tools.bench.common.in_lab import Rows, run_rank, tell
 from gradsieve_tools.bench.exchange.worker import bare, turn
+from gradsieve_tools.link_costs import measure_all
 
 _CPU = torch.device("cpu")
 Way = Callable[[], object]
@@ -24,7 +25,7 @@ Way = Callable[[], object]
 def measure(config: dict[str, Any]) -> Rows:
     engine, plain = Engine(), dist.new_group()
     rank, world = engine.rank, engine.world
-    links = engine.run(rounds.measure_all(Ctx(rank, world, 0), _CPU), "the links", _CPU)
+    links = engine.run(measure_all(Ctx(rank, world, 0), _CPU), "the links", _CPU)
     tell(f"a round takes {1e6 * links.latency:.0f} us and {1e9 * links.word:.1f} ns a word; gloo's shortest "
          f"all-gather {1e3 * links.gather:.2f} ms, all-reduce {1e3 * links.sum:.2f} ms")  # fmt: skip
     rows: Rows = []
