@@ -7,16 +7,28 @@ setup:      # everything for development, into the active virtual environment
 check:      # lint, types, import direction
     ruff check . && ruff format --check . && mypy && lint-imports
 
-test *args: # the quick tests; `just test tools/tests/network` for the slow ones
-    pytest -q -n 2 tests/unit tools/tests/unit tests/laws tests/papers tests/hostile tests/policy {{args}}
+test *args: # the tests of the gate in one process; `just test tools/tests/network` for those in the lab, too
+    pytest -q -n 2 -m "not nightly" tests/unit tools/tests/unit tests/laws tests/papers tests/hostile tests/policy {{args}}
 
-quick path=".": # in a minute: unit tests of a package (`just quick pipeline`), laws of two schemes, any order
-    pytest -q -x tests/unit/{{path}}
-    pytest -q -x tests/laws/test_laws.py -k "stripes or exdyna and not paper"
-    ANY_ORDER_EXAMPLES=2 pytest -q -x tests/laws/test_any_order.py
+# In a minute: unit tests of a package (`just quick comm`), laws of two schemes, actions in any order.
+quick path="pipeline":
+    #!/usr/bin/env bash
+    set -euo pipefail
+    export HYPOTHESIS_PROFILE=quick ANY_ORDER_EXAMPLES=4 OMP_NUM_THREADS=1
+    pytest -q -x -m "not nightly" tests/laws/test_any_order.py tests/laws/test_laws.py \
+        -k "any_order or (stripes or exdyna) and not paper" &
+    laws=$!
+    pytest -q -x -m "not nightly" tests/unit/{{path}}
+    wait "$laws"
 
 soak:       # 2,000 sequences of 30 actions in any order, on virtual ranks: about ten minutes
     ANY_ORDER_EXAMPLES=2000 pytest -q tests/laws/test_any_order.py tests/laws/test_what_is_seen.py
+
+nightly:    # every test, also those that the gate leaves out; a thousand examples of each property; soak; mutants
+    pytest -q -n 2 --dist loadgroup
+    HYPOTHESIS_PROFILE=nightly pytest -q -n 2 -o timeout=3600 tests/laws tests/papers tests/hostile tests/unit tools/tests/unit
+    just soak
+    just mutants
 
 mutants *words: # every fault in scripts/mutants.toml, put into a copy of the source, turns its test red
     python scripts/mutants.py {{words}}

@@ -53,6 +53,7 @@ def self_test(*arguments: str) -> tuple[int, dict[str, str], str]:
     return code, {row["check"]: row["verdict"] for row in json.loads(written)["rows"]}, written
 
 
+@pytest.mark.nightly
 def test_the_cpu_passes_and_nothing_private_is_written(capsys: pytest.CaptureFixture[str]) -> None:
     code, verdicts, written = self_test("--device", "cpu")
     out = capsys.readouterr().out
@@ -66,6 +67,7 @@ def test_the_cpu_passes_and_nothing_private_is_written(capsys: pytest.CaptureFix
     assert result["versions"]["torch"]
 
 
+@pytest.mark.nightly
 def test_a_device_from_outside_passes(device: str, capsys: pytest.CaptureFixture[str]) -> None:
     """It is also the one that is taken where nobody names one."""
     code, verdicts, written = self_test()
@@ -76,7 +78,10 @@ def test_a_device_from_outside_passes(device: str, capsys: pytest.CaptureFixture
     assert "with the bits of the CPU" in training["found"]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+OTHERS = [pytest.param(each, marks=pytest.mark.nightly) for each in FAULTS if each != "a bit of a weight"]
+
+
+@pytest.mark.parametrize("fault", ["a bit of a weight", *OTHERS])
 def test_a_planted_fault_is_found_by_its_check_alone(
     fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 
@@ -21,6 +23,16 @@ LARGE = [4099, 16411, 65537, 100_000]
 def registered() -> list[str]:
     """Every scheme that communicates, read at collection: a new one needs only its line in the registry."""
     return [name for name, kind in SCHEMES.items() if not kind.no_comm and not kind.whole_model]
+
+
+def first(some: Iterable[Any], gate: Collection[Any]) -> list[Any]:
+    """Return parameters of a test, of which the gate takes those in `gate` and the night all."""
+    return [each if each in gate else pytest.param(each, marks=pytest.mark.nightly) for each in some]
+
+
+def schemes(names: Iterable[str]) -> list[Any]:
+    """Return parameters of a test: the schemes of the tools, which no training uses, are tried at night."""
+    return first(names, {name for name in SCHEMES if SCHEMES[name].__module__.startswith("gradsieve.")})
 
 
 def published() -> list[str]:

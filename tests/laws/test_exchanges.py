@@ -13,7 +13,7 @@ from gradsieve.pipeline.exchange_settings import Steps
 from gradsieve.schemes import SCHEMES, make
 from gradsieve.testing.laws import same_bits
 from gradsieve.types import Outcome, Sparse
-from laws.cases import WORLDS, registered
+from laws.cases import WORLDS, registered, schemes
 from laws.treated import (
     GRADIENTS,
     STEPS,
@@ -31,9 +31,9 @@ from laws.treated import (
 from previews import fix_preview
 
 few = settings(max_examples=settings.default.max_examples // 3)  # each one trains up to 16 ranks
-every_scheme = pytest.mark.parametrize("scheme", registered())
+every_scheme = pytest.mark.parametrize("scheme", schemes(registered()))
 every_lossy_scheme = pytest.mark.parametrize(
-    "scheme", [name for name in registered() if not SCHEMES[name].lossless]
+    "scheme", schemes(name for name in registered() if not SCHEMES[name].lossless)
 )
 DYADIC = [name for name, (_, preview) in STEPS.items() if preview is not None]
 """Treatments of steps in which nothing rounds."""

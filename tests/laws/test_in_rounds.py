@@ -18,7 +18,7 @@ from gradsieve.testing.gradients import KINDS
 from gradsieve.testing.laws import check_replicated, check_round, check_same_states, same_bits
 from gradsieve.testing.ranks import VirtualRanks
 from gradsieve.types import Outcome, Program, by_way_of
-from laws.cases import WORLDS, Case, cases, registered
+from laws.cases import WORLDS, Case, cases, registered, schemes
 
 ODD = [1, 3, 7, 31, 1009]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8]
@@ -136,7 +136,7 @@ def fleet(kind: type[VirtualRanks], name: str, case: Case) -> VirtualRanks:
     return kind(case.scheme(name), case.sizes, case.world, case.dtype)
 
 
-@pytest.mark.parametrize("name", registered())
+@pytest.mark.parametrize("name", schemes(registered()))
 @settings(max_examples=6)
 @given(case=cases())
 def test_laws_hold(name: str, case: Case) -> None:
@@ -146,7 +146,7 @@ def test_laws_hold(name: str, case: Case) -> None:
     check_same_states(ranks.states)
 
 
-@pytest.mark.parametrize("name", registered())
+@pytest.mark.parametrize("name", schemes(registered()))
 def test_laws_hold_for_every_number_of_ranks_and_an_odd_length(name: str) -> None:
     for row, world in enumerate(WORLDS):
         kind, n = list(KINDS)[row % len(KINDS)], ODD[-1 - row % 3]

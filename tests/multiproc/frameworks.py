@@ -18,11 +18,11 @@ Ends = dict[str, list[dict[str, Any]]]
 
 
 @cache
-def ends() -> tuple[Ends, Ends]:
-    """How each training ended, by name and rank; and how it did when gone on from."""
+def ends(*names: str) -> tuple[Ends, Ends]:
+    """Return how each training ended, by name and rank, and how it did when gone on from."""
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), folder, str(STEPS), str(SAVE_AT)],
+            [sys.executable, str(SCRIPT), folder, str(STEPS), str(SAVE_AT), *names],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

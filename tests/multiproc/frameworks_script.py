@@ -1,8 +1,9 @@
 """All trainings by frameworks, on two ranks; prints a line of JSON for each end.
 
-    python tests/multiproc/frameworks_script.py FOLDER STEPS SAVE_AT
+    python tests/multiproc/frameworks_script.py FOLDER STEPS SAVE_AT [EXAMPLE ...]
 
 To import the frameworks takes longer than the trainings: it is done once, and ranks are forked from here.
+Without the name of an example all of them are run, and the trainings of the two other files.
 Gradsieve is imported in the ranks alone, so that what they saved is looked at without it.
 """
 
@@ -20,14 +21,11 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-import accelerate  # noqa: F401 - for the ranks, as those below
-import lightning  # noqa: F401
-import safetensors.torch  # noqa: F401
 import torch.distributed as dist
-import transformers.trainer  # noqa: F401
 
 WORLD = 2
 EXAMPLES = ("plain", "with_accelerate", "with_lightning", "with_trainer")
+IMPORTED = ("accelerate", "lightning", "safetensors.torch", "transformers.trainer")
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "examples" / "frameworks")]
 
 
@@ -69,16 +67,21 @@ def tell(line: str) -> None:
     os.write(1, f"{line}\n".encode())  # in one piece: both ranks write to one pipe
 
 
-def main(folder: str, steps: str, save_at: str) -> None:
+def main(folder: str, steps: str, save_at: str, *names: str) -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning").setLevel(logging.ERROR)
+    for module in IMPORTED[: 1 if names else None]:
+        importlib.import_module(module)
+    chosen = names or EXAMPLES
 
     def examples(*words: str) -> None:
-        for name in EXAMPLES:
+        for name in chosen:
             each = [f"{folder}/{name}", "--steps", steps, "--save-at", save_at, *words]
             importlib.import_module(name).main(each)
 
     def others() -> None:
+        if names:
+            return
         from multiproc import framework_edges, lightning_script
 
         for line in framework_edges.main(Path(folder)) + lightning_script.main():
@@ -89,7 +92,7 @@ def main(folder: str, steps: str, save_at: str) -> None:
     from saved import model_saved_by
 
     assert "gradsieve" not in sys.modules
-    models = [model_saved_by(name, Path(folder) / name, int(save_at)) for name in EXAMPLES]
+    models = [model_saved_by(name, Path(folder) / name, int(save_at)) for name in chosen]
     found = [[task.bits(model), task.accuracy(model)] for model in models]
     for name in ("task", "saved"):
         del sys.modules[name]  # a rank's has another rank in it

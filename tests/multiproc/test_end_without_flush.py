@@ -69,11 +69,15 @@ def test_an_end_without_flush_is_said_on_every_rank(script: Path) -> None:
     assert stderr.count(f"gradsieve {gradsieve.__version__} among 2 ranks, ") == 1, "no logging was set up"
 
 
-@pytest.mark.parametrize("way", ["flushed", "failed", "preempted"])
+NIGHTLY = [pytest.param(way, marks=pytest.mark.nightly) for way in ("failed", "preempted")]
+
+
+@pytest.mark.parametrize("way", ["flushed", *NIGHTLY])
 def test_twin_not_where_nothing_is_lacking_or_it_failed_or_goes_on_elsewhere(script: Path, way: str) -> None:
     assert "the training ended with" not in torchrun(script, way).stderr
 
 
+@pytest.mark.nightly
 def test_a_close_says_what_it_leaves_unless_the_training_goes_on_elsewhere(script: Path) -> None:
     assert "close() was called with steps of norm" in torchrun(script, "closed").stderr
     assert "close() was called" not in torchrun(script, "preempted, closed").stderr

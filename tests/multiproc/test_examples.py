@@ -38,6 +38,7 @@ def test_fashion_mnist_trains_and_reports() -> None:
     assert "times dense's speed" not in ended.stdout, "no race where there is no network"
 
 
+@pytest.mark.nightly
 def test_without_the_data_set_the_line_that_installs_it_is_printed(tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text(FASHION_MNIST.read_text().replace(str(DATA), str(tmp_path / "nowhere")))
@@ -46,6 +47,7 @@ def test_without_the_data_set_the_line_that_installs_it_is_printed(tmp_path: Pat
     assert "apt-get install dataset-fashion-mnist" in ended.stderr
 
 
+@pytest.mark.nightly
 def test_gpt2_learns_with_trainer_and_says_what_it_took(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     example = ROOT / "examples" / "gpt2_trainer.py"
@@ -59,6 +61,7 @@ def test_gpt2_learns_with_trainer_and_says_what_it_took(tmp_path: Path) -> None:
     assert float(found[0]) < losses[0]
 
 
+@pytest.mark.nightly
 def test_two_sites_train_one_model_and_say_what_it_took() -> None:
     example = ROOT / "examples" / "two_sites.py"
     ended = torchrun(str(example), "--steps", "32", "--every", "8", "--overlap", "3", "--step-ms", "1")

@@ -108,6 +108,7 @@ def until(what: Callable[[], bool], nodes: Nodes, seconds: float = 120.0) -> Non
         time.sleep(0.02)
 
 
+@pytest.mark.nightly
 def test_workers_and_nodes_that_go_cost_no_bit(tmp_path: Path, undisturbed: str) -> None:
     run = tmp_path / "run"
     with Nodes(tmp_path, [SCRIPT, str(run), "--steps", str(STEPS)], "2") as nodes:
@@ -130,6 +131,7 @@ def test_workers_and_nodes_that_go_cost_no_bit(tmp_path: Path, undisturbed: str)
     assert f"digest {undisturbed}\n" in fourth.log
 
 
+@pytest.mark.nightly
 def test_one_that_joins_late_goes_on_with_the_others(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with Nodes(tmp_path, [SCRIPT, str(run), "--steps", "100000"], "1:2") as nodes:
@@ -144,6 +146,7 @@ def test_one_that_joins_late_goes_on_with_the_others(tmp_path: Path) -> None:
     assert begins(second)[0] >= 10
 
 
+@pytest.mark.nightly
 def test_with_the_number_of_restarts_in_the_keys_ranks_miss_each_other(tmp_path: Path) -> None:
     """The twin: what was recommended before. An agent whose worker still lived when the other one's had died
     has restarted it once less, by torchrun's count. Either rank may be the first to give up."""

@@ -9,6 +9,8 @@ import pytest
 
 from multiproc.frameworks import ends
 
+pytestmark = pytest.mark.nightly  # as most of test_frameworks.py
+
 
 def trained(way: str) -> list[dict[str, Any]]:
     """How each rank ended."""

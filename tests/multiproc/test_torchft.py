@@ -38,6 +38,7 @@ def test_a_death_costs_an_exchange_and_what_waited_there_is_told() -> None:
     assert row["lost_mass"] > 0.01
 
 
+@pytest.mark.nightly
 def test_one_that_is_stopped_is_not_waited_for_and_loses_nothing() -> None:
     """Longer than torchft waits for a heartbeat; it is back before the others are done."""
     row = trained(11, elastic.Faults(stop_every=6, stop_seconds=0.8))
@@ -107,6 +108,7 @@ def trained_through_the_dark(
         lighthouse.end()
 
 
+@pytest.mark.nightly
 def test_a_lighthouse_that_is_gone_for_a_while_is_waited_for(tmp_path: Path) -> None:
     """After a death: its quorums are counted from 1 again, by which replicas have met before."""
     row = trained_through_the_dark(tmp_path, elastic.Faults(kill_every=4), 7.0)
@@ -117,6 +119,7 @@ def test_a_lighthouse_that_is_gone_for_a_while_is_waited_for(tmp_path: Path) -> 
     assert not any("members of quorum 1 found no" in log for log in logs)
 
 
+@pytest.mark.nightly
 def test_without_retries_it_ends_all_replicas_and_they_say_why(tmp_path: Path) -> None:
     """Twin."""
     with pytest.raises(GradsieveError, match=r"ended by itself(?s:.*)no quorum within 6 s"):
@@ -168,6 +171,7 @@ def test_a_manager_that_does_not_ask_again_is_warned_of(caplog: pytest.LogCaptur
 # -- checkpoints ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_replicas_that_all_end_go_on_from_their_checkpoint(tmp_path: Path) -> None:
     def life(steps: int, number: int) -> tuple[dict[str, Any], list[int]]:
         told: list[int] = []

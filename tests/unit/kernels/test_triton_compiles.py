@@ -35,6 +35,7 @@ def run(*argv: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_every_launch_compiles_for_every_gpu_without_stack_spills_or_inexact_arithmetic(
     tmp_path: Path,
@@ -99,8 +100,8 @@ with kernel_table.recorded():
     ("arguments", "fault"),
     [
         ("3, enable_fp_fusion=False", "kernel has other code where n is 1"),
-        ("3.0", "kernel may round a product and a sum only once"),
-        ("3.0, enable_fp_fusion=False", None),
+        pytest.param("3.0", "kernel may round a product and a sum only once", marks=pytest.mark.nightly),
+        pytest.param("3.0, enable_fp_fusion=False", None, marks=pytest.mark.nightly),
     ],
 )
 def test_a_launch_that_the_table_cannot_stand_for_is_refused(

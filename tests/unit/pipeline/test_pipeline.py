@@ -18,6 +18,7 @@ from gradsieve.errors import ConfigError
 from gradsieve.pipeline import GradientPipeline
 from gradsieve.schemes import make
 from gradsieve.types import fields_to_tensors
+from laws.cases import schemes
 from multiproc.models import UNIT
 from multiproc.training import (
     Plan,
@@ -31,8 +32,8 @@ from multiproc.training import (
     registered,
 )
 
-every_scheme = pytest.mark.parametrize("scheme", registered())
-every_lossy_scheme = pytest.mark.parametrize("scheme", registered(lossless=False))
+every_scheme = pytest.mark.parametrize("scheme", schemes(registered()))
+every_lossy_scheme = pytest.mark.parametrize("scheme", schemes(registered(lossless=False)))
 
 
 def state_of(pipeline: GradientPipeline) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ from gradsieve.wire.values import VALUE_CODECS
 from gradsieve_tools.bench import traffic
 from gradsieve_tools.bench.common import models, workloads
 from gradsieve_tools.bench.tasks import data as task_data
-from laws.cases import Case, published, registered
+from laws.cases import Case, published, registered, schemes
 from laws.treated import GRADIENTS, STEPS, Ranks, Receiving, Stepping
 from laws.treated import Case as Training
 from laws.variants import VARIANTS
@@ -191,7 +191,7 @@ REPEATABLE = [name for name in VARIANTS if name != "spardl, auto"]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.kind)
-@pytest.mark.parametrize("scheme", registered())
+@pytest.mark.parametrize("scheme", schemes(registered()))
 def test_exchanges(scheme: str, case: Case) -> None:
     check_indifferent(exchanged(lambda: case.scheme(scheme), case))
 
