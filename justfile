@@ -40,7 +40,7 @@ long-run:   # 20,000 steps on real ranks: memory, files and threads must not gro
     gradsieve lab soak --steps 20000
 
 compat:     # which optimizers are served, in which ways of training: writes docs/compatibility.md
-    python tests/compat.py --markdown docs/compatibility.md
+    python scripts/compat.py --markdown docs/compatibility.md
 
 fuzz:       # altered messages wherever a peer's bytes are read, and altered checkpoints
     gradsieve lab fuzz --target frames --count 1e6 --seed 1

@@ -24,14 +24,14 @@ from typing import Any, Protocol
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from compat_optimizers import ROWS, Row
+from compat_task import BATCH, HELD_OUT, WORLD, Data, network
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import MultiStepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import gradsieve
-from compat_optimizers import ROWS, Row
-from compat_task import BATCH, HELD_OUT, WORLD, Data, network
 
 CELLS = ("plain", "scaler", "two-models", "ema", "compile", "accumulate", "resume")
 STEPS = 200

@@ -1,10 +1,10 @@
 """Which optimizers are served, in which ways of training: a table, measured on two real ranks.
 
-    python tests/compat.py                      all of it
-    python tests/compat.py --optimizers adamw,lion --cells plain,ema
-    python tests/compat.py --markdown docs/compatibility.md --json compat.json
-    python tests/compat.py --sync dense         nothing is attached: all is served, at 1.00
-    python tests/compat.py --sync alone         nothing is exchanged: all is wrong
+    python scripts/compat.py                      all of it
+    python scripts/compat.py --optimizers adamw,lion --cells plain,ema
+    python scripts/compat.py --markdown docs/compatibility.md --json compat.json
+    python scripts/compat.py --sync dense         nothing is attached: all is served, at 1.00
+    python scripts/compat.py --sync alone         nothing is exchanged: all is wrong
 
 A cell trains with what was attached (`compat_cells.py` says how) and is compared with plain DDP under the
 same optimizer (`compat_optimizers.py`). It is
@@ -38,10 +38,12 @@ from itertools import count, product
 from pathlib import Path
 
 import torch
-
-import gradsieve
 from compat_cells import CELLS, STEPS, SYNCS, Attach, Dense, Seen, run_cell
 from compat_optimizers import ROWS, Row
+
+import gradsieve
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from multiproc.harness import Answer, RankFailure, Ranks
 
 WORLD = 2
