@@ -22,7 +22,7 @@ from gradsieve.errors import (
 if typing.TYPE_CHECKING:
     from gradsieve import schemes, testing
     from gradsieve.attaching import attach
-    from gradsieve.parallel.hosts import host_mesh
+    from gradsieve.parallel.hsdp import host_mesh
     from gradsieve.pipeline.exchange_settings import Gradients, Steps
     from gradsieve.recording import record
     from gradsieve.sync.gradient_sync import GradientSync
@@ -34,7 +34,7 @@ _WHERE = {
     "Gradients": "pipeline.exchange_settings",
     "Steps": "pipeline.exchange_settings",
     "attach": "attaching",
-    "host_mesh": "parallel.hosts",
+    "host_mesh": "parallel.hsdp",
     "record": "recording",
 }
 """Which module of the package has a name; the imports above are for those who read types."""

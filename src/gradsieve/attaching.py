@@ -15,8 +15,8 @@ from typing_extensions import Unpack
 
 from gradsieve import torch_names
 from gradsieve.errors import ConfigError
+from gradsieve.hooks import hook_of
 from gradsieve.parallel.ddp import DdpSync
-from gradsieve.parallel.hooks import hook_of
 from gradsieve.pipeline.exchange_settings import Exchange
 from gradsieve.schemes.base import Scheme
 

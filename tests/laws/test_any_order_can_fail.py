@@ -10,14 +10,15 @@ import pytest
 from hypothesis import Phase
 from torch import Tensor
 
-from gradsieve import MismatchError
+from gradsieve import MismatchError, hooks
 from gradsieve.feedback import local_steps
 from gradsieve.feedback.local_steps import LocalSteps
+from gradsieve.hooks import OptimizerHooks
 from gradsieve.parallel.ddp import DdpSync
 from gradsieve.pipeline import StepPipeline, base
 from gradsieve.pipeline.tags import Tag
 from gradsieve.replica.parameter_views import ParameterViews
-from gradsieve.sync import gradient_sync, optimizer_hooks
+from gradsieve.sync import gradient_sync
 from gradsieve.sync.gradient_sync import GradientSync
 from laws.stepping_ranks import Fleet
 from laws.test_any_order import AnyOrder, fake_group, numbers, run_machine
@@ -44,7 +45,7 @@ def closures_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
         then()
         return closure
 
-    patch.setattr(optimizer_hooks, "_followed_by", at_once)
+    patch.setattr(hooks, "followed_by", at_once)
 
 
 def no_gradient_is_looked_at(patch: pytest.MonkeyPatch) -> None:
@@ -69,13 +70,13 @@ def a_loaded_model_is_taken_for_a_step(patch: pytest.MonkeyPatch) -> None:
 
 
 def only_optimizers_that_were_given_are_heard(patch: pytest.MonkeyPatch) -> None:
-    names_in = optimizer_hooks.OptimizerHooks.names_in
+    names_in = OptimizerHooks.names_in
 
-    def of_given(self: optimizer_hooks.OptimizerHooks, optimizer: Any) -> Set[str]:
+    def of_given(self: OptimizerHooks, optimizer: Any) -> Set[str]:
         sync: Any = self.listener()
         return names_in(self, optimizer) if optimizer in sync.replica.optimizers else frozenset()
 
-    patch.setattr(optimizer_hooks.OptimizerHooks, "names_in", of_given)
+    patch.setattr(OptimizerHooks, "names_in", of_given)
 
 
 def nothing_is_applied_meanwhile(patch: pytest.MonkeyPatch) -> None:

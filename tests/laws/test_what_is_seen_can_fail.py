@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import pytest
 from hypothesis import Phase
 
+from gradsieve.hooks import OptimizerHooks
 from gradsieve.parallel.ddp import DdpSync
 from gradsieve.replica.parameter_views import ParameterViews
-from gradsieve.sync import optimizer_hooks
 from gradsieve.sync.gradient_sync import GradientSync
 from laws.test_any_order import fake_group, run_machine
 from laws.test_any_order_can_fail import nothing_is_applied_meanwhile
@@ -56,13 +57,11 @@ def who_skips_a_step_takes_over_later(patch: pytest.MonkeyPatch) -> None:
 
 
 def hooks_of_users_come_first(patch: pytest.MonkeyPatch) -> None:
-    def behind(optimizer: Any) -> None:
-        if optimizer not in optimizer_hooks._after_handles:
-            optimizer_hooks._after_handles[optimizer] = optimizer.register_step_post_hook(
-                optimizer_hooks._after
-            )
+    def behind(self: OptimizerHooks, optimizer: Any) -> None:
+        if optimizer not in self._after:
+            self._after[optimizer] = optimizer.register_step_post_hook(self.after)
 
-    patch.setattr(optimizer_hooks, "_be_first_after", behind)
+    patch.setattr(OptimizerHooks, "come_first", behind)
 
 
 def a_step_that_raised_is_not_put_right(patch: pytest.MonkeyPatch) -> None:
@@ -94,8 +93,13 @@ def a_forward_counts_as_a_step(patch: pytest.MonkeyPatch) -> None:
 
 def optimizers_own_what_they_had_at_first(patch: pytest.MonkeyPatch) -> None:
     """Of one optimizer for two networks, one network's sync alone hears."""
-    concerned = optimizer_hooks._concerned
-    patch.setattr(optimizer_hooks, "_concerned", lambda optimizer: concerned(optimizer)[:1])
+    names_in, owners = OptimizerHooks.names_in, dict[Any, OptimizerHooks]()
+
+    def of_the_first(self: OptimizerHooks, optimizer: Any) -> Set[str]:
+        found = names_in(self, optimizer)
+        return found if found and owners.setdefault(optimizer, self) is self else frozenset()
+
+    patch.setattr(OptimizerHooks, "names_in", of_the_first)
 
 
 def a_backward_in_evaluation_mode_is_remembered(patch: pytest.MonkeyPatch) -> None:

@@ -19,11 +19,10 @@ import gradsieve
 from gradsieve import optimizers, step_length
 from gradsieve.errors import ConfigError
 from gradsieve.feedback.local_steps import LocalSteps
+from gradsieve.hooks import CommHook, OptimizerHooks
 from gradsieve.optimizers import Experiment, Traits, traits_of
 from gradsieve.parallel.attached import Attached, Graph, Phase
-from gradsieve.parallel.hooks import CommHook
 from gradsieve.step_length import StepLength
-from gradsieve.sync import optimizer_hooks
 from multiproc.harness import RankFailure, Ranks
 from unit.test_optimizers import ADAMW, Averaged, Master
 
@@ -70,9 +69,9 @@ def _scaled_rates(self: StepLength, optimizer: Any, names: Any, noise: Any, rho:
         group["lr"] *= rho**-0.5
 
 
-def _hooks_last(optimizer: Any) -> None:
-    if optimizer not in optimizer_hooks._after_handles:
-        optimizer_hooks._after_handles[optimizer] = optimizer.register_step_post_hook(optimizer_hooks._after)
+def _hooks_last(self: OptimizerHooks, optimizer: Any) -> None:
+    if optimizer not in self._after:
+        self._after[optimizer] = optimizer.register_step_post_hook(self.after)
 
 
 def _no_taking_over(self: Attached) -> None:
@@ -104,7 +103,7 @@ def _by_lengths(self: Any, optimizer: Any) -> Any:
 UNDONE: dict[str, list[tuple[Any, str, Any]]] = {
     "nothing": [],
     "rates are scaled": [(StepLength, "before", _scaled_rates)],
-    "users' hooks come first": [(optimizer_hooks, "_be_first_after", _hooks_last)],
+    "users' hooks come first": [(OptimizerHooks, "come_first", _hooks_last)],
     "a step takes over": [(Attached, "backward_ended", _no_taking_over)],
     "a step leaves its model": [(Attached, "_end_step", lambda self, _: self._rest())],
     "casts are kept": [(torch, "clear_autocast_cache", lambda: None)],
@@ -123,7 +122,7 @@ UNDONE: dict[str, list[tuple[Any, str, Any]]] = {
     ],
     "copies stay": [(step_length, "follow", lambda weights, parameter: None)],
     "anything may keep weights": [(Experiment, "copies", lambda self: ())],
-    "groups are counted": [(optimizer_hooks.OptimizerHooks, "names_in", _by_lengths)],
+    "groups are counted": [(OptimizerHooks, "names_in", _by_lengths)],
     "a parameter may have two owners": [
         (gradsieve.sync.gradient_sync, "_refuse_taken", lambda held, exchange: None)
     ],

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
-from gradsieve.parallel.hosts import by_host
+from gradsieve.parallel.hsdp import by_host
 from gradsieve.replica.parameter_views import ParameterViews
 from gradsieve.replica.shards import ShardedViews
 from multiproc.harness import Ranks

@@ -34,7 +34,7 @@ REACHED = {
     "gradsieve.feedback.units": "recorded gradients are laid out as a unit is",
     "gradsieve.recording.Recorder": "benches record virtual ranks, which have no sync",
     "gradsieve.parallel.ddp.DdpSync": "bench step drives the communication hook by itself, to time it",
-    "gradsieve.parallel.hooks.install_comm_hook": "the same, for torch's own hooks",
+    "gradsieve.hooks.install_comm_hook": "the same, for torch's own hooks",
     "gradsieve.telemetry.Span": "bench step's timeline is made of the pipeline's spans",
     "gradsieve.torch_names": "torch's names that are not public are in one place",
 }

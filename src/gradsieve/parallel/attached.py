@@ -40,7 +40,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradsieve import torch_names
 from gradsieve.errors import ConfigError
-from gradsieve.parallel.hooks import register_hooks
+from gradsieve.hooks import register_hooks
 from gradsieve.pipeline import StepPipeline
 from gradsieve.ranks_alike import digest
 from gradsieve.sync.gradient_sync import GradientSync

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsieve import torch_names
 from gradsieve.errors import ConfigError
+from gradsieve.hooks import CommHook, hook_of, install_comm_hook
 from gradsieve.parallel.attached import Attached
-from gradsieve.parallel.hooks import CommHook, install_hook
 from gradsieve.pipeline import UNIT_CAP_MB, GradientPipeline
 
 
@@ -54,7 +54,8 @@ class DdpSync(Attached):
         """Also to the model and to DDP."""
         ddp = self._ddp()
         assert ddp is not None
-        self._comm_hook = install_hook(ddp, self)
+        self._comm_hook = hook_of(ddp) or install_comm_hook(ddp)
+        self._comm_hook.sync = self
         if not self.exchanges_steps:  # all ranks will take the same step
             self._comm_hook.catch_up()
         self._comm_hook.before_averaging = None

@@ -40,6 +40,7 @@ from gradsieve.checkpoint.fencing import Writer
 from gradsieve.comm.engine import Engine, place_in
 from gradsieve.errors import ConfigError, GradsieveError
 from gradsieve.feedback.units import flat_view
+from gradsieve.hooks import OptimizerHooks
 from gradsieve.metrics import metrics
 from gradsieve.optimizers import as_list, refuse_sharded, refuse_unfrozen
 from gradsieve.pipeline import UNIT_CAP_MB, GradientPipeline, StepPipeline
@@ -57,7 +58,6 @@ from gradsieve.replica.parameter_views import ParameterViews, SingleModel
 from gradsieve.replica.replica import Replica
 from gradsieve.schemes.base import Scheme
 from gradsieve.sync.moments import make_equal
-from gradsieve.sync.optimizer_hooks import OptimizerHooks
 from gradsieve.sync.pending import Pending
 from gradsieve.sync.preemption import Notice
 from gradsieve.telemetry import Span
@@ -161,7 +161,7 @@ class GradientSync:
         """Listen no more. The parameters hold this rank's own model."""
         self.is_listening = False
         if self._optimizers is not None:
-            self._optimizers.close()
+            self._optimizers.remove()
         self.replica.views.show_own()
 
     @property

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from gradsieve.hooks import install_comm_hook
 from gradsieve.parallel.ddp import DdpSync
-from gradsieve.parallel.hooks import install_comm_hook
 from gradsieve.recording import Recorder
 from gradsieve.telemetry import Span
 from gradsieve_tools.bench.common import idle

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsieve.errors import ConfigError
-from gradsieve.sync.optimizer_hooks import OptimizerHooks
+from gradsieve.hooks import OptimizerHooks
 
 
 class Notes:
@@ -48,7 +48,7 @@ def test_every_optimizer_of_these_parameters_is_heard_and_no_other(
     stranger = nn.Parameter(torch.ones(3))
     torch.optim.SGD([stranger], lr=0.1).step()
     assert notes.heard == [("before", ["b"]), ("after", ["b"]), ("before", ["a", "b"]), ("after", ["a", "b"])]
-    watch.close()
+    watch.remove()
     torch.optim.SGD(parameters.values(), lr=0.1).step()
     assert len(notes.heard) == 4
 
@@ -61,7 +61,7 @@ def test_a_group_added_later_counts(parameters: dict[str, nn.Parameter]) -> None
     optimizer.add_param_group({"params": [parameters["b"]]})
     optimizer.step()
     assert notes.heard[-1] == ("after", ["a", "b"])
-    watch.close()
+    watch.remove()
 
 
 @pytest.mark.parametrize("by_name", [False, True])
@@ -81,7 +81,7 @@ def test_a_closure_comes_first_and_its_result_comes_back(
     assert float(result) == 7.0
     assert [what for what, _ in notes.heard] == ["closure", "before", "after"]
     assert torch.equal(parameters["a"].detach(), torch.full((3,), 0.5))
-    watch.close()
+    watch.remove()
 
 
 def test_a_closure_that_is_evaluated_twice_is_refused(parameters: dict[str, nn.Parameter]) -> None:
@@ -93,7 +93,7 @@ def test_a_closure_that_is_evaluated_twice_is_refused(parameters: dict[str, nn.P
     watch = OptimizerHooks(parameters, notes := Notes())
     with pytest.raises(ConfigError, match="evaluates its closure several times a step"):
         Twice(parameters.values(), lr=0.1).step(lambda: torch.zeros(()))
-    watch.close()
+    watch.remove()
     assert notes.heard
 
 
@@ -105,4 +105,4 @@ def test_a_listener_that_is_gone_is_not_kept_alive(parameters: dict[str, nn.Para
     assert watch.listener() is None
     with_gradient(parameters)
     torch.optim.SGD(parameters.values(), lr=0.1).step()
-    watch.close()
+    watch.remove()
