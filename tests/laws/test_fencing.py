@@ -14,7 +14,7 @@ import torch
 
 from gradsieve import DivergenceError, MismatchError, RefusedError
 from gradsieve.checkpoint import fencing, files
-from gradsieve.checkpoint.fencing import MANIFEST, Stamp, Writer
+from gradsieve.checkpoint.fencing import MANIFEST, FencingToken
 from laws.crew import Crew, fake_group  # noqa: F401  # a fixture
 from laws.test_folder import load, save
 
@@ -81,20 +81,20 @@ def test_a_run_that_was_replaced_while_it_slept_harms_nothing(
 
 def test_with_one_name_for_all_manifests_it_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twin: as it was before there were terms."""
-    monkeypatch.setattr(fencing, "manifests", lambda folder: [stamp_in(folder)])
-    monkeypatch.setattr(fencing, "refuse_deposed", lambda *_: None)
-    monkeypatch.setattr(Stamp, "manifest", MANIFEST)
+    monkeypatch.setattr(fencing, "manifests", lambda folder: [token_in(folder)])
+    monkeypatch.setattr(fencing, "refuse_superseded", lambda *_: None)
+    monkeypatch.setattr(FencingToken, "manifest", MANIFEST)
     replaced_while_it_sleeps(folder, Sleeper(monkeypatch, after=False))
     with pytest.raises(RefusedError, match="No such file"):
         step_after_loading(folder)
 
 
-def stamp_in(folder: Path) -> Stamp:
+def token_in(folder: Path) -> FencingToken:
     lines = (folder / MANIFEST).read_text().splitlines()
     term, number = (
         int(line.split(":")[1].strip(" ,")) for line in lines if '"term"' in line or '"number"' in line
     )
-    return Stamp(term, number)
+    return FencingToken(term, number)
 
 
 def test_a_deposed_run_that_saves_again_is_refused_and_the_other_goes_on(folder: Path) -> None:
@@ -114,11 +114,11 @@ def test_a_deposed_run_that_saves_again_is_refused_and_the_other_goes_on(folder:
 
 
 def test_a_folder_that_was_emptied_is_claimed_again(tmp_path: Path) -> None:
-    writer = Writer()
-    assert writer.next(tmp_path) == (1, 1)
-    assert writer.next(tmp_path) == (1, 2)
+    held: dict[str, tuple[int, int]] = {}
+    assert fencing.next_token(held, tmp_path) == (1, 1)
+    assert fencing.next_token(held, tmp_path) == (1, 2)
     (tmp_path / "term-1").unlink()
-    assert writer.next(tmp_path) == (1, 1)
+    assert fencing.next_token(held, tmp_path) == (1, 1)
 
 
 def test_no_two_writers_have_a_term_however_they_race(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_what_a_killed_save_left_is_gone_before_the_next_one_needs_the_room(
     def killed(*_: object) -> None:
         raise Killed
 
-    def seen(replica: Any, place: Path, *rest: Any) -> files.Written:
+    def seen(replica: Any, place: Path, *rest: Any) -> files.FileInfo:
         there.append(sorted(place.glob("rank*")))
         return write(replica, place, *rest)
 
@@ -205,11 +205,11 @@ def test_a_save_whose_last_vote_fails_is_whole(folder: Path, monkeypatch: pytest
     votes: list[int] = []
     check = files.check_saves
 
-    def failing(replica: Any, stamp: Stamp, ballot: Any, others: Any) -> None:
+    def failing(replica: Any, token: FencingToken, phase: Any, others: Any) -> None:
         votes.append(replica.rank)
         if votes.count(replica.rank) == 2:
             raise MismatchError("damaged")
-        check(replica, stamp, ballot, others)
+        check(replica, token, phase, others)
 
     with Crew(2, **SETTINGS) as crew:
         load(crew, folder)

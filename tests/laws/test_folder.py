@@ -504,7 +504,7 @@ def test_a_save_that_fails_on_one_rank_leaves_the_checkpoint_before(
         before, there = snapshots(crew), sorted(os.listdir(tmp_path))
         write = files.write
 
-        def failing(folder: Path, part: str, *rest: Any) -> files.Written:
+        def failing(folder: Path, part: str, *rest: Any) -> files.FileInfo:
             if part.startswith("rank00001"):
                 raise OSError(errno.ENOSPC, "No space left on device")
             return write(folder, part, *rest)

@@ -32,9 +32,9 @@ def careless(rank: int, case: saving_ranks.Case, pipe: Any) -> None:
     """Makes room before it writes."""
     write = files._write_shard
 
-    def removing(sync: Any, place: Path, stamp: fencing.Stamp, optimizers: bool) -> files.Written:
-        fencing.remove_older(place, stamp)
-        return write(sync, place, stamp, optimizers)
+    def removing(sync: Any, place: Path, token: fencing.FencingToken, optimizers: bool) -> files.FileInfo:
+        fencing.remove_older(place, token)
+        return write(sync, place, token, optimizers)
 
     with mock.patch.object(files, "_write_shard", removing):
         saving_ranks.be_rank(rank, case, pipe)

@@ -1,19 +1,19 @@
-"""Who may write a checkpoint to a folder: a run that was replaced may not, however late it wakes up.
+"""Fencing tokens: a run that was superseded cannot harm a checkpoint, however late it wakes up.
 
     term-4                  a run has claimed the right to save here, as the fourth
-    manifest-4.12.json      the twelfth checkpoint of that run
-    manifest.json           the same, for whoever looks whether there is one
+    manifest-4.12.json      the twelfth checkpoint of that run; its token is 4.12
+    manifest.json           the same, for users who look whether there is a checkpoint
 
 A run claims a term, larger than all before it, when it first saves to a folder: the file's exclusive creation
-is the claim. Everything that it writes there has the term and a number in its name, its stamp. Readers take
-the manifest with the largest stamp, and a writer removes only what has a smaller one than its own. So nothing
-is ever overwritten that matters: whoever slept between the vote and the rename adds a manifest that nobody
-reads, and harms none of a later term. A writer that sees a larger term than its own refuses to save.
+is the claim. All files of a checkpoint have its token in their names. Readers take the manifest with the
+largest token, and a writer removes only files with smaller tokens than its own. So no file that matters is
+overwritten: a run that slept between the vote and the rename adds a manifest that readers pass over. A writer
+that sees a larger term than its own refuses to save.
 
-What it takes from the file system is exclusive creation and atomic rename within a folder, which POSIX and
-NFS give; no lock and no clock. Claiming and renaming change the folder, after which an NFS client reads its
-names again. An object store needs a conditional put (If-None-Match) for the claim, and lists that show every
-put that has returned.
+The file system has to give exclusive creation and atomic rename within a folder, as POSIX and NFS do; no lock
+and no clock. Claiming and renaming change the folder, after which an NFS client reads its names again. An
+object store needs a conditional put (If-None-Match) for the claim, and lists that show every put that has
+returned.
 """
 
 from __future__ import annotations
@@ -21,26 +21,28 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from gradsieve.errors import ConfigError
 
 MANIFEST = "manifest.json"
-_CLAIM = re.compile(r"term-(\d{1,15})")
-_LAST = 10**15 - 1  # of terms: a larger one has a name that no pattern reads
-_STAMPED = re.compile(
-    r"manifest-(\d{1,15})\.(\d{1,15})\.(?:json|part)"
+_LAST_TERM = 10**15 - 1  # the names of a larger one match no pattern
+_NAME = re.compile(
+    r"term-(\d{1,15})"
+    r"|manifest-(\d{1,15})\.(\d{1,15})\.(?:json|part)"
     r"|rank\d{5,7}-shard\d{5,7}-(\d{1,15})\.(\d{1,15})(?:-[0-9a-f]{16}\.safetensors|\.part)"
 )
 
 
-class Stamp(NamedTuple):
-    """Of one checkpoint. Those of a later term are larger, then those of a larger number."""
+class FencingToken(NamedTuple):
+    """Order checkpoints of one folder by term, then by number."""
 
     term: int
-    number: int
+    number: int = (
+        10**15
+    )  # of a claim: it sorts behind all checkpoints of its term, and is removed with the last
 
     def __str__(self) -> str:
         return f"{self.term}.{self.number}"
@@ -50,77 +52,61 @@ class Stamp(NamedTuple):
         return f"manifest-{self}.json"
 
 
-class Writer:
-    """One run's right to save to a folder; rank 0 has it."""
-
-    def __init__(self) -> None:
-        self._held: dict[str, Stamp] = {}
-
-    def next(self, folder: Path) -> Stamp:
-        """The stamp of the checkpoint that is about to be written there."""
-        place = os.path.realpath(folder)
-        last = self._held.get(place)
-        if last is None or _term(folder) == 0:  # the second: somebody emptied the folder
-            last = Stamp(claim(folder), 0)
-        refuse_deposed(folder, last)
-        stamp = self._held[place] = Stamp(last.term, last.number + 1)
-        _remove(folder, stamp, {*manifests(folder)})  # what saves that broke off left: it may fill the disk
-        return stamp
+def next_token(held: dict[str, tuple[int, int]], folder: Path) -> FencingToken:
+    """Return the token of this run's next checkpoint there; `held` has that of its last one by folder."""
+    place = os.path.realpath(folder)
+    if place not in held or _latest_term(folder) == 0:  # the second: the folder was emptied
+        held[place] = claim(folder), 0
+    term, number = held[place]
+    token = FencingToken(term, number + 1)
+    refuse_superseded(folder, token)
+    held[place] = token
+    remove_older(folder, token, but=manifests(folder))  # saves that broke off may have filled the disk
+    return token
 
 
 def claim(folder: Path) -> int:
-    """A term of this folder's that nobody has or had."""
+    """Create the file of a term that no other run has or had, and return the term."""
     while True:
-        term = 1 + _term(folder)
-        if term > _LAST:
-            raise ConfigError(f"{folder} has files of term {_LAST}, after which none can come: remove them")
+        term = 1 + _latest_term(folder)
+        if term > _LAST_TERM:
+            raise ConfigError(
+                f"{folder} has files of term {_LAST_TERM}, after which none can come: remove them"
+            )
         with contextlib.suppress(FileExistsError):
             os.close(os.open(folder / f"term-{term}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
             return term
 
 
-def refuse_deposed(folder: Path, stamp: Stamp) -> None:
-    term = _term(folder)
-    if term > stamp.term:
+def refuse_superseded(folder: Path, token: FencingToken) -> None:
+    term = _latest_term(folder)
+    if term > token.term:
         raise ConfigError(
-            f"{folder} belongs to another run, which came later (term {term}, this one has {stamp.term}): "
+            f"{folder} belongs to another run, which came later (term {term}, this one has {token.term}): "
             "end this one, or save to another folder"
         )
 
 
-def manifests(folder: Path) -> list[Stamp]:
-    """Of all checkpoints there, the newest first."""
-    found = {stamp for stamp, name in _stamped(folder) if name == stamp.manifest}
+def manifests(folder: Path) -> list[FencingToken]:
+    """Return the tokens of all checkpoints in the folder, the newest first."""
+    found = {token for token, name in _tokens(folder) if name == token.manifest}
     return sorted(found, reverse=True)
 
 
-def remove_older(folder: Path, stamp: Stamp) -> None:
-    """All that runs wrote there before, and claims that are worth nothing any more."""
-    _remove(folder, stamp, set())
-
-
-def _remove(folder: Path, stamp: Stamp, but: set[Stamp]) -> None:
-    """What cannot be removed is left to the next save."""
-    for old, name in list(_stamped(folder)):
-        if old < stamp and old not in but:
+def remove_older(folder: Path, token: FencingToken, but: Collection[FencingToken] = ()) -> None:
+    """Remove all files with smaller tokens; the next save tries again what cannot be removed."""
+    for old, name in list(_tokens(folder)):
+        if old < token and old not in but:
             with contextlib.suppress(OSError):
                 (folder / name).unlink()
 
 
-def _stamped(folder: Path) -> Iterator[tuple[Stamp, str]]:
-    """Every name of ours in it. A claim belongs to all checkpoints of its term, and goes with the last."""
-    try:
-        names = os.listdir(folder)
-    except OSError:  # who reads a manifest there says what is wrong
-        return
-    for name in names:
-        if found := _CLAIM.fullmatch(name):
-            yield Stamp(int(found[1]), 10**15), name
-        elif found := _STAMPED.fullmatch(name):
-            term, number = (int(part) for part in found.groups() if part is not None)
-            yield Stamp(term, number), name
+def _tokens(folder: Path) -> Iterator[tuple[FencingToken, str]]:
+    with contextlib.suppress(OSError):  # reading a manifest there says what is wrong
+        for name in os.listdir(folder):
+            if found := _NAME.fullmatch(name):
+                yield FencingToken(*(int(part) for part in found.groups() if part)), name
 
 
-def _term(folder: Path) -> int:
-    """The latest, 0 if there is none."""
-    return max((stamp.term for stamp, _ in _stamped(folder)), default=0)
+def _latest_term(folder: Path) -> int:
+    return max((token.term for token, _ in _tokens(folder)), default=0)

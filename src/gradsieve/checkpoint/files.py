@@ -5,12 +5,12 @@
 
 With FSDP inside hosts a rank is a host, and each of its shards has a file; without, there is one shard.
 
-A file is written under another name, forced to disk and renamed; its name has the checkpoint's stamp
+A file is written under another name, forced to disk and renamed; its name has the checkpoint's token
 (`fencing.py`) and its hash, so that it takes no other one's place. When all ranks have written theirs and
 hold the same shared model, rank 0 writes the manifest in the same way. Until that is renamed the checkpoint
 before is whole, whatever breaks; afterwards the new one is, and the old one's files are removed.
 
-A manifest names no paths: a file's name follows from rank, shard, stamp and hash. Symbolic links and what is
+A manifest names no paths: a file's name follows from rank, shard, token and hash. Symbolic links and what is
 not a plain file are not opened, and no file is read that has another size than the manifest says.
 """
 
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from gradsieve import ranks_alike
 from gradsieve.checkpoint import fencing, state
-from gradsieve.checkpoint.fencing import MANIFEST, Stamp
+from gradsieve.checkpoint.fencing import MANIFEST, FencingToken
 from gradsieve.checkpoint.rank_state import RankState, stand_in
 from gradsieve.checkpoint.tensors import parsed, pieces, tensors_in
 from gradsieve.comm.ops import AllGather
@@ -75,8 +75,8 @@ class Manifest:
     files: tuple[str, ...]  # bytes and SHA-256 of every rank's file, shard after shard
 
     @property
-    def stamp(self) -> Stamp:
-        return Stamp(self.term, self.number)
+    def token(self) -> FencingToken:
+        return FencingToken(self.term, self.number)
 
     def expected(self, rank: int, shard: int = 0) -> tuple[int, str]:
         """Bytes and SHA-256 of a file."""
@@ -84,25 +84,25 @@ class Manifest:
         return int(size), sha256
 
     def file_of(self, rank: int, shard: int = 0) -> str:
-        return _file(rank, shard, self.stamp, self.expected(rank, shard)[1])
+        return _file(rank, shard, self.token, self.expected(rank, shard)[1])
 
 
 def as_text(manifest: Manifest) -> str:
     return json.dumps(_FORMAT | asdict(manifest), indent=1) + "\n"
 
 
-def _begin(rank: int, shard: int, stamp: Stamp) -> str:
-    return f"rank{rank:05}-shard{shard:05}-{stamp}"
+def _begin(rank: int, shard: int, token: FencingToken) -> str:
+    return f"rank{rank:05}-shard{shard:05}-{token}"
 
 
-def _file(rank: int, shard: int, stamp: Stamp, sha256: str) -> str:
-    return f"{_begin(rank, shard, stamp)}-{sha256[:16]}.safetensors"
+def _file(rank: int, shard: int, token: FencingToken, sha256: str) -> str:
+    return f"{_begin(rank, shard, token)}-{sha256[:16]}.safetensors"
 
 
 # -- out ------------------------------------------------------------------------------------------------
 
 
-class Ballot(IntEnum):
+class VotePhase(IntEnum):
     """What a vote in a save is about: `lab chaos` replayed one of a save in the next one of the same save."""
 
     FILES = 1
@@ -110,7 +110,7 @@ class Ballot(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class FileInfo:
     """What a rank has to say of its file, or why there is none."""
 
     size: int = 0
@@ -118,82 +118,81 @@ class Written:
     problem: Exception | None = None
 
 
-def save(
-    replica: Replica, folder: Path, claim: Callable[[Path], Stamp], optimizers: bool, pair: str = ""
-) -> None:
+def save(replica: Replica, folder: Path, optimizers: bool, pair: str = "") -> None:
     """On all ranks and shards or, as far as whoever loads can see, on none. With a `pair` the checkpoint
-    before stays until `fencing.remove_older`, or the next save. `claim` gives rank 0 the stamp of the next
-    checkpoint in a folder. No exchange is pending."""
-    stamp = agreed_stamp(replica, folder, claim)
+    before stays until `fencing.remove_older`, or the next save. No exchange is pending."""
+    token = agreed_token(replica, folder)
     step, scheme = replica.pipeline.step, type(replica.scheme).__name__
 
-    def voted(ballot: Ballot, mine: Written, replicated: Mapping[str, Tensor]) -> list[list[int]]:
-        when = f"the vote on {'files' if ballot is Ballot.FILES else 'the manifest'} of step {step}"
-        vote = _vote(replica, stamp, ballot, mine, replicated)
+    def voted(phase: VotePhase, mine: FileInfo, replicated: Mapping[str, Tensor]) -> list[list[int]]:
+        when = f"the vote on {'files' if phase is VotePhase.FILES else 'the manifest'} of step {step}"
+        vote = _vote(replica, token, phase, mine, replicated)
         rows = state.on_all_shards(replica, KEPT, lambda: replica.engine.run(vote, when, replica.device))
         listed: list[list[int]] = rows.flatten(0, 1).tolist()
         return listed
 
     try:
-        mine = _write_shard(replica, folder, stamp, optimizers)
+        mine = _write_shard(replica, folder, token, optimizers)
     except Exception as error:  # whatever it is, the other ranks wait for the outcome
-        mine = Written(problem=error)
+        mine = FileInfo(problem=error)
     try:
-        files = tuple(map(_listed, voted(Ballot.FILES, mine, ranks_alike.replicated(replica))))
+        files = tuple(map(_listed, voted(VotePhase.FILES, mine, ranks_alike.replicated(replica))))
         if replica.rank == replica.shard == 0:
-            about = stamp.term, stamp.number, replica.shards_of_host, replica.world, step, scheme
+            about = token.term, token.number, replica.shards_of_host, replica.world, step, scheme
             try:
                 _commit(folder, Manifest(*about, model_of(replica.held), optimizers, pair, files))
             except Exception as error:
                 mine = replace(mine, problem=error)
-        voted(Ballot.MANIFEST, mine, {})
+        voted(VotePhase.MANIFEST, mine, {})
     except (Malformed, ProtocolError):
-        if not (folder / stamp.manifest).exists():  # with one, the file belongs to a whole checkpoint
+        if not (folder / token.manifest).exists():  # with one, the file belongs to a whole checkpoint
             with contextlib.suppress(OSError):  # so that it does not fill the disk
-                (folder / _file(replica.rank, replica.shard, stamp, mine.sha256.hex())).unlink()
+                (folder / _file(replica.rank, replica.shard, token, mine.sha256.hex())).unlink()
         raise
 
 
-def agreed_stamp(replica: Replica, folder: Path, claim: Callable[[Path], Stamp]) -> Stamp:
+def agreed_token(replica: Replica, folder: Path) -> FencingToken:
     """That of rank 0's first shard, which asks the folder."""
 
     def claimed() -> Tensor:
-        stamp = Stamp(0, 0)
+        token = FencingToken(0, 0)
         if replica.shard == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            stamp = claim(folder)
-        return torch.tensor(stamp, dtype=torch.int64, device=replica.device)
+            token = fencing.next_token(replica.tokens, folder)
+        return torch.tensor(token, dtype=torch.int64, device=replica.device)
 
-    stamp, problem = Stamp(0, 0), None
+    token, problem = FencingToken(0, 0), None
     if replica.rank == 0:
         try:
-            stamp = Stamp(*state.on_all_shards(replica, KEPT, claimed)[0].tolist())
+            token = FencingToken(*state.on_all_shards(replica, KEPT, claimed)[0].tolist())
         except Exception as error:  # whatever it is, the other ranks wait for the outcome
             problem = error
-    when = f"the stamp of a checkpoint after step {replica.pipeline.step}"
-    agreed = replica.engine.run(_stamp_of_rank_0(replica, stamp, problem), when, replica.device)
-    return stamp if replica.rank == 0 else agreed  # a damaged one shows in the vote, where they differ
+    when = f"the token of a checkpoint after step {replica.pipeline.step}"
+    agreed = replica.engine.run(_token_of_rank_0(replica, token, problem), when, replica.device)
+    return token if replica.rank == 0 else agreed  # a damaged one shows in the vote, where they differ
 
 
-def _stamp_of_rank_0(replica: Replica, stamp: Stamp, problem: Exception | None) -> Program[Stamp]:
-    row = torch.tensor([int(problem is None), *stamp], dtype=torch.int64, device=replica.device)
+def _token_of_rank_0(
+    replica: Replica, token: FencingToken, problem: Exception | None
+) -> Program[FencingToken]:
+    row = torch.tensor([int(problem is None), *token], dtype=torch.int64, device=replica.device)
     good, term, number = (yield AllGather(row))[0].tolist()
     if not good:
         yield from state.refuse(replica, KEPT, [0], problem)
-    return Stamp(term, number)
+    return FencingToken(term, number)
 
 
-def _write_shard(replica: Replica, folder: Path, stamp: Stamp, optimizers: bool) -> Written:
+def _write_shard(replica: Replica, folder: Path, token: FencingToken, optimizers: bool) -> FileInfo:
     tensors = state.shard_of(replica, optimizers)
     texts = [part.numel() for key, part in tensors.items() if key.endswith("/text") and "/optimizer/" in key]
     longest = max(texts, default=0)
     least = state.TEXT_SHARE * longest if longest > state.TEXT_ALWAYS else 0
-    place = replica.rank, replica.shard, stamp
+    place = replica.rank, replica.shard, token
     content = pieces(tensors, least)
     return write(folder, f"{_begin(*place)}.part", content, lambda sha256: _file(*place, sha256))
 
 
-def write(folder: Path, part: str, content: Iterable[memoryview], name: Callable[[str], str]) -> Written:
+def write(folder: Path, part: str, content: Iterable[memoryview], name: Callable[[str], str]) -> FileInfo:
     """To the disk, then under the name that it has by its hash. What breaks off leaves nothing behind."""
     path, found, size = folder / part, hashlib.sha256(), 0
     path.unlink(missing_ok=True)
@@ -214,7 +213,7 @@ def write(folder: Path, part: str, content: Iterable[memoryview], name: Callable
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return Written(size, found.digest())
+    return FileInfo(size, found.digest())
 
 
 def _commit(folder: Path, manifest: Manifest) -> None:
@@ -224,37 +223,37 @@ def _commit(folder: Path, manifest: Manifest) -> None:
             f"rank 0 does not see {missing[0]} in {folder}, which another rank has written: the folder has "
             "to be one that all ranks share"
         )
-    write_manifest(folder, manifest.stamp, as_text(manifest), keeps_last=bool(manifest.pair))
+    write_manifest(folder, manifest.token, as_text(manifest), keeps_last=bool(manifest.pair))
 
 
-def write_manifest(folder: Path, stamp: Stamp, text: str, keeps_last: bool) -> None:
+def write_manifest(folder: Path, token: FencingToken, text: str, keeps_last: bool) -> None:
     """The checkpoint is whole with it. One of a run that was replaced is none, and removes nothing. Where
     this raises there is no manifest, so that the files which it names may be removed."""
-    content, part = [memoryview(text.encode())], f"manifest-{stamp}.part"
+    content, part = [memoryview(text.encode())], f"manifest-{token}.part"
     try:
-        write(folder, part, content, lambda _: stamp.manifest)
-        fencing.refuse_deposed(folder, stamp)
+        write(folder, part, content, lambda _: token.manifest)
+        fencing.refuse_superseded(folder, token)
         write(folder, part, content, lambda _: MANIFEST)
     except BaseException:
-        (folder / stamp.manifest).unlink(missing_ok=True)
+        (folder / token.manifest).unlink(missing_ok=True)
         raise
     kept = fencing.manifests(folder)[: 2 if keeps_last else 1]
     fencing.remove_older(folder, kept[-1])
 
 
 def _vote(
-    replica: Replica, stamp: Stamp, ballot: Ballot, mine: Written, replicated: Mapping[str, Tensor]
+    replica: Replica, token: FencingToken, phase: VotePhase, mine: FileInfo, replicated: Mapping[str, Tensor]
 ) -> Program[Tensor]:
     """All ranks' sizes and hashes, if every rank has written its file, and what is replicated in these is the
     same: one of ranks that differ could not be loaded.
 
-    A message has its step, its stamp and which vote it is: one of an earlier save or vote that comes again
+    A message has its step, its token and which vote it is: one of an earlier save or vote that comes again
     names a file which may still be there.
     """
     words = [mine.sha256[at : at + 8] for at in range(0, _HASH, 8)]
     row = torch.tensor(
         [
-            *(int(mine.problem is None), replica.pipeline.step, *stamp, ballot, mine.size),
+            *(int(mine.problem is None), replica.pipeline.step, *token, phase, mine.size),
             *(int.from_bytes(word, "little", signed=True) for word in words),
             int(digest(list(replicated.values()))),
         ],
@@ -262,21 +261,23 @@ def _vote(
         device=replica.device,
     )
     rows = yield AllGather(row)
-    check_saves(replica, stamp, ballot, rows[:, 1:5].tolist())
+    check_saves(replica, token, phase, rows[:, 1:5].tolist())
     refused = (rows[:, 0] != 1).nonzero().flatten().tolist()
     if refused:
         yield from state.refuse(replica, KEPT, refused, mine.problem)
     if (rows[:, -1] != rows[0, -1]).any():
-        if ballot is not Ballot.FILES:
+        if phase is not VotePhase.FILES:
             raise MismatchError(f"{replica.where}: {KEPT}: a rank's vote was damaged on its way. {_AGAIN}")
         where = yield from differing(replicated, replica.device)
         raise DivergenceError(f"{replica.where}: {KEPT}: ranks hold different states; {where}. {_AGAIN}")
     return rows[:, 5:-1]
 
 
-def check_saves(replica: Replica, stamp: Stamp, ballot: Ballot, others: Sequence[Sequence[int]]) -> None:
+def check_saves(
+    replica: Replica, token: FencingToken, phase: VotePhase, others: Sequence[Sequence[int]]
+) -> None:
     """Raise unless every rank's vote is on this save, and is this vote of it."""
-    now = [replica.pipeline.step, *stamp, ballot]
+    now = [replica.pipeline.step, *token, phase]
     if odd := [f"rank {rank} of step {found[0]}" for rank, found in enumerate(others) if [*found] != now]:
         raise MismatchError(
             f"{replica.where}: {KEPT}: {', '.join(odd[:4])} answered. A "
@@ -297,11 +298,11 @@ def model_of(held: Mapping[str, Tensor]) -> str:
 # -- in -------------------------------------------------------------------------------------------------
 
 
-def newest_offer(replica: Replica, folder: Path, optimizers: bool) -> state.Offer:
+def newest_offer(replica: Replica, folder: Path, optimizers: bool) -> state.LoadCandidate:
     return offer_of(replica, folder, read_manifest(folder), optimizers)
 
 
-def offer_of(replica: Replica, folder: Path, manifest: Manifest, optimizers: bool) -> state.Offer:
+def offer_of(replica: Replica, folder: Path, manifest: Manifest, optimizers: bool) -> state.LoadCandidate:
     """What this rank needs of that checkpoint, of as many shards as now, checked."""
     refuse_other(replica, manifest, optimizers)
     if manifest.shards != replica.shards_of_host:
@@ -341,7 +342,7 @@ def refuse_other_model(held: Mapping[str, Tensor], manifest: Manifest) -> None:
 
 def manifest_of_pair(folder: Path, pair: str) -> Manifest:
     """Of the checkpoint that was written with the file of a framework that says so."""
-    there = [read_manifest(folder, stamp) for stamp in fencing.manifests(folder)] or [read_manifest(folder)]
+    there = [read_manifest(folder, token) for token in fencing.manifests(folder)] or [read_manifest(folder)]
     for manifest in there:
         if manifest.pair == pair:
             return manifest
@@ -365,13 +366,13 @@ def is_without_pairs(folder: Path) -> bool:
     return True
 
 
-def read_manifest(folder: Path, stamp: Stamp | None = None) -> Manifest:
+def read_manifest(folder: Path, token: FencingToken | None = None) -> Manifest:
     """The newest one, or that of one checkpoint."""
-    if stamp is None:
-        stamp = next(iter(fencing.manifests(folder)), None)
-    if stamp is None:
+    if token is None:
+        token = next(iter(fencing.manifests(folder)), None)
+    if token is None:
         raise Malformed(f"{folder / MANIFEST} cannot be read: No such file, or none with a number beside it")
-    path = folder / stamp.manifest
+    path = folder / token.manifest
     content = read_bytes(path, _MANIFEST_MOST)
     begin, least, most = _MANIFEST
     counts = re.search(rb'"shards": (\d{1,7}),\s{0,9}"world": (\d{1,7}),', content[:begin])
@@ -390,8 +391,8 @@ def read_manifest(folder: Path, stamp: Stamp | None = None) -> Manifest:
     manifest = Manifest(**plain | {"files": tuple(plain["files"])})
     if len(manifest.files) != files or manifest.shards * manifest.world != files:
         raise Malformed(f"{path} does not name a file for each of {manifest.shards * manifest.world} ranks")
-    if manifest.stamp != stamp:
-        raise Malformed(f"{path} is the manifest {manifest.stamp} under another name")
+    if manifest.token != token:
+        raise Malformed(f"{path} is the manifest {manifest.token} under another name")
     return manifest
 
 

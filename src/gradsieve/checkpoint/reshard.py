@@ -108,7 +108,7 @@ class OldShards:
             target.view(len(ours), -1)[both.start - ours.start : both.stop - ours.start] = there
 
 
-def newest_offer(replica: ShardedReplica, folder: Path, optimizers: bool) -> state.Offer:
+def newest_offer(replica: ShardedReplica, folder: Path, optimizers: bool) -> state.LoadCandidate:
     """What this rank needs of a checkpoint of any number of shards, checked."""
     manifest = files.read_manifest(folder)
     if manifest.shards == replica.shards.count:

@@ -58,7 +58,7 @@ _LONGEST = 1000  # characters of somebody else's error
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class LoadCandidate:
     """What a rank read, checked."""
 
     world: int  # of the run that saved
@@ -145,7 +145,7 @@ def _tensors(replica: Replica, without: frozenset[str]) -> dict[str, Tensor]:
 # -- in -------------------------------------------------------------------------------------------------
 
 
-def offer_of(replica: Replica, stored: Mapping[str, Tensor]) -> Offer:
+def offer_of(replica: Replica, stored: Mapping[str, Tensor]) -> LoadCandidate:
     """Of what `state_dict` gave, on this rank or on as many as this one needs."""
     keys = [key for key in stored if re.fullmatch(r"rank\d{1,7}/world", key)]
     worlds = {int(fields.take(stored, key, (), torch.int64)) for key in keys}
@@ -158,7 +158,7 @@ def offer_of(replica: Replica, stored: Mapping[str, Tensor]) -> Offer:
     return gathered(replica, world, lambda rank: part_of(replica, stored, rank, world))
 
 
-def gathered(replica: Replica, world: int, read: Callable[[int], RankState]) -> Offer:
+def gathered(replica: Replica, world: int, read: Callable[[int], RankState]) -> LoadCandidate:
     """What this rank needs of a run of `world` ranks; parts are read one after the other."""
     rank, own = replica.rank, None
     merger = None if world == replica.world else Merger(replica.pipeline, world)
@@ -174,7 +174,7 @@ def gathered(replica: Replica, world: int, read: Callable[[int], RankState]) -> 
             own = part
     assert own is not None
     ((_, fingerprint),) = seen
-    return Offer(world, own, fingerprint, merger)
+    return LoadCandidate(world, own, fingerprint, merger)
 
 
 def parts_for(replica: Replica, world: int) -> list[int]:
@@ -332,7 +332,7 @@ def on_all_shards(replica: Replica, outcome: str, call: Callable[[], Tensor]) ->
     return replica.of_all_shards(mine.flatten()).view(-1, *mine.shape)
 
 
-def load(replica: Replica, read: Callable[[], Offer]) -> None:
+def load(replica: Replica, read: Callable[[], LoadCandidate]) -> None:
     """Load what `read` offers, on all ranks or on none. No exchange is pending."""
     offer, problem = None, None
     undo: list[tuple[Any, Any]] = []
@@ -370,7 +370,7 @@ def load(replica: Replica, read: Callable[[], Offer]) -> None:
         _say_resized(replica, offer)
 
 
-def _vote(replica: Replica, offer: Offer | None, problem: Exception | None) -> Program[None]:
+def _vote(replica: Replica, offer: LoadCandidate | None, problem: Exception | None) -> Program[None]:
     rank, device = replica.rank, replica.device
     mine = [0, 0, 0, 0]
     if offer is not None and problem is None:
@@ -418,7 +418,7 @@ def _fingerprint(part: RankState) -> int:
     return int(digest([figures, *fields, *shared]))
 
 
-def _say_resized(replica: Replica, offer: Offer) -> None:
+def _say_resized(replica: Replica, offer: LoadCandidate) -> None:
     optimizers = f"; rank r took the optimizer of old rank r mod {offer.world}" if offer.optimizers else ""
     _log.warning(
         "step %d: a checkpoint of %d ranks was loaded on %d. Residuals are kept: each of the new ranks "

@@ -70,7 +70,7 @@ def load_from(sync: GradientSync, folder: str | Path, promised: bool, pair: str 
         )
 
 
-def _offer(replica: Replica, folder: Path, pair: str) -> state.Offer:
+def _offer(replica: Replica, folder: Path, pair: str) -> state.LoadCandidate:
     manifest = files.manifest_of_pair(folder, pair) if pair else files.read_manifest(folder)
     return files.offer_of(replica, folder, manifest, True)
 

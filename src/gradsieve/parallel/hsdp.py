@@ -27,7 +27,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from gradsieve import torch_names
-from gradsieve.checkpoint import files, reshard, state
 from gradsieve.comm.engine import Engine
 from gradsieve.errors import ConfigError
 from gradsieve.parallel.attached import Attached
@@ -131,6 +130,8 @@ class HsdpSync(Attached):
 
     def load_state_dict(self, stored: Mapping[str, Tensor]) -> None:
         """Load what `state_dict` gave to as many shards as now. Other numbers: `save` and `load`."""
+        from gradsieve.checkpoint import state  # here: a training that saves nothing loads no checkpoint code
+
         ours = {key.removeprefix(self._prefix): each for key, each in stored.items()}
         self.quiesce("load_state_dict()")
         state.load(self.replica, lambda: state.offer_of(self.replica, ours))
@@ -138,12 +139,16 @@ class HsdpSync(Attached):
     def save_pair(self, folder: str | PathLike[str], optimizers: bool, pair: str) -> None:
         """Write a checkpoint of all shards of all hosts, with the optimizers' states, to a folder that all
         ranks see. Call it on all ranks. No framework pairs a file of its own with it."""
+        from gradsieve.checkpoint import files
+
         self.quiesce("save()")
-        files.save(self.replica, Path(folder), self._writer.next, optimizers)
+        files.save(self.replica, Path(folder), optimizers)
 
     def load(self, folder: str | PathLike[str], optimizers: bool = True) -> None:
         """Load what `save` wrote, also on other numbers of hosts and shards; on all ranks or on none. Call it
         on all of them."""
+        from gradsieve.checkpoint import reshard, state
+
         self.quiesce("load()")
         state.load(self.replica, lambda: reshard.newest_offer(self.replica, Path(folder), optimizers))
 
@@ -182,6 +187,8 @@ def add_residual(model: nn.Module, folder: str | PathLike[str]) -> None:
     """Make the model of a checkpoint that `HsdpSync.save` wrote, of any numbers of hosts and shards, complete
     in a model that is sharded over one host, or over all, and goes on without a sync. Call it on all ranks;
     nobody is asked. Optimizers are not touched."""
+    from gradsieve.checkpoint import reshard
+
     shards = Shards(torch_names.without_compile(model))
     with torch.no_grad():
         for name, complete in reshard.waiting_in(Path(folder), shards).items():

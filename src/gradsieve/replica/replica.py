@@ -7,7 +7,7 @@ saving and loading, the startup log, metrics) takes the replica, and so needs no
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ class Replica:
     """Whether ranks may come and go, so that they need not start with the same learning rates."""
     compared: int = 0
     """The step after which replicas were last compared."""
+    tokens: dict[str, tuple[int, int]] = field(default_factory=dict)
+    # By folder, the fencing token of the last checkpoint that this run saved there: `checkpoint/fencing.py`.
 
     @property
     def pipeline(self) -> GradientPipeline | StepPipeline:

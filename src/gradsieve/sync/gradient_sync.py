@@ -23,7 +23,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -34,9 +33,6 @@ from torch import Tensor
 from typing_extensions import Self
 
 from gradsieve import kernels, ranks_alike, startup
-from gradsieve.checkpoint import files
-from gradsieve.checkpoint import state as checkpoints
-from gradsieve.checkpoint.fencing import Writer
 from gradsieve.comm.engine import Engine, place_in
 from gradsieve.errors import ConfigError, GradsieveError
 from gradsieve.feedback.units import flat_view
@@ -107,7 +103,6 @@ class GradientSync:
         self._pending: Pending | None = None
         self._moved = True  # whether a step was taken since the last exchange began
         self.is_closed = self.is_listening = False
-        self._writer = Writer()
         self._is_preempted = False
         kernels.active()  # numba is loaded here and not in the first step
         with contextlib.ExitStack() as undo:  # where this fails, model and optimizer are as they were
@@ -427,14 +422,18 @@ class GradientSync:
     def state_dict(self) -> dict[str, Tensor]:
         """Residual, models and scheme state of this rank, without optimizers: tensors only, for `torch.save`
         and distributed checkpoints. Keys are unique to the rank."""
+        from gradsieve.checkpoint import state  # here: a training that saves nothing loads no checkpoint code
+
         self.quiesce()
-        return checkpoints.state_of(self.replica)
+        return state.state_of(self.replica)
 
     def load_state_dict(self, stored: Mapping[str, Tensor]) -> None:
         """Load what `state_dict` gave, on all ranks or, if it does not fit on one of them, on none. Call it
         on all of them. Saved by another number of ranks, old rank r's is needed on rank r mod P."""
+        from gradsieve.checkpoint import state
+
         self.quiesce("load_state_dict()")
-        checkpoints.load(self.replica, lambda: checkpoints.offer_of(self.replica, stored))
+        state.load(self.replica, lambda: state.offer_of(self.replica, stored))
 
     def save(self, folder: str | PathLike[str], optimizers: bool = True) -> None:
         """Write a checkpoint, with the optimizers' states, to a folder that all ranks see, in the place of
@@ -444,15 +443,18 @@ class GradientSync:
     def save_pair(self, folder: str | PathLike[str], optimizers: bool, pair: str) -> None:
         """As `save`; with `pair`, what a framework's file says that is written with it, the checkpoint before
         stays until that file is written: `frameworks/sidecar.py`."""
+        from gradsieve.checkpoint import files
+
         self.quiesce("save()")
-        files.save(self.replica, Path(folder), self._writer.next, optimizers, pair)
+        files.save(self.replica, Path(folder), optimizers, pair)
 
     def load(self, folder: str | PathLike[str], optimizers: bool = True) -> None:
         """Load what `save` wrote, also with another number of ranks; on all ranks or on none. Call it on
         all of them, after the model's own load_state_dict()."""
+        from gradsieve.checkpoint import files, state
+
         self.quiesce("load()")
-        read = partial(files.newest_offer, self.replica, Path(folder), optimizers)
-        checkpoints.load(self.replica, read)
+        state.load(self.replica, lambda: files.newest_offer(self.replica, Path(folder), optimizers))
 
     def flush(self) -> None:
         """Send all residuals, in one dense exchange, at the end of a training. Call it on all ranks.

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from gradsieve.checkpoint import files
-from gradsieve.checkpoint.fencing import Stamp
-from gradsieve.checkpoint.files import Ballot
+from gradsieve.checkpoint.fencing import FencingToken
+from gradsieve.checkpoint.files import VotePhase
 from gradsieve.comm import lockstep
 from gradsieve.errors import DivergenceError, MismatchError
 
-STAMP = Stamp(1, 4)
+TOKEN = FencingToken(1, 4)
 
 
 def replica(rank: int, step: int) -> Any:
@@ -37,21 +37,21 @@ def held_by(rank: int, models: Mapping[int, float]) -> dict[str, torch.Tensor]:
 
 def votes(
     steps: list[int],
-    stamps: list[Stamp] | None = None,
+    tokens: list[FencingToken] | None = None,
     models: Mapping[int, float] = MappingProxyType({}),
-    ballots: Mapping[int, Ballot] = MappingProxyType({}),
+    phases: Mapping[int, VotePhase] = MappingProxyType({}),
 ) -> list[torch.Tensor]:
-    ranks = enumerate(zip(steps, stamps or [STAMP] * len(steps), strict=True))
+    ranks = enumerate(zip(steps, tokens or [TOKEN] * len(steps), strict=True))
     return lockstep.run(
         [
             files._vote(
                 replica(rank, step),
-                stamp,
-                ballots.get(rank, Ballot.MANIFEST),
-                files.Written(10 + rank, bytes([200 + rank] * 32)),
+                token,
+                phases.get(rank, VotePhase.MANIFEST),
+                files.FileInfo(10 + rank, bytes([200 + rank] * 32)),
                 held_by(rank, models),
             )
-            for rank, (step, stamp) in ranks
+            for rank, (step, token) in ranks
         ]
     )
 
@@ -65,13 +65,13 @@ def test_a_word_of_an_earlier_save_is_refused_and_its_rank_named() -> None:
 
 def test_so_is_one_of_another_save_in_the_same_step() -> None:
     with pytest.raises(MismatchError, match="rank 1 of step 60 answered"):
-        votes([60] * 3, [STAMP, Stamp(1, 3), STAMP])
+        votes([60] * 3, [TOKEN, FencingToken(1, 3), TOKEN])
 
 
 def test_so_is_the_vote_before_in_the_same_save() -> None:
     """Fault 1,675 of `lab chaos --faults 2000 --seed 5`: its fingerprint was taken for another state."""
     with pytest.raises(MismatchError, match=r"rank 2 of step 60 answered\. A message of an earlier"):
-        votes([60] * 3, ballots={2: Ballot.FILES})
+        votes([60] * 3, phases={2: VotePhase.FILES})
 
 
 def test_a_damaged_fingerprint_in_a_vote_that_has_none_is_named() -> None:
@@ -87,18 +87,19 @@ def test_words_of_one_step_are_all_ranks_sizes_and_hashes() -> None:
 
 
 def test_ranks_that_hold_different_models_save_nothing_and_say_what_differs() -> None:
-    ballots = dict.fromkeys(range(3), Ballot.FILES)
+    phases = dict.fromkeys(range(3), VotePhase.FILES)
     with pytest.raises(DivergenceError, match=r"ranks \[1\], in 1 of 2 tensors \(layer.weight\)"):
-        votes([60] * 3, models={1: 1.0 + 2**-20}, ballots=ballots)
+        votes([60] * 3, models={1: 1.0 + 2**-20}, phases=phases)
 
 
-def test_a_damaged_stamp_is_found_out_in_the_vote(tmp_path: Path) -> None:
+def test_a_damaged_token_is_found_out_in_the_vote(tmp_path: Path) -> None:
     """Fault 330: all ranks believed a term 2^46 too large, and every later save of the run was refused."""
     ranks = [replica(rank, 60) for rank in range(3)]
-    damaged = Stamp(STAMP.term + 2**46, STAMP.number)
+    damaged = FencingToken(TOKEN.term + 2**46, TOKEN.number)
+    (tmp_path / "term-1").touch()
     for rank, each in enumerate(ranks):
-        each.engine = SimpleNamespace(run=lambda program, *_: damaged)
-        each.found = files.agreed_stamp(each, tmp_path, lambda _: STAMP)
-        assert each.found == (STAMP if rank == 0 else damaged)
+        each.engine, each.tokens = SimpleNamespace(run=lambda program, *_: damaged), {str(tmp_path): (1, 3)}
+        each.found = files.agreed_token(each, tmp_path)
+        assert each.found == (TOKEN if rank == 0 else damaged)
     with pytest.raises(MismatchError, match="rank 1 of step 60, rank 2 of step 60 answered"):
         votes([60] * 3, [each.found for each in ranks])

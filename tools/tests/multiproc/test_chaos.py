@@ -10,7 +10,7 @@ import torch
 
 from gradsieve import ranks_alike
 from gradsieve.checkpoint import files
-from gradsieve.checkpoint.fencing import Stamp
+from gradsieve.checkpoint.fencing import FencingToken
 from gradsieve.pipeline.frame import Checksum
 from gradsieve_tools.chaos.campaign import Campaign
 from gradsieve_tools.chaos.rank import Episode, be_rank
@@ -66,11 +66,11 @@ def test_saves_are_whole_or_none_and_refusals_are_survived() -> None:
     assert campaign.remains() == []
 
 
-def put_over(folder: Path, stamp: Stamp, text: str, keeps_last: bool) -> None:
+def put_over(folder: Path, token: FencingToken, text: str, keeps_last: bool) -> None:
     """As it was before there were terms."""
-    files.write(folder, f"manifest-{stamp}.part", [memoryview(text.encode())], lambda _: stamp.manifest)
+    files.write(folder, f"manifest-{token}.part", [memoryview(text.encode())], lambda _: token.manifest)
     for each in folder.iterdir():
-        if f"-{stamp}" not in each.name:
+        if f"-{token}" not in each.name:
             each.unlink()
 
 

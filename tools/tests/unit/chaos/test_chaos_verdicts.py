@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gradsieve.checkpoint import files
-from gradsieve.checkpoint.fencing import Stamp
+from gradsieve.checkpoint.fencing import FencingToken
 from gradsieve.checkpoint.tensors import pieces
 from gradsieve_tools.chaos.kinds import KINDS, Must
 from gradsieve_tools.chaos.schedule import Chance, schedule
@@ -237,15 +237,15 @@ def test_a_sum_that_was_damaged_and_saved_is_a_silent_loss() -> None:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    stamp, written = Stamp(1, 1), []
+    token, written = FencingToken(1, 1), []
     for rank in range(3):
         content = pieces({"a": torch.full((5,), float(rank))}, 0)
         written.append(
-            files.write(tmp_path, "x.part", content, lambda sha, rank=rank: files._file(rank, 0, stamp, sha))
+            files.write(tmp_path, "x.part", content, lambda sha, rank=rank: files._file(rank, 0, token, sha))
         )
     listed = tuple(f"{each.size} {each.sha256.hex()}" for each in written)
     text = files.as_text(files.Manifest(1, 1, 1, 3, 7, "Stripes", "00" * 32, True, "", listed))
-    files.write_manifest(tmp_path, stamp, text, keeps_last=False)
+    files.write_manifest(tmp_path, token, text, keeps_last=False)
     return tmp_path
 
 

@@ -20,7 +20,7 @@ def checkpoint(tmp_path: Path) -> Path:
     manifest = Manifest(1, 1, 1, 2, 50, "Stripes", "ab" * 32, True, "", files)
     for rank, content in enumerate(contents):
         (folder / manifest.file_of(rank)).write_bytes(content)
-    (folder / manifest.stamp.manifest).write_text(as_text(manifest))
+    (folder / manifest.token.manifest).write_text(as_text(manifest))
     return folder
 
 

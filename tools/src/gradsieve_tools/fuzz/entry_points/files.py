@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradsieve.checkpoint import files
 from gradsieve.checkpoint import state as saving
-from gradsieve.checkpoint.fencing import Stamp
+from gradsieve.checkpoint.fencing import FencingToken
 from gradsieve.checkpoint.tensors import pieces, tensors_in
 from gradsieve.comm.engine import Engine
 from gradsieve.pipeline.optimizer_adapter import OptimizerAdapter
@@ -32,7 +32,7 @@ from gradsieve_tools.fuzz.entry_points.pipelines import Rank, gradients, paramet
 _FEWER = 3  # ranks that load what WORLD ranks saved: the first reads two files and adds them
 _LARGE = 1 << 20  # elements of a file that makes one copy too many exceed the memory cap
 _MANY = 600  # tensors of a file that is mostly header
-_STAMP = Stamp(1, 1)
+_TOKEN = FencingToken(1, 1)
 
 
 class _Optimizer:
@@ -149,10 +149,10 @@ class _Folder:
             type(replica.scheme).__name__,
             files.model_of(replica.held),
         )
-        return files.Manifest(*_STAMP, 1, len(shards), step, scheme, model, True, "", listed)
+        return files.Manifest(*_TOKEN, 1, len(shards), step, scheme, model, True, "", listed)
 
     def _write_manifest(self, text: bytes | bytearray) -> None:
-        (self._path / _STAMP.manifest).write_bytes(text)
+        (self._path / _TOKEN.manifest).write_bytes(text)
 
     def enter_manifest(self, forged: bytearray) -> None:
         self._write_manifest(forged)
@@ -188,7 +188,7 @@ def _listed(content: bytes | bytearray) -> str:
     return f"{len(content)} {hashlib.sha256(content).hexdigest()}"
 
 
-def _check_offer(replica: Replica, offer: saving.Offer) -> None:
+def _check_offer(replica: Replica, offer: saving.LoadCandidate) -> None:
     """What the vote would be on can be loaded: of the right kinds, shapes and types."""
     part, kept = offer.part, replica.pipeline.kept()
     if {*part.memories} != {*kept} or part.step < 0 or not all(map(math.isfinite, part.figures.values())):
