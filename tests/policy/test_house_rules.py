@@ -31,6 +31,7 @@ MOST_PUBLIC = 14
 """Names of `gradsieve` itself."""
 MAY_USE_DISTRIBUTED = (
     "attaching.py",
+    "hooks.py",
     "torch_names.py",
     "comm/engine.py",
     "frameworks/",
