@@ -202,6 +202,7 @@ def _tested(root: Path, tests: Sequence[str]) -> int:
         "PYTHONPATH": f"{root / 'src'}:{root / 'tools' / 'src'}",
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
+        "ANY_ORDER_EXAMPLES": "300",  # many enough for a state machine to come by each of the faults
     }
     os.environ |= ways
     return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))

@@ -13,17 +13,12 @@ from torch import Tensor
 from gradsieve.feedback.local_steps import LocalSteps
 from gradsieve.types import Sparse
 from laws.treated import (
-    GRADIENTS,
     STEPS,
     Case,
-    Receiving,
     Stepping,
-    check_models,
     check_one_model,
-    check_released,
     check_shared,
     check_steps_conserved,
-    check_untouched,
 )
 
 CASE = Case(world=4, density=0.3)
@@ -56,10 +51,6 @@ def exactly(ranks: Stepping) -> None:
     check_steps_conserved(ranks, exact=True)
 
 
-def models(ranks: Stepping) -> None:
-    check_models(ranks, exact=True)
-
-
 @pytest.mark.parametrize(
     ("broken", "check", "said"),
     [
@@ -82,30 +73,3 @@ def test_a_broken_memory_of_steps_is_flagged(
     monkeypatch.setattr("gradsieve.pipeline.steps.LocalSteps", broken)
     with pytest.raises(AssertionError, match=said):
         check(trained())
-
-
-def test_a_model_that_is_never_folded_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
-    def train() -> None:
-        ranks = Stepping(CASE, "topk", *STEPS["half"])
-        for step in range(2):
-            ranks.advance(step)
-            models(ranks)
-
-    train()
-    monkeypatch.setattr(LocalSteps, "_rebase_due", lambda *_: None)
-    with pytest.raises(AssertionError, match="from w - preview e"):
-        train()
-
-
-def test_another_gradient_on_one_rank_and_a_memory_that_changed_are_flagged() -> None:
-    ranks = Receiving(CASE, "topk", GRADIENTS["plain"])
-    released = ranks.advance(0)
-    check_released(released)
-    released[2]["last"][0] += 1
-    with pytest.raises(AssertionError, match="rank 2 is given another"):
-        check_released(released)
-    before = ranks.memories()
-    check_untouched(before, ranks.memories())
-    ranks.advance(1)
-    with pytest.raises(AssertionError, match="skipped step changed"):
-        check_untouched(before, ranks.memories())

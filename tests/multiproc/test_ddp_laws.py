@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,14 +10,10 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
-import gradsieve
 from gradsieve.comm.engine import Engine
 from gradsieve.feedback.residual import Residual
-from multiproc.harness import RankFailure, Ranks
+from multiproc.harness import Ranks
 from multiproc.training import (
     Plan,
     Run,
@@ -34,7 +29,6 @@ from multiproc.training import (
 
 every_way = pytest.mark.parametrize("scheme", typical())
 every_scheme = pytest.mark.parametrize("scheme", usual())
-every_lossy_scheme = pytest.mark.parametrize("scheme", usual(lossless=False))
 
 
 def train(rank: int, plan: Plan) -> Seen:
@@ -59,13 +53,6 @@ def test_real_processes_give_what_lockstep_gives(four: Ranks, scheme: str) -> No
     for real, expected in zip(four.run(train, plan), virtual, strict=True):
         assert differing(real.parameters, expected.parameters) == []
         assert differing(real.residuals, expected.residuals) == []
-
-
-@every_lossy_scheme
-def test_a_sparse_scheme_keeps_something_back(two: Ranks, scheme: str) -> None:
-    """Or the tests above would say nothing about residuals."""
-    seen = two.run(train, Plan(scheme))
-    assert all(int(part.count_nonzero()) for each in seen for part in each.residuals.values())
 
 
 # -- twins: the checks above can fail -----------------------------------------------------------------
@@ -139,15 +126,6 @@ def test_residuals_survive_the_rebuilding_of_buckets(two: Ranks, scheme: str, ca
     assert differing(seen[0].parameters, virtual[0].parameters) == []
 
 
-@every_scheme
-def test_views_into_buckets_change_nothing(two: Ranks, scheme: str) -> None:
-    plans = [Plan(scheme, ddp={"gradient_as_bucket_view": flag}) for flag in (False, True)]
-    copied, viewed = (two.run(train, plan) for plan in plans)
-    check_laws(copied)
-    check_laws(viewed)
-    assert differing(copied[0].replicated, viewed[0].replicated) == []
-
-
 # -- accumulation -------------------------------------------------------------------------------------
 
 
@@ -184,22 +162,6 @@ def test_accumulated_gradients_are_exchanged_once(
         assert differing(seen[0].parameters, summed[0].parameters) == []
 
 
-def train_on_a_static_graph(rank: int, plan: Plan) -> tuple[Seen, int]:
-    """DDP itself wants the first step of a static graph without `no_sync`."""
-    run = Run(rank, plan)
-    run.step(plan.gradients(0, rank))
-    run.train()
-    return run.report(), run.sync.pipeline.step
-
-
-@every_scheme
-def test_accumulation_on_a_static_graph(two: Ranks, scheme: str) -> None:
-    plan = Plan(scheme, micro=3, ddp={"static_graph": True})
-    seen, steps = zip(*two.run(train_on_a_static_graph, plan), strict=True)
-    check_laws(seen)
-    assert steps == (7, 7)
-
-
 # -- order --------------------------------------------------------------------------------------------
 
 MANY = Plan(steps=20, shapes=((32, 33),) * 24, cap_mb=0.004)
@@ -232,42 +194,3 @@ def test_many_units_keep_their_order_on_an_uneven_machine(two: Ranks, scheme: st
     check_laws(seen)
     assert seen[0].units == 24
     assert differing(seen[0].parameters, Virtual(plan, 2).train()[0].parameters) == []
-
-
-@every_scheme
-def test_units_of_one_tensor_each_some_without_anything_sparse(two: Ranks, scheme: str) -> None:
-    plan = Plan(scheme, cap_mb=1e-6)
-    seen = two.run(train, plan)
-    check_laws(seen)
-    assert seen[0].units == len(plan.shapes)
-    assert differing(seen[0].parameters, Virtual(plan, 2).train()[0].parameters) == []
-
-
-def train_chain(rank: int, hook: str, cap_mb: float) -> str:
-    """Twelve layers, with torch's PowerSGD hook or ours."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # gloo aborts where the lengths of messages disagree
-    model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(12)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=cap_mb)
-    if hook == "PowerSGD":
-        state = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
-        ddp.register_comm_hook(state, powerSGD_hook)
-    else:
-        gradsieve.attach(ddp, optimizer, density=0.01)
-    for _ in range(20):
-        optimizer.zero_grad()
-        ddp(torch.randn(4, 128)).sum().backward()
-        optimizer.step()
-    return "went well"
-
-
-@pytest.mark.parametrize(("hook", "cap_mb"), [("PowerSGD", 25), ("gradsieve", 25), ("gradsieve", 0.05)])
-def test_a_chain_of_layers_goes_well(two: Ranks, hook: str, cap_mb: float) -> None:
-    assert two.run(train_chain, hook, cap_mb) == ["went well"] * 2
-
-
-def test_the_trap_that_the_fixed_order_is_for(two: Ranks) -> None:
-    """PowerSGD's chained futures issue collectives as they complete: with several buckets on gloo the ranks
-    mismatch, and abort, time out or hang (24 of 24 runs when this was written)."""
-    with pytest.raises(RankFailure, match=r"ended with code -6|RuntimeError|hang in train_chain"):
-        two.run(train_chain, "PowerSGD", 0.05, group_timeout=2.0, timeout=8.0)

@@ -20,7 +20,6 @@ from multiproc.training import (
     check_laws,
     check_nothing_lost,
     check_replicas,
-    differing,
     usual,
 )
 
@@ -141,12 +140,6 @@ def test_channels_last_keeps_the_laws_element_by_element(
     check_laws(seen)
     if flush:
         assert not any(int(part.count_nonzero()) for part in seen[0].residuals.values())
-
-
-def test_the_dense_scheme_gives_the_same_in_both_memory_formats(two: Ranks) -> None:
-    plan = replace(CONVOLUTION, scheme="dense")
-    last, first = (two.run(train_convolution, plan, kind)[0][0] for kind in (ChannelsLast, Whole))
-    assert differing(last.parameters, first.parameters) == []
 
 
 # -- tied weights -------------------------------------------------------------------------------------

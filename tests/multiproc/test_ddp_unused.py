@@ -44,14 +44,6 @@ def train_without_the_mask(rank: int, plan: Plan) -> Seen:
     return run.train().report()
 
 
-def test_the_plan_has_all_kinds_of_steps() -> None:
-    plan = branching("exdyna")
-    used = [{plan.gradients(step, rank)[0] is not None for rank in range(2)} for step in range(20)]
-    assert {True} in used
-    assert {False} in used
-    assert {True, False} in used
-
-
 @every_scheme
 @pytest.mark.parametrize("world", [2, 4])
 def test_branches_by_rank_and_step_lose_nothing(

@@ -19,7 +19,6 @@ from multiproc.models import Whole
 from multiproc.training import RATE, Plan, Run, Seen, Virtual, check_laws, differing, usual
 
 every_scheme = pytest.mark.parametrize("scheme", usual())
-every_lossy_scheme = pytest.mark.parametrize("scheme", usual(lossless=False))
 
 
 class ByHand(Run):
@@ -232,23 +231,3 @@ def test_flush_applies_the_mean_of_what_was_held_back(
             held = [each.held[name] for each in answers if name in each.held]
             mean = torch.stack(held).mean(0) if held else torch.zeros_like(gradient)
             assert torch.equal(gradient, mean), name
-
-
-@every_lossy_scheme
-def test_flush_under_a_loss_scale_gives_unscaled_gradients(two: Ranks, scheme: str) -> None:
-    answers = two.run(train_and_flush, Plan(scheme, loss_scale=512.0), Run, False)
-    check_laws([answer.seen for answer in answers])
-    held = [int(part.count_nonzero()) for answer in answers for part in answer.seen.residuals.values()]
-    assert sum(held) == 0
-
-
-def train_flush_and_go_on(rank: int, plan: Plan) -> Seen:
-    run = Run(rank, plan).train(3)
-    run.sync.flush()
-    run.apply()
-    return run.train(5).report()
-
-
-@every_scheme
-def test_training_goes_on_after_a_flush(two: Ranks, scheme: str) -> None:
-    check_laws(two.run(train_flush_and_go_on, Plan(scheme)))

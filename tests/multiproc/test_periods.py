@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import gradsieve
 from gradsieve.pipeline import StepPipeline
 from multiproc.harness import Ranks
 from multiproc.resumable import Resumable
-from multiproc.training import RATE, Plan, Run, differing
+from multiproc.training import Plan, Run, differing
 
 EVERY, SAVED_AFTER, STEPS = 4, 10, 20
 
@@ -108,36 +108,6 @@ def test_saved_while_an_exchange_is_pending_it_resumes_bit_for_bit(
     for (end, pending), (other, _) in zip(goes_on, resumed, strict=True):
         assert pending == (saved_after % every < overlap - 1)
         assert differing(end, other) == []
-
-
-def flushed(rank: int, steps: int) -> list[dict[str, Tensor]]:
-    """What was fed; the model that an evaluation sees before the flush, and that after it."""
-    plan = Plan(scheme="topk", exchange=gradsieve.Steps(every=EVERY), preview=1.0)
-    run = Run(rank, plan).train(steps)
-    run.ddp.eval()
-    seen: dict[str, Tensor] = {}
-
-    def look(module: nn.Module, inputs: Any) -> None:
-        seen.update({name: p.detach().clone() for name, p in module.named_parameters()})
-
-    hook = run.model.register_forward_pre_hook(look)
-    with torch.no_grad():
-        run.ddp(plan.gradients(0, 0))
-    hook.remove()
-    run.sync.flush()
-    run.sync.verify()
-    after = {name: p.detach().clone() for name, p in run.model.named_parameters()}
-    return [run.seen.fed, seen, after]
-
-
-@pytest.mark.parametrize("steps", [2, EVERY, EVERY + 1])
-def test_a_flush_anywhere_in_a_period_brings_everything(two: Ranks, steps: int) -> None:
-    answers = two.run(flushed, steps)
-    assert differing(answers[0][1], answers[1][1]) == [], "an evaluation saw different models"
-    assert differing(answers[0][2], answers[1][2]) == []
-    for name in answers[0][0]:
-        learnt = -RATE * (answers[0][0][name] + answers[1][0][name]) / 2
-        assert torch.equal(answers[0][2][name].double(), learnt), f"{name}: something was lost or made up"
 
 
 def looked_at_in_the_middle(rank: int, late: int) -> tuple[list[bool], list[dict[str, Tensor]]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,7 +13,6 @@ from torch import Tensor
 
 import gradsieve
 from gradsieve.checkpoint import files
-from gradsieve.comm import engine
 from multiproc.harness import Ranks
 from multiproc.resumable import Resumable
 from multiproc.training import differing
@@ -52,19 +50,6 @@ def test_after_a_refusal_all_ranks_train_on_and_save(two: Ranks, what: str, tmp_
         assert "No space left on device" in said or "No such file" in said
         assert differing(undisturbed, end) == []
     assert files.read_manifest(tmp_path / "next").step == 8
-
-
-def as_it_was(rank: int, folder: Path) -> Any:
-    with mock.patch.object(engine, "RefusedError", NotImplementedError):
-        return refused(rank, folder, "load")
-
-
-def test_where_a_refusal_counts_as_a_failure_the_training_ends(tmp_path: Path) -> None:
-    """Twin."""
-    with Ranks(2) as ranks:
-        ends = ranks.outcomes(as_it_was, tmp_path)
-        ranks.kill()
-    assert all("PeerError" in (end.error or "") for end in ends)
 
 
 def of_another_release(rank: int) -> str:

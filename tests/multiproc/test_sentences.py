@@ -70,13 +70,6 @@ def test_what_is_hardly_meant_is_said_once(two: Ranks, settings: dict[str, Any],
     assert other == ("", [])
 
 
-@pytest.mark.parametrize(
-    "settings", [{"bits": 31.0}, {"bits": 16.0, "exchange": gradsieve.Steps(every=2)}, {"density": 0.001}, {}]
-)
-def test_twin_what_may_well_be_meant_is_not(two: Ranks, settings: dict[str, Any]) -> None:
-    assert two.run(attached, [0.1], **settings) == [("", [])] * 2
-
-
 def test_rates_that_differ_are_told_on_all_ranks(two: Ranks) -> None:
     for rank, (error, _) in enumerate(two.run(attached, [0.1, 0.2], bits=0.75)):
         where = f"{MismatchError.__name__}: rank {rank}: "
@@ -175,11 +168,6 @@ def test_several_ranks_a_host_are_pointed_to_the_way_for_them(four: Ranks) -> No
     assert others == [[]] * 3
 
 
-@pytest.mark.parametrize("ranks_a_host", ["1", "4", "", "many"])
-def test_twin_one_rank_a_host_or_one_host_is_not(four: Ranks, ranks_a_host: str) -> None:
-    assert four.run(on_hosts_of, ranks_a_host) == [[]] * 4
-
-
 def under_torchrun(rank: int, shared: str, restarts: str) -> list[str]:
     names = {"TORCHELASTIC_USE_AGENT_STORE": shared, "TORCHELASTIC_MAX_RESTARTS": restarts}
     with mock.patch.dict(os.environ, names):
@@ -191,8 +179,3 @@ def test_a_store_that_outlives_restarts_is_said(two: Ranks) -> None:
     assert len(first) == 1
     assert "start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in first[0]
     assert other == []
-
-
-@pytest.mark.parametrize(("shared", "restarts"), [("False", "3"), ("True", "0")])
-def test_twin_one_that_does_not_is_not(two: Ranks, shared: str, restarts: str) -> None:
-    assert two.run(under_torchrun, shared, restarts) == [[], []]

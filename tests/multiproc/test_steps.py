@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
-from gradsieve.parallel.ddp import DdpSync
 from gradsieve.pipeline import StepPipeline
 from multiproc.harness import Ranks
 from multiproc.outside import Lines
@@ -48,12 +47,6 @@ def test_after_a_flush_all_ranks_have_what_all_of_them_learnt(two: Ranks, scheme
         learnt = -RATE * (seen[0][0][name] + seen[1][0][name]) / 2
         assert torch.equal(seen[0][2][name].double(), learnt), f"{name}: something was lost or made up"
     assert differing(seen[0][2], seen[1][2]) == []
-
-
-def test_before_it_each_has_its_own(two: Ranks) -> None:
-    seen = two.run(train, Plan(**WHOLE))
-    assert differing(seen[0][1], seen[1][1])
-    assert differing(seen[0][3], seen[1][3]) == [], "but all show the shared one"
 
 
 def test_the_part_that_is_believed_is_found_alike_on_all_ranks(two: Ranks) -> None:
@@ -153,11 +146,6 @@ def test_one_line_on_one_rank_says_what_was_chosen(two: Ranks) -> None:
     assert held == [0.9, 0.01]  # the optimizer keeps what is its own
 
 
-def test_the_papers_way_sends_small_tensors_sparsely_too(two: Ranks) -> None:
-    (lines, _, _), _ = two.run(attached, None, "exdyna-paper")
-    assert "exchange=Gradients(small=0))" in lines[0]
-
-
 def joined(rank: int) -> str:
     run = Run(rank, Plan(**WHOLE))
     with pytest.raises(gradsieve.ConfigError) as refusal, run.ddp.join():
@@ -226,22 +214,6 @@ EXCHANGED = {
 
 def test_an_exchange_belongs_to_a_backward_that_averages(two: Ranks) -> None:
     assert two.run(exchanged) == [EXCHANGED, EXCHANGED]
-
-
-def exchanged_by_every_backward(rank: int) -> dict[str, int]:
-    reach = DdpSync.reach
-
-    def averages(self: DdpSync, graph: Any) -> None:
-        reach(self, graph)
-        self.averaged()
-
-    with mock.patch.object(DdpSync, "reach", averages):
-        return exchanged(rank)
-
-
-def test_one_that_belongs_to_every_backward_shows(two: Ranks) -> None:
-    """Twin."""
-    assert two.run(exchanged_by_every_backward)[0]["a backward that does not average"] == 1
 
 
 # -- while backward runs ------------------------------------------------------------------------------------

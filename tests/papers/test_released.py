@@ -1,6 +1,6 @@
 """ExDyna, MiCRO, DEFT choose what their released code chose in 250 of 250 steps; with another constant not.
 
-The traces in `tests/data/released` are figures; `record_released.py` made them.
+The traces in `tests/data/released` are figures; `scripts/record_released.py` made them.
 """
 
 from __future__ import annotations
