@@ -1,7 +1,8 @@
 """Records what the released code of ExDyna, MiCRO or DEFT chooses: seeded gradients in, indices out.
 
     git clone https://github.com/kljp/exdyna
-    PYTHONPATH=tests python scripts/record_released.py exdyna exdyna/cnn-lstm/gradient_reducers.py ExDynaReducer <commit>
+    export PYTHONPATH=tests
+    python scripts/record_released.py exdyna exdyna/cnn-lstm/gradient_reducers.py ExDynaReducer <commit>
 
 It is run whenever a trace is to be made anew; tests read the traces alone. The released file is
 loaded as it is. Around it stand in: ranks that are threads, with `all_gather`, `all_reduce` and `broadcast`

@@ -283,17 +283,6 @@ def test_replicas_that_all_start_again_go_on_bit_for_bit(scheme: str, tmp_path: 
             assert same_bits([now[key] for key in before], list(before.values()))
 
 
-def test_without_the_checkpoint_they_do_not(tmp_path: Path) -> None:
-    """Twin."""
-    with Group(1, [One(number) for number in range(3)]) as group:
-        whole = group.train(7).members[0].vector("shared")
-    with Group(1, [One(number) for number in range(3)]) as again:
-        assert again.everyone(lambda one: one.load_if_all_begin()) == [False] * 3
-        for one in again.members:
-            one.steps = 4
-        assert not same_bits([again.train(3).members[0].vector("shared")], [whole])
-
-
 def test_fewer_that_start_again_share_all_that_waited_and_others_join_them(tmp_path: Path) -> None:
     with Group(1, [One(number) for number in range(3)]) as group:
         save(group.train(4), tmp_path)

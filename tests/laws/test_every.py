@@ -109,17 +109,6 @@ def test_an_exchange_that_lasts_reads_what_was_there_when_it_began(
     check_lasting(case, scheme, *every_and_late)
 
 
-def test_one_that_reads_later_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twin: nothing is put aside."""
-
-    def nothing(self: StepPipeline, own: Any, everything: bool) -> None:
-        self.began_at = self.since
-
-    monkeypatch.setattr(StepPipeline, "snapshot", nothing)
-    with pytest.raises(AssertionError, match="written after it began"):
-        check_lasting(Case(world=2), "topk", 3, 3)
-
-
 @pytest.mark.parametrize(("every", "late"), [(1, 2), (4, 5), (4, -1)])
 def test_an_exchange_is_over_before_the_next_one_begins(every: int, late: int) -> None:
     with pytest.raises(ConfigError, match=f"overlap={late} with every={every}"):
@@ -161,21 +150,6 @@ def test_nothing_is_lost_in_any_step_of_a_period(
     scheme: str, case: Case, every: int, preview: float | None, flush_after: int
 ) -> None:
     check_period(case, scheme, every, preview, flush_after)
-
-
-def test_what_is_written_in_the_middle_of_a_period_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twin: a period whose steps between two exchanges are forgotten."""
-
-    def forget(self: StepPipeline) -> bool:
-        self.since = (self.since + 1) % self.settings.every
-        if self.since:
-            for local in self.local:
-                local.adopt(self.own, set(self.own))
-        return self.since == 0
-
-    monkeypatch.setattr(StepPipeline, "begins_exchange", forget)
-    with pytest.raises(AssertionError, match="steps lost"):
-        check_period(Case(world=2), "topk", 3, 1.0, 8)
 
 
 def test_a_dense_exchange_every_so_many_steps_is_the_mean_of_the_models() -> None:
@@ -237,26 +211,3 @@ def test_a_lossless_scheme_exchanges_steps_only_where_there_are_periods(every: i
 
     fitted = adapt(model, [optimizer], make("dense"), Steps(every=every), 0, 2)
     assert isinstance(fitted.pipeline, StepPipeline) is kind
-
-
-@pytest.mark.parametrize(("budget", "most"), [(Budget(0.03), 1.15), (None, 1.35)])
-def test_what_a_rank_receives_is_flat_in_its_peers_most_so_with_a_budget(
-    budget: Budget | None, most: float
-) -> None:
-    """Without one, all as signs, it goes as (P - 1) / P. A row is whole blocks, enough here for 32."""
-
-    def received(world: int) -> float:
-        scheme = Stripes(density=1.0)
-        ranks = Stepping(Case(world=world, n=240_001), scheme, Steps(small=0, every=30))
-        for pipeline in ranks.pipelines:
-            pipeline.budget = budget
-        total = 0.0
-        for _ in range(6):
-            ranks.exchange()
-            total += max(pipeline.stats.meter.received for pipeline in ranks.pipelines)
-        return total
-
-    grown = received(32) / received(4)
-    assert 0.85 < grown < most
-    if budget is None:  # twin
-        assert grown > 1.15

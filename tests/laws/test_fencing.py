@@ -79,24 +79,6 @@ def test_a_run_that_was_replaced_while_it_slept_harms_nothing(
     assert step_after_loading(folder) == (9 if after else 7), "four steps after what it had loaded"
 
 
-def test_with_one_name_for_all_manifests_it_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twin: as it was before there were terms."""
-    monkeypatch.setattr(fencing, "manifests", lambda folder: [token_in(folder)])
-    monkeypatch.setattr(fencing, "refuse_superseded", lambda *_: None)
-    monkeypatch.setattr(FencingToken, "manifest", MANIFEST)
-    replaced_while_it_sleeps(folder, Sleeper(monkeypatch, after=False))
-    with pytest.raises(RefusedError, match="No such file"):
-        step_after_loading(folder)
-
-
-def token_in(folder: Path) -> FencingToken:
-    lines = (folder / MANIFEST).read_text().splitlines()
-    term, number = (
-        int(line.split(":")[1].strip(" ,")) for line in lines if '"term"' in line or '"number"' in line
-    )
-    return FencingToken(term, number)
-
-
 def test_a_deposed_run_that_saves_again_is_refused_and_the_other_goes_on(folder: Path) -> None:
     with Crew(2, **SETTINGS) as old, Crew(2, **SETTINGS) as new:
         save(old.train(0, 1), folder)
@@ -238,19 +220,6 @@ def test_ranks_whose_shared_models_differ_by_a_bit_save_nothing(folder: Path) ->
         there = {path.name for path in folder.iterdir() if path.name.startswith("rank")}
         assert len(there) == 2, "and what was refused is removed"
     assert step_after_loading(folder) == 3
-
-
-def test_without_the_comparison_they_save_what_cannot_be_loaded(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Twin."""
-    monkeypatch.setattr(files.ranks_alike, "replicated", lambda replica: {"nothing": torch.zeros(1)})
-    with Crew(2, **SETTINGS) as crew:
-        load(crew, folder)
-        flipped(crew.train(3, 5))
-        save(crew, folder)
-        with pytest.raises(Exception, match="hold different shared models"):
-            load(crew, folder)
 
 
 # -- pairs ----------------------------------------------------------------------------------------------

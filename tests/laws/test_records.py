@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import subprocess
 from collections.abc import Iterator
@@ -13,11 +12,9 @@ from typing import Any
 
 import pytest
 
-from gradsieve.errors import Malformed
 from gradsieve.record_file import RecordFile
-from gradsieve_tools import records
 from gradsieve_tools.cli.main import main
-from gradsieve_tools.records import Header, Tail, numbered, read, text_of
+from gradsieve_tools.records import Header, numbered, read, text_of
 from gradsieve_tools.report.gathered import gather
 from gradsieve_tools.watch.follow import Folder
 from unit.recorded import HEADER, line_of, plain
@@ -61,14 +58,6 @@ def test_a_training_that_is_started_again_goes_on_in_its_record(path: Path) -> N
     assert at[-1] == pytest.approx(4.0 + 2.0), "with the time of the ten steps that were lost"
 
 
-def test_one_that_writes_its_file_anew_does_not(path: Path) -> None:
-    """Twin."""
-    write(path, 1, 1, 40)
-    path.write_text("")
-    write(path, 2, 31, 50)
-    assert losses(path) == dict.fromkeys(range(31, 51), 2.0)
-
-
 def test_a_training_that_is_begun_anew_is_shown_alone(path: Path) -> None:
     write(path, 1, 1, 40)
     write(path, 2, 1, 20)
@@ -99,32 +88,6 @@ def test_another_training_is_not_mixed_in(
     assert (number, aside.read_bytes()) == (1, before)
     assert f"it was moved to {aside.name}" in caplog.text
     assert str(next(iter(change))) in caplog.text
-
-
-def test_without_looking_at_the_header_it_is_mixed_and_noticed(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Twin."""
-    write(path, 1, 1, 10)
-    monkeypatch.setattr(RecordFile, "_oddities", lambda _: "")
-    write(path, 2, 11, 20, world=4)
-    with pytest.raises(Malformed, match=r"two trainings: world 4, not 3"):
-        read(path)
-
-
-def test_how_often_norms_are_taken_may_change(path: Path) -> None:
-    write(path, 1, 1, 10)
-    write(path, 2, 11, 20, every=7)
-    assert len(losses(path)) == 20
-    assert read(path).header.every == 7
-
-
-def test_what_is_no_record_is_moved_aside_too(path: Path) -> None:
-    path.parent.mkdir()
-    path.write_text(text_of(HEADER)[:30])
-    write(path, 1, 1, 3)
-    assert len(losses(path)) == 3
-    assert path.with_name(path.name + ".1").read_text() == text_of(HEADER)[:30]
 
 
 # -- torn lines -------------------------------------------------------------------------------------------
@@ -160,15 +123,6 @@ def test_a_look_follows_lives(path: Path) -> None:
     folder.look()
     ((rank,),) = folder.trainings()
     assert ([line.step for line in rank.lines], rank.header.world) == ([1, 2], 4)
-
-
-def test_a_tail_notices_a_longer_file_in_the_place_of_another(path: Path) -> None:
-    """Its size alone would not tell."""
-    write(path, 1, 1, 2)
-    tail = Tail(path)
-    assert len(tail.more()) == 2
-    write(path, 2, 1, 9, world=4)
-    assert [line.step for line in tail.more()] == list(range(1, 10))
 
 
 # -- full disks -------------------------------------------------------------------------------------------
@@ -231,39 +185,3 @@ def test_a_full_disk_is_told_once_and_recording_goes_on_when_there_is_room(
         assert "60" in shown
         assert main(["report", str(path), "-o", str(tmp_path / "page.html")]) == 0
         assert "was not finished" in (tmp_path / "page.html").read_text()
-
-
-def test_a_buffer_would_give_up_the_record_or_the_training(tmp_path: Path) -> None:
-    """Twin: as it was written before."""
-    with small_disk(tmp_path / "disk", "64k") as disk:
-        path = disk / "run.rank0.jsonl"
-        raw = path.open("w", buffering=1)
-        raw.write(text_of(HEADER))
-        fill(disk / "film")
-        texts = (text_of(line_of(step)) for step in range(1, 41))
-        with pytest.raises(OSError, match="No space left"):
-            raw.writelines(texts)
-        with pytest.raises(OSError, match="No space left"):
-            raw.close()
-
-
-def test_a_disk_that_is_full_from_the_beginning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with small_disk(tmp_path / "disk", "64k") as disk, caplog.at_level(logging.WARNING, "gradsieve"):
-        fill(disk / "film")
-        path = disk / "new" / "run.rank0.jsonl"
-        file = RecordFile(path, plain(header_of(1)))
-        file.write(plain(line_of(1)))
-        (disk / "film").unlink()
-        file.write(plain(line_of(2)))
-        file.close()
-        assert list(losses(path)) == [2]
-    assert len(caplog.messages) == 1
-
-
-def test_a_piece_that_is_removed_while_it_is_read_is_left_out(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(path, 1, 1, 5)
-    gone = path.with_name(path.name + ".1")
-    monkeypatch.setattr(records, "pieces", lambda _: [gone, path])
-    assert len(losses(path)) == 5

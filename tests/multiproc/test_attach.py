@@ -233,33 +233,6 @@ def test_every_metric_of_the_reference_is_there(two: Ranks) -> None:
     assert found == documented_metrics()
 
 
-def train_normal(rank: int, scheme: str) -> list[float]:
-    """Densities of the last steps, with gradients from a normal distribution."""
-    plan = Plan(scheme, density=0.02, shapes=((128, 160), (128, 96)))
-    run, source = Run(rank, plan), torch.Generator().manual_seed(rank)
-    densities = []
-    for _ in range(40):
-        run.step([torch.randn(shape, generator=source) for shape in plan.shapes])
-        densities.append(run.sync.metrics()["density"])
-    return densities[-10:]
-
-
-@pytest.mark.parametrize("scheme", ["micro", "exdyna"])
-def test_density_comes_near_its_target(two: Ranks, scheme: str) -> None:
-    for densities in two.run(train_normal, scheme):
-        assert 0.015 < sum(densities) / len(densities) < 0.025
-
-
-def test_density_of_topk_is_between_k_and_k_for_each_rank(two: Ranks) -> None:
-    for densities in two.run(train_normal, "topk"):
-        assert all(0.0199 < density <= 0.04 for density in densities)
-
-
-def test_metrics_before_the_first_step(two: Ranks) -> None:
-    for metrics in two.run(train_and_measure, Plan(steps=0)):
-        assert metrics["step"] == metrics["bytes_sent"] == metrics["density"] == 0
-
-
 # -- the end ------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from multiprocessing.util import Finalize
 
 import pytest
 import torch
@@ -25,19 +24,6 @@ def _sum_of_ranks(rank: int) -> int:
 def test_ranks_are_processes_in_one_group(four: Ranks) -> None:
     assert four.run(_sum_of_ranks) == [6, 6, 6, 6]
     assert len({os.getpid(), *four.pids()}) == 5
-
-
-def _is_forked_with_all_loaded(rank: int) -> bool:
-    return "multiproc.loaded" in sys.modules
-
-
-def test_what_takes_long_to_load_is_there_from_the_start(two: Ranks) -> None:
-    assert two.run(_is_forked_with_all_loaded) == [True, True], "a fork server is silent about what it misses"
-
-
-def test_processes_outlive_a_call_and_groups_do_not(two: Ranks) -> None:
-    before = [two.run(_sum_of_ranks), two.pids()]
-    assert [two.run(_sum_of_ranks), two.pids()] == before
 
 
 def _fails_on(rank: int, bad: int) -> None:
@@ -61,16 +47,6 @@ def _dies_on(rank: int, bad: int, number: int) -> None:
 def test_a_death_by_signal_of_any_rank_fails_the_call(two: Ranks, bad: int) -> None:
     with pytest.raises(RankFailure, match=f"rank {bad} ended with code -9"):
         two.run(_dies_on, bad, signal.SIGKILL)
-
-
-def _leaves_with_code_zero(rank: int) -> None:
-    if rank == 1:
-        os._exit(0)
-
-
-def test_an_exit_in_the_middle_fails_the_call_even_with_code_zero(two: Ranks) -> None:
-    with pytest.raises(RankFailure, match="rank 1 ended with code 0"):
-        two.run(_leaves_with_code_zero)
 
 
 def _sleeps_on_one(rank: int) -> None:
@@ -99,15 +75,3 @@ def test_a_child_left_behind_is_seen_at_the_end() -> None:
             ranks.close()
     finally:
         os.kill(child, signal.SIGKILL)
-
-
-def _exits_badly_later(rank: int) -> None:
-    if rank == 0:
-        Finalize(None, os._exit, args=(3,), exitpriority=1)
-
-
-def test_a_bad_exit_code_is_seen_at_the_end() -> None:
-    ranks = Ranks(2)
-    ranks.run(_exits_badly_later)
-    with pytest.raises(RankFailure, match=r"\{0: 3, 1: 0\}"):
-        ranks.close()

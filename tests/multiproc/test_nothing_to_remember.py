@@ -170,32 +170,6 @@ def test_every_way_to_take_a_model_gives_the_shared_one(two: Ranks) -> None:
         assert all(found.values()), found
 
 
-def in_the_middle(rank: int, how: str) -> bool:
-    """Evaluated and saved between forward and backward, and between backward and step: the gradient and the
-    own model are what they would have been."""
-    ends = []
-    for looks in (False, True):
-        run = Training(rank)
-        for step in range(4):
-            run.optimizer.zero_grad()
-            loss = run.loss(step)
-            if looks and how == "before backward":
-                run.evaluate(run.model)
-                run.model.state_dict()
-            loss.backward()
-            if looks and how == "after backward":
-                run.evaluate(run.ddp)
-                run.model.state_dict()
-            run.optimizer.step()
-        ends.append(run.own)
-    return same_bits(*ends)
-
-
-@pytest.mark.parametrize("how", ["before backward", "after backward"])
-def test_a_look_in_the_middle_of_a_step_changes_nothing(two: Ranks, how: str) -> None:
-    assert two.run(in_the_middle, how) == [True, True]
-
-
 def plain_model(values: list[Tensor]) -> nn.Module:
     model = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, 8))
     for parameter, value in zip(model.parameters(), values, strict=True):

@@ -1,4 +1,4 @@
-"""What released code chose, as recorded by `scripts/record_released.py`, and what our `-paper` schemes choose."""
+"""What released code chose (by `scripts/record_released.py`), and what our `-paper` schemes choose."""
 
 from __future__ import annotations
 

@@ -111,17 +111,9 @@ def test_only_one_file_uses_private_names_of_torch() -> None:
     "breach",
     [
         "from torch._C._distributed_c10d import TCPStore",
-        "from torch._compile import _disable_dynamo",
-        "import torch._dynamo",
-        "def f():\n    import torch._dynamo as dynamo",
         "torch._foreach_norm(layers)",
-        "import torch.distributed as dist\ndist.distributed_c10d._get_default_store()",
-        "from torch import nn\nnn.modules.module._global_forward_hooks",
-        "context.set_forkserver_preload(['torch._dynamo'])",
-        "def f(ddp):\n    return ddp._comm_hooks",
         "def f(module):\n    return module._get_fsdp_state()._fsdp_param_groups",
         "getattr(parameter, '_post_accumulate_grad_hooks', None)",
-        "setattr(group, '_all_reduce_hook', None)",
     ],
 )
 def test_any_way_to_a_private_name_of_torch_is_seen(room: Path, breach: str) -> None:
@@ -131,35 +123,16 @@ def test_any_way_to_a_private_name_of_torch_is_seen(room: Path, breach: str) -> 
     assert all(each.startswith("feedback/__init__.py") for each in found)
 
 
-def test_private_names_of_our_own_are_no_breach(room: Path) -> None:
-    harmless = "class A:\n    def f(self):\n        return self._x, super()._y, A._z, self.__class__.__name__"
-    plant(
-        room,
-        "feedback/__init__.py",
-        f"{harmless}\nos._exit(1)\n'see torch._dynamo.config'\ntorch.__version__",
-    )
-    assert rules.private_to_torch(room, ("torch_names.py",)) == []
-
-
 def test_only_one_file_uses_simgrid() -> None:
     assert rules.users_of(PACKAGE, "simgrid") == []
     assert rules.users_of(LAB, "simgrid", ("simulate/simgrid_process.py",)) == []
     assert rules.users_of(LAB, "simgrid") != [], "the rule looks for something that is there"
 
 
-def test_another_user_of_simgrid_is_seen(room: Path) -> None:
-    plant(room, "types.py", "def f():\n    import simgrid")
-    assert rules.users_of(room, "simgrid", ("simulate/simgrid_process.py",))
-
-
 @pytest.mark.parametrize(
     "breach",
     [
-        "import torch.distributed",
-        "import torch.distributed as dist",
         "from torch import distributed",
-        "from torch.distributed import all_reduce",
-        "def f():\n    import torch.distributed.nn",
         "import torch\nworld = torch.distributed.get_world_size",
     ],
 )
@@ -179,16 +152,9 @@ def test_nothing_in_the_packages_runs_what_it_is_told(package: Path) -> None:
     "breach",
     [
         "import pickle",
-        "from pickle import loads",
-        "import cloudpickle as harmless",
         "torch.load('checkpoint')",
-        "from torch import load",
         "eval('1')",
-        "exec('1')",
-        "import os\nos.system('true')",
-        "from os import system",
         "import subprocess\nsubprocess.run('true', shell=True)",
-        "import subprocess\nsubprocess.run('true', shell=bool(1))",
         "import numpy\nnumpy.load('x', allow_pickle=True)",
     ],
 )
@@ -196,13 +162,6 @@ def test_every_way_to_run_what_it_is_told_is_seen(room: Path, breach: str) -> No
     plant(room, "feedback/__init__.py", breach)
     assert len(rules.dangerous(room)) == 1
     assert rules.dangerous(room)[0].startswith("feedback/__init__.py")
-
-
-def test_harmless_namesakes_are_not_taken_for_it(room: Path) -> None:
-    plant(
-        room, "types.py", "model.eval()\nsubprocess.run(['ls'], shell=False)\nstream.load(1)\nre.compile('a')"
-    )
-    assert rules.dangerous(room) == []
 
 
 @BOTH
@@ -214,22 +173,9 @@ def test_every_tensor_is_made_in_a_named_type_on_a_named_device(package: Path) -
     "breach",
     [
         "torch.empty(3)",
-        "torch.empty(3, dtype=torch.float32)",
-        "torch.zeros(3, device='cpu')",
-        "torch.tensor([1], dtype=None, device=None)",
-        "torch.full((3,), 1, **options)",
-        "torch.fft.fftfreq(3)",
-        "torch.Tensor([1.0])",
         "torch.FloatTensor(3)",
-        "torch.cuda.LongTensor(3)",
-        "Tensor(3)",
         "from torch import empty\nempty(3)",
-        "from torch import rand as draw\ndraw(3, device='cpu')",
-        "import torch as t\nt.ones(3)",
-        "from torch import fft\nfft.rfftfreq(3)",
         "make = torch.arange",
-        "field(default_factory=torch.tensor)",
-        "def f():\n    return [torch.randn(each) for each in 'ab']",
     ],
 )
 def test_every_tensor_that_is_left_to_defaults_is_seen(room: Path, breach: str) -> None:
@@ -237,26 +183,6 @@ def test_every_tensor_that_is_left_to_defaults_is_seen(room: Path, breach: str) 
     found = rules.left_to_default(room)
     assert len(found) == 1
     assert found[0].startswith("types.py")
-
-
-def test_what_names_both_or_takes_both_from_a_tensor_is_not_taken_for_it(room: Path) -> None:
-    harmless = [
-        "torch.empty(3, dtype=torch.float32, device='cpu')",
-        "torch.zeros(3, device=x.device, dtype=x.dtype)",
-        "torch.empty_like(x)",
-        "x.new_empty(3)",
-        "torch.cat([x])",
-        "torch.from_numpy(places)",
-        "torch.frombuffer(content, dtype=torch.uint8)",
-        "numpy.empty(3)",
-        "numpy.arange(3)",
-        "range(3)",
-        "plane.full(3)",
-        "empty = 3",
-        "def f(x: Tensor) -> torch.Tensor:\n    return isinstance(x, torch.Tensor)",
-    ]
-    plant(room, "types.py", "\n".join(harmless))
-    assert rules.left_to_default(room) == []
 
 
 def test_the_rule_knows_every_factory_that_torch_puts_on_the_default_device() -> None:
@@ -269,11 +195,9 @@ def test_no_numpy_on_the_way_of_the_data(part: str) -> None:
     assert rules.users_of(PACKAGE / part, "numpy", NO_NUMPY[part]) == []
 
 
-@pytest.mark.parametrize("part", NO_NUMPY)
-@pytest.mark.parametrize("breach", ["import numpy as np", "from numpy import array", "import numpy.random"])
-def test_numpy_on_the_way_of_the_data_is_seen(room: Path, part: str, breach: str) -> None:
-    plant(room, f"{part}/__init__.py", breach)
-    assert rules.users_of(room / part, "numpy", NO_NUMPY[part])
+def test_numpy_on_the_way_of_the_data_is_seen(room: Path) -> None:
+    plant(room, "wire/__init__.py", "from numpy import array")
+    assert rules.users_of(room / "wire", "numpy", NO_NUMPY["wire"])
 
 
 def test_exported_names_are_sorted_and_exactly_those_visible() -> None:
@@ -394,16 +318,6 @@ def test_imports_go_down_only() -> None:
     ("file", "breach", "named"),
     [
         ("types.py", "import gradsieve.schemes.baselines.topk", "types -> gradsieve.schemes.baselines.topk"),
-        (
-            "kernels/blocks.py",
-            "from gradsieve.schemes import base",
-            "kernels.blocks -> gradsieve.schemes.base",
-        ),
-        (
-            "schemes/baselines/topk.py",
-            "def f():\n    import gradsieve.comm.engine",
-            "topk -> gradsieve.comm.engine",
-        ),
         ("comm/ops.py", "import gradsieve_tools.emulation", "comm.ops -> gradsieve_tools.emulation"),
     ],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,7 @@ import gradsieve
 from gradsieve import recording as module
 from gradsieve.errors import ConfigError, Malformed
 from gradsieve.metrics import look
-from gradsieve.recording import Recorder, spec_of
-from gradsieve.schemes.exdyna import ExDyna
-from gradsieve.testing.ranks import VirtualRanks
+from gradsieve.recording import Recorder
 from gradsieve_tools.bench import overhead
 from gradsieve_tools.bench.accuracy import measure as accuracy
 from gradsieve_tools.bench.common import virtual
@@ -151,32 +148,7 @@ def test_a_checkpoint_that_is_loaded_on_the_way_begins_another_life(tmp_path: Pa
     assert recorder.path.read_text().count("gradsieve_record") == 2
 
 
-@pytest.mark.parametrize("text", ["exdyna", "exdyna:balance=false", "spardl:teams=2+residuals=local"])
-def test_a_scheme_is_named_as_benches_take_it(text: str) -> None:
-    assert spec_of(parse(text, 0.01)) == text
-
-
 # -- f(t) -------------------------------------------------------------------------------------------------
-
-
-def test_unbalanced_partitions_show_in_f_where_rows_that_were_cut_hid_them() -> None:
-    """The twin is in the same breath: the rows themselves, which is what was counted before."""
-
-    def slope(step: int, rank: int, bucket: int) -> torch.Tensor:
-        source = torch.Generator().manual_seed(97 * step + rank)
-        return torch.randn(20_000, generator=source) * torch.exp(-3 * torch.linspace(0, 1, 20_000))
-
-    found = {}
-    for balance in (True, False):
-        fleet = VirtualRanks(ExDyna(density=0.05, balance=balance), [20_000], 4)
-        states = [round_.outcomes[0].state for round_ in fleet.advance(slope, 40)][20:]
-        reports = [fleet.scheme.report(state) for state in states]
-        rows = statistics.fmean(state.longest * 4 / state.sent for state in states)
-        found[balance] = (statistics.fmean(report["imbalance"] for report in reports), rows)
-    (f_with, _), (f_without, rows_without) = found[True], found[False]
-    assert f_with < 1.2
-    assert f_without > 1.5
-    assert rows_without < 0.8 * f_without, (rows_without, f_without)
 
 
 # -- what is read -----------------------------------------------------------------------------------------
