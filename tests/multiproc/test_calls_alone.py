@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from gradsieve import GradsieveError
-from gradsieve.comm import calls
+from gradsieve.comm import failures
 from multiproc.harness import Ranks
 from multiproc.outside import Lines
 from multiproc.test_nothing_to_remember import Training
@@ -146,5 +146,5 @@ def test_who_is_waited_for_is_named_with_its_place_on_all_ranks(
 
 
 def test_twin_a_rank_that_comes_in_time_is_not_named(two: Ranks, tmp_path: Path) -> None:
-    assert calls.LONG == 1.0
+    assert failures.LONG_CALL_SECONDS == 1.0
     assert two.run(behind_a_barrier, "flush()", tmp_path, 0.5) == [[], []]

@@ -32,11 +32,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store
 
 from gradsieve import torch_names
 from gradsieve.comm import sockets
-from gradsieve.comm.failures import HURRY_SECONDS, PATIENCE_SECONDS, Progress, Watch
+from gradsieve.comm.failures import ANSWER_SECONDS, ANSWER_SECONDS_LATE, Watch
+from gradsieve.comm.notes import Progress
 from gradsieve.comm.ops import (
     FEW,
     IN_FLIGHT,
@@ -80,10 +80,10 @@ class Engine:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._queueing = threading.Lock()
         self._is_closed = False
-        self._watch = self._begin_watch(users)
+        self._watch = self._start_watch(users)
         # Our own group: DDP's buffer broadcasts on the user's group must not come between our collectives.
-        # A part of the world must make its group alone; torch then names it after its ranks, so that a
-        # second one would find the first one's addresses: such a group is kept to the end.
+        # A part of the world must make its group alone. Torch names that after its ranks, and a second one
+        # would find the first one's addresses: such a group is kept to the end.
         self._is_whole_world = len(ranks) == dist.get_world_size()
         self._make_group(users, ranks)
         threads = torch.get_num_threads()  # OpenMP keeps this per thread
@@ -91,11 +91,12 @@ class Engine:
         self._thread.start()
         atexit.register(self.close)  # a thread that outlives the interpreter can abort the process
 
-    def _begin_watch(self, users: dist.ProcessGroup) -> Watch:
+    def _start_watch(self, users: dist.ProcessGroup) -> Watch:
         count = _engines[users] = _engines.get(users, 0) + 1
         prefix = f"gradsieve/{users.group_name}/{count}"
         store = torch_names.connected_once_more(torch_names.default_store())
-        self._store_port = _port(store)
+        server = torch_names.server_of(store)
+        self._store_port = 0 if server is None else server.port
         hosts_store = sockets.listens_on(self._store_port)
         return Watch(store, prefix, self.rank, self.world, self._progress, self._end_connections, hosts_store)
 
@@ -114,7 +115,7 @@ class Engine:
         else:
             now = sockets.connected(self._store_port)
             opened = {fd: inode for fd, inode in now.items() if before.get(fd) != inode}
-            # Another number: gloo connects otherwise than it is known to, or somebody else did meanwhile.
+            # Any other number: gloo connects otherwise, or other code of this process did meanwhile.
             self._sockets = opened if len(opened) == self.world - 1 else {}
             self._watch.learn_host()
             return
@@ -123,8 +124,8 @@ class Engine:
         raise failure
 
     def agree_on_secret(self, device: torch.device) -> None:
-        """Under which the watch's keys are from now on: whoever else reaches the store cannot guess them, and
-        nor does a group before or after this one, where a store outlives it."""
+        """Keep the watch's keys under a secret from now on: no stranger who reaches the store can guess them,
+        nor another group that uses the same store later."""
         secret = self.run(_secret(device), "the secret of the watch", device)
         server = torch_names.server_of(torch_names.default_store())
         connect = None if server is None else partial(torch_names.connected_to, server)
@@ -135,7 +136,7 @@ class Engine:
         return self.call(lambda: self._drive(program, what), device)
 
     def call(self, function: Callable[[], Result], device: torch.device) -> Future[Result]:
-        """Queue a function behind the programs already there. Ctrl-C interrupts only who waits for it."""
+        """Queue a function behind the programs already there. Ctrl-C interrupts only a wait for it."""
         future: Future[Result] = Future()
         ready = None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
 
@@ -143,7 +144,7 @@ class Engine:
             try:
                 with self._own_stream(device, ready):
                     result = function()
-            except BaseException as error:  # whatever it is belongs to the caller
+            except BaseException as error:  # it belongs to the caller
                 if _is_of_this_rank(error):
                     self._watch.give_up(f"{type(error).__name__}: {error}")
                 future.set_exception(error)
@@ -165,13 +166,12 @@ class Engine:
 
     @contextlib.contextmanager
     def _own_stream(self, device: torch.device, ready: torch.Event | None) -> Iterator[None]:
-        """The engine's, behind what the caller's stream had queued; whoever gets the result, or the error,
-        finds it done."""
+        """Work on the engine's stream, behind what the caller's had queued, until all of it is done."""
         if ready is None:
             yield
             return
         if device not in self._streams:
-            torch.accelerator.set_device_index(device)  # of this thread: it would begin with the first one
+            torch.accelerator.set_device_index(device)  # a thread begins with the first one
             self._streams[device] = torch.Stream(device)
         stream = self._streams[device]
         stream.wait_event(ready)
@@ -187,7 +187,7 @@ class Engine:
 
     @contextlib.contextmanager
     def called(self, call: str, step: int, meets: bool = False) -> Iterator[None]:
-        """Within it the user's call waits for all ranks: those that it waits for in vain are named."""
+        """Name the ranks that a user's call waits for in vain inside of this context."""
         self._watch.calls.begin(call, step, meets)
         try:
             yield
@@ -195,8 +195,8 @@ class Engine:
             self._watch.calls.end()
 
     def meet(self, call: str, step: int) -> None:
-        """Return when all ranks make this call; raise on all of them where one has gone on instead. By the
-        store: a collective cannot reach a rank that is in another one."""
+        """Return when all ranks make this call; raise on all of them if one has gone on instead. They meet in
+        the store: a collective cannot reach a rank that is in another one."""
         if self._is_closed:
             raise self._closed()
         if self.world == 1:
@@ -209,7 +209,7 @@ class Engine:
                 seconds = time.monotonic() - began
                 if watch.verdict is not None:
                     raise watch.verdict.error(self.rank, f"{what} failed after {seconds:.1f} s")
-                if seconds > self._timeout.total_seconds() or sockets.gone(self._sockets):
+                if seconds > self._timeout.total_seconds() or sockets.lost(self._sockets):
                     raise self._failure(what, "", seconds)
 
     def close(self) -> None:
@@ -228,9 +228,9 @@ class Engine:
 
     def _drop_group(self) -> None:
         if self._group is not None and dist.is_initialized():
-            with contextlib.suppress(ValueError):  # the world it belonged to is gone
+            with contextlib.suppress(ValueError):  # its world has ended
                 dist.destroy_process_group(self._group)
-        self._group = None  # and its sockets
+        self._group = None  # closes its sockets
 
     def _work(self, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -251,22 +251,23 @@ class Engine:
         try:
             reply = self.perform(op)
         except _BackendError as error:
-            said = str(error)  # no more of it: its frames would keep the group and its sockets
+            message = str(error)  # the error's frames would keep the group and its sockets
         else:
             progress.waits = False
             return reply
-        raise self._failure(f"{describe(op)} for {what}", said, time.monotonic() - began)
+        raise self._failure(f"{describe(op)} for {what}", message, time.monotonic() - began)
 
-    def _failure(self, what: str, said: str, seconds: float) -> PeerError | MismatchError:
-        """`what` failed after so long. Where that is as long as the deadline, there is no time to lose, and
-        survivors have closed connections to each other; before, only those to the dead are closed."""
-        sudden = seconds < self._timeout.total_seconds() - 2.0
-        gone = sockets.gone(self._sockets) if sudden else 0
-        verdict = self._watch.ask(PATIENCE_SECONDS if sudden else HURRY_SECONDS, gone)
-        return verdict.error(self.rank, f"{what} failed after {seconds:.1f} s", said)
+    def _failure(self, what: str, by_backend: str, seconds: float) -> PeerError | MismatchError:
+        """Return the error for `what`, which failed after so long. After less than the deadline, only
+        connections to dead ranks are closed; at the deadline survivors have closed theirs to each other."""
+        if seconds < self._timeout.total_seconds() - 2.0:
+            verdict = self._watch.ask(ANSWER_SECONDS, sockets.lost(self._sockets))
+        else:
+            verdict = self._watch.ask(ANSWER_SECONDS_LATE)
+        return verdict.error(self.rank, f"{what} failed after {seconds:.1f} s", by_backend)
 
     def _end_connections(self) -> None:
-        """So that no wait of this rank or for it goes on. Without its connections, as soon as its own wait is
+        """End all waits of this rank and for it. Without known connections that happens when its own wait is
         over: then the others fail one after the other, a few ms each."""
         if self._sockets:
             sockets.shut(self._sockets)
@@ -297,7 +298,7 @@ class Engine:
         return self.by_backend(op)
 
     def by_backend(self, op: Op) -> Tensor:
-        """By one collective of the group's, or by its messages."""
+        """Carry the op by one collective of the group's, or by its messages."""
         tensor, group = op.tensor.contiguous(), self._group
         match op:
             case AllGather():
@@ -321,9 +322,8 @@ class Engine:
                 return self._exchange(tensor, op)
 
     def _all_to_all(self, tensor: Tensor, op: AllToAll) -> Tensor:
-        """In round s to rank r + s and from rank r - s, so that no rank is everybody's target at once; a few
-        rounds are pending together. Even ones are the backend's: gloo has all messages pending at once,
-        in the same order, without Python between them."""
+        """Send to rank r + s and receive from rank r - s in round s: no rank is the target of all at once. A
+        few rounds are pending together. If all counts are the same, the backend does this in one call."""
         out = _empty((sum(op.receive_counts), *tensor.shape[1:]), tensor)
         if op.even and self.world > 1 and tensor.numel():
             _collective(dist.all_to_all_single, out, tensor, group=self._group)
@@ -356,27 +356,27 @@ class Engine:
 
 
 def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """This rank's number in it, and how many there are."""
+    """Return this rank's number in the group, and its number of ranks."""
     return dist.get_rank(group), dist.get_world_size(group)
 
 
 def _secret(device: torch.device) -> Program[str]:
-    """Of all ranks': it is known when all have come so far."""
+    """Hash bytes of all ranks: the secret is known when all ranks have come to this point."""
     mine = torch.tensor(list(secrets.token_bytes(16)), dtype=torch.uint8, device=device)
     everyone = yield AllGather(mine)
     return hashlib.sha256(bytes(everyone.flatten().tolist())).hexdigest()[:32]
 
 
 def _is_of_this_rank(error: BaseException) -> bool:
-    """Whether it may have occurred on this rank alone, so that the others would wait in vain. Errors of ours
-    are raised on all ranks alike, but for a message that is malformed; after a refusal all go on."""
+    """Say whether an error may have occurred on this rank alone, and the others would wait in vain. Errors of
+    ours are raised on all ranks alike, except for malformed messages; after a refusal all ranks go on."""
     if isinstance(error, GradsieveError):
         return isinstance(error, Malformed) and not isinstance(error, RefusedError)
     return isinstance(error, Exception)
 
 
 def _collective(call: Callable[..., object], *args: object, **kwargs: object) -> None:
-    """What a collective raises is the backend's, but for memory that this rank lacks."""
+    """Attribute what a collective raises to the backend, except for a lack of memory."""
     try:
         call(*args, **kwargs)
     except torch.OutOfMemoryError:
@@ -404,7 +404,7 @@ def _move(moves: list[dist.P2POp]) -> None:
 
 
 def _backend(group: dist.ProcessGroup) -> str:
-    """What the user's group carries the host's tensors by; gloo where it carries none."""
+    """Return the backend of the user's group for tensors of the host; gloo if it has none."""
     listed = dict(entry.split(":") for entry in str(dist.get_backend_config(group)).split(","))
     return listed.get("cpu", "gloo")
 
@@ -417,9 +417,3 @@ def _timeout(group: dist.ProcessGroup) -> timedelta:
             "give init_process_group() a positive one"
         )
     return timeout
-
-
-def _port(store: Store) -> int:
-    """On which the store is served, 0 if it is not."""
-    server = torch_names.server_of(store)
-    return 0 if server is None else server.port

@@ -1,118 +1,56 @@
-"""Who failed: ranks find it out together, through the store of their rendezvous.
+"""Ranks find out together who failed, and who is missing in a call, through the store of their rendezvous.
 
 A collective's own error names no rank, or one that only failed as a consequence. So a thread of each rank
-looks now and then whether somebody asks; nothing of it is in the way of a step. The same thread reports calls
-for which a rank is missing (`calls.py`). Notes, under a prefix that the ranks agree on at attach:
+looks now and then whether there is news in the store; no step waits for it. After a failure all ranks answer,
+and one of them comes to a verdict. Calls that all ranks have to make (`flush()`, `save()`, `load()`,
+`verify()`) report in the same news: on one rank, while another waits in a barrier of the user's, they would
+be silence until the time-out. So a rank that has been in a call for a second says so; each rank that has not
+come answers with the line of the user's program that it is at, and both log it. This is no error: the other
+rank may be slow. `verify()` meets in the store alone, because ranks that disagree have no collective in
+common; a rank that goes on to its next exchange instead has missed it, and neither can go on. Notes:
 
-    asked       an op failed somewhere: who lives?
-    answer/r    rank r does: how many ops it has begun, whether it waits in one, and for what
-    answers     how many have answered
-    gave_up/r   rank r failed by itself, and how
-    left/r      rank r closed its engine, and after what
-    host        the rank whose process has the store, if there is one
-    leavers     how many have left; when the host has, `asked` says so: its process may end, and the store
-    leaders     the first to count here is the leader: it reads all answers, the only thing linear in P
-    verdict     what the leader found, for the others
-
-What is read was written by peers: lengths, types and ranges are checked.
+    news/n            "asked" (an op failed somewhere), "end" (the process with the store ends), or a `Call`
+    answer/r          `Progress` of rank r, which lives
+    answers           number of ranks that answered
+    gave up/r         why rank r failed by itself
+    left/r            rank r closed its engine after this
+    host              the rank whose process has the store, if there is one
+    leavers           number of ranks that left
+    leaders           the first rank to count here reads all answers: the only work that is linear in P
+    verdict           what the leader found, for the others
+    long/k/p          number of ranks long in a call of kind k after p programs: the first one is in the news
+    absent/p          number of ranks that answered that they are elsewhere
+    absent/p/first    the first of them, and where it is
+    met/p, all/p      number of ranks that have come to a call that meets, and that all of them have
 """
 
 from __future__ import annotations
 
-import json
 import logging
+import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
-from gradsieve.comm.calls import Call, Calls
-from gradsieve.comm.store import TEXT, Connect, Notes, Store, parsed
-from gradsieve.errors import MismatchError, PeerError, list_ranks, printable
+from gradsieve.comm.notes import WORDS, Call, Connect, Notes, Progress, Verdict, parsed
 
 _log = logging.getLogger("gradsieve")
 
 POLL_SECONDS = 0.2  # between two looks: five requests a second and rank, 5,000 for the store of 1,024 ranks
-HURRY_SECONDS = 0.7  # for answers, after a wait that was as long as its deadline: three looks
-PATIENCE_SECONDS = 1.5  # for answers, after a sudden end: the machine may be busy, and there is time
+FAST_POLL_SECONDS = 0.02  # the same while ranks usually come to a call that meets
+MEETING_SECONDS = 0.3  # for which a call that meets polls fast
+LONG_CALL_SECONDS = 1.0  # in a call from which on it is worth a line in the log
+ANSWER_SECONDS_LATE = 0.7  # for answers, after a wait that was as long as its deadline: three looks
+ANSWER_SECONDS = 1.5  # for answers, after a sudden end: the machine may be busy, and there is time
 RECONNECT_SECONDS = 0.8  # for one attempt to reach a store that is gone: `close` waits for it
 LONGEST_PAUSE = 10.0  # seconds between two of these; the first ones come sooner
-_HOST_LEFT = "end"
-_LONGEST = 65_536  # characters of a verdict
-
-
-@dataclass(slots=True)
-class Progress:
-    """How far a rank has come. Its engine writes, its watch reads."""
-
-    ops: int = 0  # begun so far: programs go in the same order everywhere, so that these can be compared
-    waits: bool = False  # in the last of them
-    what: str = "nothing"
-    begun: int = 0  # programs; not sent
-
-    def text(self) -> str:
-        return f"{self.ops} {int(self.waits)} {self.what}"[:TEXT]
-
-    @classmethod
-    def read(cls, content: bytes) -> Progress:
-        """A peer's; what makes no sense counts as an answer of a rank that is nowhere."""
-        ops, _, rest = printable(content[:TEXT]).partition(" ")
-        waits, _, what = rest.partition(" ")
-        return cls(int(ops) if ops.isascii() and ops.isdigit() and len(ops) < 20 else 0, waits == "1", what)
-
-
-_CAUSES = {
-    "silent": "{who} died, or is stopped: no answer any more",
-    "gave up": "{who} gave up: {what}",
-    "left": "{who} left after {what}: its sync was closed or its program has ended. Where the others have "
-    "more batches, give all ranks as many (drop_last=True)",
-    "late": "{who} lives, but has not come to this exchange in time; its last was {what}. It is slow, waits "
-    "for something else, or has no more batches: give all ranks as many (drop_last=True)",
-    "alone": "{who} called {what}: call it on every rank, or on none. Where all ranks do call it, some had "
-    "more batches than the others: give all ranks as many (drop_last=True)",
-    "none": "all ranks live and wait: what is between them is broken, or a rank issued another collective",
-    "store": "the store of the rendezvous does not answer, so that nobody can be asked: who has it "
-    "({who}) died, or is stopped",
-    "unknown": "a peer died, stalled beyond the group's time-out or issued another collective",
-}
-_USELESS = (
-    "Nothing of this step was kept, and the group is of no more use: start all ranks again, from the last "
-    "checkpoint (sync.load())"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Who is to blame, the same on all ranks that read it; `what` the first of them said, or last did."""
-
-    kind: str = "unknown"
-    ranks: tuple[int, ...] = ()
-    what: str = ""
-
-    def text(self) -> str:
-        return json.dumps([self.kind, list(self.ranks), self.what[:TEXT]])
-
-    @classmethod
-    def read(cls, content: bytes, world: int) -> Verdict:
-        match parsed(content, _LONGEST):
-            case [str(kind), [*ranks], str(what)] if kind in _CAUSES and all(
-                type(rank) is int and 0 <= rank < world for rank in ranks
-            ):
-                return cls(kind, tuple(ranks), printable(what.encode(errors="replace")[:TEXT]))
-        return cls()
-
-    def cause(self, rank: int) -> str:
-        """In words, for the error of `rank`."""
-        this_one = " (this one)" if rank in self.ranks else ""
-        who = f"{list_ranks(self.ranks)}{this_one}" if self.ranks else "none of these ranks"
-        return _CAUSES[self.kind].format(who=who, what=self.what or "nothing")
-
-    def error(self, rank: int, failed: str, said: str = "") -> PeerError | MismatchError:
-        """On `rank`, where something `failed`; `said` is the backend's own message."""
-        if self.kind == "alone":
-            return MismatchError(f"rank {rank}: {self.cause(rank)}. {_USELESS}")
-        by_backend = f"; the backend says: {said}" if said else ""
-        return PeerError(f"{self.cause(rank)}. On rank {rank} {failed}{by_backend}. {_USELESS}", self.ranks)
+_ASKED, _HOST_LEFT = "asked", "end"  # entries of the news
+_NOT_THE_USERS = frozenset({"torch", "gradsieve", *sys.stdlib_module_names})
+_PACKAGES = ("site-packages", "dist-packages")
 
 
 class Watch:
@@ -120,7 +58,7 @@ class Watch:
 
     def __init__(
         self,
-        store: Store,
+        store: Any,
         prefix: str,
         rank: int,
         world: int,
@@ -128,22 +66,19 @@ class Watch:
         fail: Callable[[], None],
         hosts_store: bool = False,
     ) -> None:
-        """`fail` is called, once, when there is a verdict."""
+        """Start the thread. It calls `fail` once, when there is a verdict."""
         self._notes, self.rank, self.world = Notes(store, prefix), rank, world
         self._progress, self._fail, self._hosts_store = progress, fail, hosts_store
-        self.calls = Calls(self._notes, rank, world, lambda: progress.begun)
+        self.calls = Calls(self._notes, rank, world, progress)
         self.host: tuple[int, ...] = ()  # the rank whose process has the store, if it is one of them
         if hosts_store:
             self._notes.put("host", str(rank))
-        self._gave_up: str | None = None
+        self._gave_up: Verdict | None = None
         self._seconds: float | None = None  # for answers, once this rank asks
         self._gone = 0
         self._closed = False
         self.verdict: Verdict | None = None
-        # Why nothing more may be issued here. A rank that gave up knows it before its thread tells anybody:
-        # its next op would be taken for the one in which the others wait.
-        self.refusal: Verdict | None = None
-        self.without_store: Verdict | None = None  # on whatever fails from now on, without asking
+        self.without_store: Verdict | None = None  # of any failure, while the store does not answer
         self._wake = threading.Event()
         self._reached = threading.Event()  # the store has answered since this rank asked
         self._decided = threading.Event()
@@ -151,39 +86,43 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="gradsieve-watch", daemon=True)
         self._thread.start()
 
+    @property
+    def refusal(self) -> Verdict | None:
+        """Return why no op may be issued here any more. A rank that gave up knows it before its thread has
+        reported it: its next op would be taken for the one in which the others wait."""
+        return self.verdict or self._gave_up
+
     def ask(self, seconds: float, gone: int = 0) -> Verdict:
-        """After a failure: who is to blame. So many ranks are known not to answer. Returns soon after the
-        time for answers also where the store gives none."""
+        """Find out who is to blame for a failure; `gone` ranks are known not to answer. Return soon after the
+        time for answers, also if the store gives none."""
         self._seconds, self._gone = seconds, gone
         self._wake.set()
         if self.without_store is None and not self._decided.wait(seconds + 0.2) and self._reached.is_set():
-            self._decided.wait(PATIENCE_SECONDS)
+            self._decided.wait(ANSWER_SECONDS)
         return self._decide(self.without_store or Verdict("store", self.host), publish=False)
 
     def learn_host(self) -> None:
-        """Once all ranks have had time to say it."""
-        if self._notes.has("host"):
-            number = self._notes.words("host")
-            if number.isascii() and number.isdigit() and len(number) < 8 and int(number) < self.world:
-                self.host = (int(number),)
+        """Read which rank has the store, once all ranks have had time to write it."""
+        host = parsed(self._notes.get("host")) if self._notes.has("host") else None
+        if type(host) is int and 0 <= host < self.world:
+            self.host = (host,)
 
     def move_to(self, connect: Connect | None, prefix: str) -> None:
-        """All ranks do: their notes are under this prefix from now on, which nobody else knows."""
+        """Use this prefix from now on, as all ranks do: no other process knows it."""
         self._notes.move_to(connect, prefix)
 
     def give_up(self, why: str) -> None:
-        """This rank cannot go on, for a reason of its own: the others need not wait for it."""
-        self._gave_up = why
-        self.refusal = Verdict("gave up", (self.rank,), why[:TEXT])
+        """Report that this rank cannot go on, for a reason of its own: the others need not wait for it."""
+        self._gave_up = Verdict("gave up", (self.rank,), why[:WORDS])
         self._seconds = 0.0
         self._wake.set()
 
     def look_now(self) -> None:
-        """A call has begun that waits for what is in the store."""
+        """Poll at once: a call has begun that waits for what is in the store."""
         self._wake.set()
 
     def close(self) -> None:
-        """Leave a note, and end."""
+        """Leave a note, and end the thread."""
         self._closed = True
         self._wake.set()
         # A store that goes while the thread connects to it holds that up three times as long as it was given.
@@ -196,7 +135,7 @@ class Watch:
             try:
                 self._attend()
                 return
-            except RuntimeError:  # the store is gone, which harms nobody who need not ask
+            except RuntimeError:  # the store is gone, which matters only to a rank that needs to ask
                 self.without_store = Verdict("store", self.host)
             if not self._closed and self._seconds is not None:
                 self._decide(self.without_store, publish=False)
@@ -204,14 +143,14 @@ class Watch:
                 return
 
     def _attend(self) -> None:
-        """Until this rank or another one fails, or leaves with the store."""
-        missed = self._listen()
-        if missed is not None:
-            words = f"{missed.words} while rank {self.rank} went on training ({self._progress.what})"
-            self._diagnose(Verdict("alone", (missed.rank,), words))
+        """Wait until this rank or another one fails, or leaves with the store, and act on it."""
+        heard = self._listen()
+        if isinstance(heard, Call):
+            words = f"{heard.words} while rank {self.rank} went on training ({self._progress.what})"
+            self._diagnose(Verdict("alone", (heard.rank,), words))
         elif self._closed and self._gave_up is None:
             self._leave()
-        elif not self._is_needed and self._notes.words("asked") == _HOST_LEFT:
+        elif heard == _HOST_LEFT:
             what = self._notes.words(f"left/{self.host[0]}") if self.host else ""
             self.without_store = Verdict("left", self.host, what)
         else:
@@ -219,26 +158,27 @@ class Watch:
 
     @property
     def _is_needed(self) -> bool:
-        """By this rank itself."""
+        """Say whether this rank itself needs the thread."""
         return self._closed or self._seconds is not None
 
-    def _listen(self) -> Call | None:
-        """Until somebody asks, here or elsewhere, or this rank has missed a call that another one is in."""
+    def _listen(self) -> Call | str:
+        """Poll until this rank fails or closes or another one asks or leaves; return a call of another rank
+        that this one has missed."""
         while True:
             self._wake.wait(self.calls.pause or POLL_SECONDS)
             self._wake.clear()
             if self._is_needed:
-                return None
+                return ""
             self.calls.look()
-            if self._notes.has_news():
-                if self._notes.has("asked"):
-                    return None
-                self.calls.answer()
+            for entry in self._notes.news():
+                if entry in (_ASKED.encode(), _HOST_LEFT.encode()):
+                    return entry.decode()
+                self.calls.answer(entry)
             if (missed := self.calls.missed()) is not None:
                 return missed
 
     def _reconnect(self) -> bool:
-        """Until the store answers again. False where this rank needs it before: it has to do without."""
+        """Try until the store answers again; False if this rank needs it before, and has to do without."""
         if not self._notes.can_reconnect:
             return False
         began, pause = time.monotonic(), 0.0
@@ -266,34 +206,33 @@ class Watch:
     def _leave(self) -> None:
         if self.verdict is not None or self.without_store is not None:
             return
-        self._notes.put(f"left/{self.rank}", self._progress.what)
+        self._notes.put(f"left/{self.rank}", self._progress.what[:WORDS])
         leavers = self._notes.add("leavers", 1)
         if not self._hosts_store:
             return
-        self._notes.put("asked", _HOST_LEFT)
-        self._notes.announce()
+        self._notes.announce(_HOST_LEFT)
         deadline = time.monotonic() + 1.5 * POLL_SECONDS  # by then all have looked
         while leavers < self.world and time.monotonic() < deadline:
             time.sleep(0.01)
             leavers = self._notes.add("leavers", 0)
 
     def _diagnose(self, found: Verdict | None = None) -> None:
-        """With the other ranks: answer, and come to a verdict or read it. This rank may have `found` one."""
+        """Answer, and come to a verdict or read it, as all ranks do. This rank may have `found` one."""
         notes = self._notes
         if self._gave_up is not None:
-            notes.put(f"gave_up/{self.rank}", self._gave_up)
+            notes.put(f"gave up/{self.rank}", self._gave_up.what)
         leads = notes.add("leaders", 1) == 1
-        notes.put("asked", str(self.rank))
-        if self._is_needed or found is not None:  # otherwise another rank has said so
-            notes.announce()
+        if self._is_needed or found is not None:  # otherwise another rank has asked
+            notes.announce(_ASKED)
         self._reached.set()
         notes.put(f"answer/{self.rank}", self._progress.text())
         notes.add("answers", 1)
         if leads:
-            self._decide(found or self._examine(HURRY_SECONDS if self._seconds is None else self._seconds))
+            seconds = ANSWER_SECONDS_LATE if self._seconds is None else self._seconds
+            self._decide(found or self._examine(seconds))
             return
         try:
-            notes.wait("verdict", PATIENCE_SECONDS + 0.3)
+            notes.wait("verdict", ANSWER_SECONDS + 0.3)
             verdict = Verdict.read(notes.get("verdict"), self.world)
         except RuntimeError:  # it was the leader that died
             self._decide(self._examine(0.0))
@@ -301,32 +240,180 @@ class Watch:
             self._decide(verdict, publish=False)
 
     def _examine(self, seconds: float) -> Verdict:
-        """Once a failure and group, by one rank: a few requests for each of the others."""
+        """Read all answers: once a failure and group, by one rank, a few requests for each of the others."""
         notes, expected = self._notes, self.world - self._gone
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and notes.add("answers", 0) < expected:
             time.sleep(0.02)
-        found: dict[str, list[int]] = {"gave_up": [], "answer": [], "left": [], "silent": []}
+        found: dict[str, list[int]] = {"gave up": [], "answer": [], "left": [], "silent": []}
         for rank in range(self.world):
-            given = (note for note in found if notes.has(f"{note}/{rank}"))
-            found[next(given, "silent")].append(rank)
-        for kind in ("gave_up", "silent", "left"):
+            present = (kind for kind in found if notes.has(f"{kind}/{rank}"))
+            found[next(present, "silent")].append(rank)
+        for kind in ("gave up", "silent", "left"):
             if ranks := found[kind]:
                 what = "" if kind == "silent" else notes.words(f"{kind}/{ranks[0]}")
-                return Verdict(kind.replace("_", " "), tuple(ranks), what)
+                return Verdict(kind, tuple(ranks), what)
         answers = {rank: Progress.read(notes.get(f"answer/{rank}")) for rank in found["answer"]}
         farthest = max(progress.ops for progress in answers.values())
         late = [r for r, progress in answers.items() if progress.ops < farthest and not progress.waits]
         return Verdict("late", tuple(late), answers[late[0]].what) if late else Verdict("none")
 
     def _decide(self, verdict: Verdict, publish: bool = True) -> Verdict:
-        """The first verdict holds."""
+        """Keep the first verdict, and return it."""
         with self._deciding:
             if self.verdict is not None:
                 return self.verdict
-            self.verdict = self.refusal = verdict
+            self.verdict = verdict
         self._decided.set()
         if publish:
-            self._notes.put("verdict", verdict.text(), _LONGEST)
+            self._notes.put("verdict", verdict.text())
         self._fail()
         return verdict
+
+
+@dataclass(slots=True)
+class _Current:
+    """The call that this rank is in."""
+
+    call: Call
+    since: float = field(default_factory=time.monotonic)
+    is_counted: bool = False
+    is_noted: bool = False
+    is_logged: bool = False
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.since
+
+
+class Calls:
+    """This rank's calls, and its answers to others. All but `begin` and `end` runs on the watch's thread."""
+
+    def __init__(self, notes: Notes, rank: int, world: int, progress: Progress) -> None:
+        self._notes, self.rank, self.world, self._progress = notes, rank, world, progress
+        self._current: _Current | None = None
+        self._met = -1  # place of the last call for which all ranks met
+        self._answered = -1  # place of the last call of others that this rank has answered
+        self._meeting: Call | None = None  # of another rank, which cannot end unless this one makes it, too
+
+    def begin(self, name: str, step: int, meets: bool) -> None:
+        """Note that this rank makes a call; with `meets` it is to wait for `has_met`."""
+        self._current = _Current(Call(self.rank, name, step, self._progress.begun, meets))
+
+    def end(self) -> None:
+        self._current = None
+
+    def has_met(self) -> bool:
+        current = self._current
+        return current is not None and self._met >= current.call.place
+
+    @property
+    def pause(self) -> float | None:
+        """Return the seconds until the next look, if that is sooner than usual."""
+        current = self._current
+        is_fresh = current is not None and current.call.meets and current.seconds < MEETING_SECONDS
+        return FAST_POLL_SECONDS if is_fresh and not self.has_met() else None
+
+    def look(self) -> None:
+        """Look after this rank's own call; a short one that does not meet costs no request."""
+        current, notes = self._current, self._notes
+        if current is None or self.has_met() or (current.call.meets and self._meet(current)):
+            return
+        call, first = current.call, f"absent/{current.call.place}/first"
+        if current.seconds < LONG_CALL_SECONDS:
+            return
+        if not current.is_noted:
+            current.is_noted = True
+            if notes.add(f"long/{int(call.meets)}/{call.place}", 1) == 1:
+                notes.announce(call.text())
+        elif not current.is_logged and notes.has(first):
+            current.is_logged = True
+            others = notes.add(f"absent/{call.place}", 0) - 1
+            more = f"; and for {others} other ranks" if others > 0 else ""
+            waited = f"{call.words} has waited {current.seconds:.1f} s for {notes.words(first)}{more}"
+            _log.warning("rank %d: %s. %s", self.rank, waited, call.remedy)
+
+    def _meet(self, current: _Current) -> bool:
+        """Say whether all ranks have come."""
+        place, notes = current.call.place, self._notes
+        if current.is_counted:
+            has_met = notes.has(f"all/{place}")
+        else:
+            current.is_counted = True
+            has_met = notes.add(f"met/{place}", 1) >= self.world
+            if has_met:
+                notes.put(f"all/{place}", "1")
+        if has_met:
+            self._met = place
+        return has_met
+
+    def answer(self, entry: bytes) -> None:
+        """Answer a rank that waits for this one in a call."""
+        call = Call.read(entry, self.world)
+        if call is None or call.rank == self.rank:
+            return
+        if call.meets:
+            self._meeting = call
+        if call.place <= self._answered or self._has_come_to(call):
+            return
+        self._answered = call.place
+        here = where_the_program_is()
+        if self._notes.add(f"absent/{call.place}", 1) == 1:
+            self._notes.put(f"absent/{call.place}/first", f"rank {self.rank}, which is {here}"[:WORDS])
+        waited = f"has waited {LONG_CALL_SECONDS:.1f} s in {call.words} for this rank, which is {here}"
+        _log.warning("rank %d: rank %d %s. %s", self.rank, call.rank, waited, call.remedy)
+
+    def _has_come_to(self, call: Call) -> bool:
+        """Say whether this rank makes the call, too, or is beyond it."""
+        current = self._current
+        return (
+            self._progress.begun > call.place
+            or self._met >= call.place
+            or (current is not None and current.call.place == call.place)
+            or is_program_in(call.name)
+        )
+
+    def missed(self) -> Call | None:
+        """Return a call in which another rank waits in vain, because this one has gone on to its next
+        exchange."""
+        call = self._meeting
+        if call is None or self._met >= call.place or self._progress.begun <= call.place:
+            return None
+        return call
+
+
+# -- where the user's program is --------------------------------------------------------------------------
+
+
+def where_the_program_is() -> str:
+    """Return `in barrier() at train.py:41`: torch's collective, if the program is in one, and the line of the
+    user's, or of a library's if no line is the user's."""
+    collective, found = "", ""
+    for frame in _frames():
+        module, code = _module(frame), frame.f_code
+        if module.partition(".")[0] not in _NOT_THE_USERS:
+            place = f"{collective}at {Path(code.co_filename).name}:{frame.f_lineno}"
+            if not any(name in code.co_filename for name in _PACKAGES):
+                return place
+            found = found or place
+        elif module.startswith("torch.distributed.") and code.co_name != "wrapper":  # torch's, around each
+            collective = collective or f"in {code.co_name}() "
+    return found or "at an unknown place"
+
+
+def is_program_in(call: str) -> bool:
+    """Say whether the main thread is inside of this call of ours, such as `flush()`."""
+    frames = (frame for frame in _frames() if frame.f_code.co_name == call.removesuffix("()"))
+    return any(_module(frame).startswith("gradsieve.") for frame in frames)
+
+
+def _frames() -> Iterator[FrameType]:
+    """Yield the main thread's frames, the innermost first."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))

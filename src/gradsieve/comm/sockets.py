@@ -2,7 +2,7 @@
 
 A rank that waits in a gloo collective for a rank that has failed as well would wait for its time-out: torch
 can neither interrupt the collective (`abort()` of a gloo group does nothing to it, torch 2.13) nor end the
-group before. Its connections can be ended, and the collective with them, at once, from another thread.
+group before. Its connections can be ended from another thread, and the collective ends with them.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ Sockets = dict[int, int]  # inodes by file descriptor
 
 
 def connected(except_on: int) -> Sockets:
-    """TCP connections of this process, but for those with this port at one of their ends; none on other
-    systems than Linux."""
+    """Return the TCP connections of this process, but for those with this port at one of their ends; none on
+    other systems than Linux."""
 
-    def is_one(one: socket.socket) -> bool:
+    def is_wanted(one: socket.socket) -> bool:
         if one.type != socket.SOCK_STREAM or one.family not in (socket.AF_INET, socket.AF_INET6):
             return False
         return except_on not in (one.getsockname()[1], one.getpeername()[1])
 
-    return {fd: inode for fd, inode in _every().items() if _ask(fd, is_one)}
+    return {fd: inode for fd, inode in _all().items() if _ask(fd, is_wanted)}
 
 
 def listens_on(port: int) -> bool:
-    """Whether this process does."""
+    """Say whether this process listens on the port."""
 
     def does(one: socket.socket) -> bool:
         is_listening = bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
         return is_listening and one.getsockname()[1:2] == (port,)
 
-    return any(_ask(fd, does) for fd in _every())
+    return any(_ask(fd, does) for fd in _all())
 
 
-def gone(sockets: Sockets) -> int:
-    """How many are no longer connections, because either end has closed them."""
+def lost(sockets: Sockets) -> int:
+    """Return how many are no longer connections, because either end has closed them."""
 
     def is_alive(one: socket.socket) -> bool:
         return one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
@@ -48,24 +48,21 @@ def gone(sockets: Sockets) -> int:
 
 
 def shut(sockets: Sockets) -> None:
-    """End those that are still the same; their descriptors stay their owner's, who sees them end."""
+    """End those that are still the same; descriptors stay their owner's, who sees the connections end."""
     for fd, inode in sockets.items():
         if _inode(fd) == inode:
             _ask(fd, lambda one: one.shutdown(socket.SHUT_RDWR))
 
 
-def _every() -> Sockets:
-    """Of this process."""
-    found = {}
+def _all() -> Sockets:
     with contextlib.suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
-            if inode := _inode(int(name)):
-                found[int(name)] = inode
-    return found
+        descriptors = map(int, os.listdir("/proc/self/fd"))
+        return {fd: inode for fd in descriptors if (inode := _inode(fd))}
+    return {}
 
 
 def _inode(fd: int) -> int:
-    """Of the socket; 0 where there is none."""
+    """Return the inode of a socket; 0 for other descriptors."""
     with contextlib.suppress(OSError):
         link = os.readlink(f"/proc/self/fd/{fd}")
         if link.startswith("socket:["):
@@ -74,7 +71,7 @@ def _inode(fd: int) -> int:
 
 
 def _ask(fd: int, question: Callable[[socket.socket], bool | None]) -> bool:
-    """On a descriptor of its own; False where there is no socket, or none that can answer."""
+    """Ask a copy of the descriptor; False if it is no socket, or one that cannot answer."""
     with contextlib.suppress(OSError):
         copy = os.dup(fd)
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from gradsieve.comm import calls
+from gradsieve.comm import failures
 
 HERE = Path(__file__).name
 
@@ -14,7 +14,7 @@ def seen_in(module: str, function: str, call: str = "flush()") -> tuple[str, boo
     """What another thread, as a watch is one, sees while the main one is in that function of that module."""
     found: list[tuple[str, bool]] = []
     thread = threading.Thread(
-        target=lambda: found.append((calls.where_the_program_is(), calls.is_program_in(call)))
+        target=lambda: found.append((failures.where_the_program_is(), failures.is_program_in(call)))
     )
     inside: dict[str, object] = {"__name__": module}
     exec(f"def {function}(thread):\n    thread.start()\n    thread.join()", inside)  # noqa: S102 - it stands for theirs

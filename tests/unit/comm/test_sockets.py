@@ -37,10 +37,10 @@ def test_connections_are_found_but_for_those_of_a_port(
 def test_whoever_waits_at_either_end_is_woken(pair: Pair) -> None:
     one, other, _ = pair
     ours = {one.fileno(): sockets.connected(0)[one.fileno()]}
-    assert sockets.gone(ours) == 0
+    assert sockets.lost(ours) == 0
     sockets.shut(ours)
     assert one.recv(1) == other.recv(1) == b""
-    assert sockets.gone(ours) == 1
+    assert sockets.lost(ours) == 1
 
 
 def test_a_descriptor_that_is_another_connection_by_now_is_left_alone(
@@ -51,7 +51,7 @@ def test_a_descriptor_that_is_another_connection_by_now_is_left_alone(
     sockets.shut(before)
     one.sendall(b"x")
     assert other.recv(1) == b"x"
-    assert sockets.gone(before) == 1
+    assert sockets.lost(before) == 1
 
 
 def test_a_peer_that_closed_is_gone(pair: Pair) -> None:
@@ -59,11 +59,11 @@ def test_a_peer_that_closed_is_gone(pair: Pair) -> None:
     ours = {one.fileno(): sockets.connected(0)[one.fileno()]}
     other.close()
     one.recv(1)
-    assert sockets.gone(ours) == 1
+    assert sockets.lost(ours) == 1
 
 
 def test_looking_leaves_no_descriptor_open(pair: Pair) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    sockets.gone(sockets.connected(0))
+    sockets.lost(sockets.connected(0))
     sockets.listens_on(1)
     assert len(os.listdir("/proc/self/fd")) == before
