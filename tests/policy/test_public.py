@@ -35,7 +35,7 @@ REACHED = {
     "gradsieve.recording.Recorder": "benches record virtual ranks, which have no sync",
     "gradsieve.parallel.ddp.DdpSync": "bench step drives the communication hook by itself, to time it",
     "gradsieve.hooks.install_comm_hook": "the same, for torch's own hooks",
-    "gradsieve.telemetry.Span": "bench step's timeline is made of the pipeline's spans",
+    "gradsieve.pipeline.frame.Span": "bench step's timeline is made of the pipeline's spans",
     "gradsieve.torch_names": "torch's names that are not public are in one place",
 }
 """What the lab and benches use that no version promises, and why."""

@@ -26,12 +26,10 @@ from gradsieve.errors import ConfigError, GradsieveError, Malformed
 from gradsieve.feedback.units import make_units
 from gradsieve.pipeline.budget import Budget, Timer
 from gradsieve.pipeline.exchange_settings import Exchange
-from gradsieve.pipeline.frame import CHECKSUM_WORDS, Checksum, Frame
+from gradsieve.pipeline.frame import CHECKSUM_WORDS, Checksum, Frame, Timeline, sums_within
 from gradsieve.pipeline.tags import IDLE, Tag, agree, is_notice_given, who_is_idle, words
 from gradsieve.schemes.base import Scheme
-from gradsieve.telemetry import Timeline
 from gradsieve.types import Ctx, Outcome, Program, Sparse, Vector, to_device, to_host
-from gradsieve.wire.check import sums_within
 
 _log = logging.getLogger("gradsieve")
 

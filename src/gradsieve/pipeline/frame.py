@@ -18,16 +18,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Generic, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Meter, Op
 from gradsieve.errors import Malformed
-from gradsieve.telemetry import Timeline
 from gradsieve.types import Program, Result
 
 CHECKSUM_WORDS = 2
@@ -37,6 +38,39 @@ _ODD = 0x2545F4914F6CDD1D  # the top bits of a product with it depend on all bit
 _PIECE, _LARGE_PIECE = 1 << 14, 1 << 20  # numbers that are hashed at once, on a CPU and elsewhere
 Factors: TypeAlias = Callable[[int, int, torch.device], Tensor]
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Span(NamedTuple):
+    name: str
+    unit: int  # that was exchanged; -1 for the step as a whole
+    start: float  # in seconds, by time.perf_counter()
+    stop: float
+
+
+@dataclass(slots=True)
+class Timeline:
+    """The spans of one step's stages on one rank; none lies inside another."""
+
+    spans: list[Span] = field(default_factory=list)
+
+    @contextmanager
+    def stage(self, name: str, unit: int = -1) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, unit, start)
+
+    def add(self, name: str, unit: int, start: float) -> None:
+        """Add the span from `start` to now."""
+        self.spans.append(Span(name, unit, start, time.perf_counter()))
+
+    def seconds(self) -> dict[str, float]:
+        """Return the sum of all spans of a stage, by stage."""
+        total: dict[str, float] = {}
+        for span in self.spans:
+            total[span.name] = total.get(span.name, 0.0) + span.stop - span.start
+        return total
 
 
 class Frame(Generic[Result]):
@@ -124,6 +158,13 @@ class Checksum:
                 "one was applied: start again from a checkpoint; if it happens again, look at memory and "
                 "network"
             )
+
+
+def sums_within(sums: Sequence[float], what: str) -> None:
+    """Checks that each is the sum of finite numbers from 0 up, one a rank."""
+    for total in sums:
+        if not 0.0 <= total < math.inf:
+            raise Malformed(f"{what} add up to {total} over all ranks: some rank sent NaN, inf or a negative")
 
 
 def _row_bytes(op: Op) -> int:

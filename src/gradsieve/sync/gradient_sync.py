@@ -48,6 +48,7 @@ from gradsieve.pipeline.exchange_settings import (
     choose_exchange,
     choose_scheme,
 )
+from gradsieve.pipeline.frame import Span
 from gradsieve.pipeline.optimizer_adapter import OptimizerAdapter, StepAdapter, adapt
 from gradsieve.pipeline.tags import CALLS
 from gradsieve.replica.parameter_views import ParameterViews, SingleModel
@@ -56,7 +57,6 @@ from gradsieve.schemes.base import Scheme
 from gradsieve.sync.moments import make_equal
 from gradsieve.sync.pending import Pending
 from gradsieve.sync.preemption import Notice
-from gradsieve.telemetry import Span
 
 VERIFY_EVERY = 100
 """Steps between two comparisons of the replicas' fingerprints: a few bytes and one pass over the model."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -47,13 +44,6 @@ def none_negative(sums: Tensor, what: str) -> None:
     """Checks that no sum is below 0. Sums that are not finite pass: the exchange is then skipped."""
     if bool((sums < 0).any()):
         raise Malformed(f"{what} add up to {float(sums.min())} over all ranks: some rank sent one below 0")
-
-
-def sums_within(sums: Sequence[float], what: str) -> None:
-    """Checks that each is the sum of finite numbers from 0 up, one a rank."""
-    for total in sums:
-        if not 0.0 <= total < math.inf:
-            raise Malformed(f"{what} add up to {total} over all ranks: some rank sent what it cannot have")
 
 
 def inside_its_partition(places: Host, spans: Host, ranks: Host, what: str) -> None:

@@ -16,9 +16,8 @@ from gradsieve.comm.links import Links, nominal
 from gradsieve.comm.ops import FEW, AllGather, AllReduce, AllToAll, Broadcast, Exchange, Meter, Op
 from gradsieve.comm.rounds import has_rounds, in_rounds, program_for, route
 from gradsieve.errors import Malformed
-from gradsieve.pipeline.frame import CHECKSUM_WORDS, Checksum, Frame
+from gradsieve.pipeline.frame import CHECKSUM_WORDS, Checksum, Frame, Timeline
 from gradsieve.schemes import make
-from gradsieve.telemetry import Timeline
 from gradsieve.testing.gradients import Source
 from gradsieve.types import Ctx, Outcome, Program, by_way_of
 

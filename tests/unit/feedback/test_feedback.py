@@ -16,8 +16,7 @@ from gradsieve.comm.ops import AllGather, AllReduce, Meter
 from gradsieve.feedback.residual import Residual
 from gradsieve.feedback.units import make_units
 from gradsieve.kernels import is_finite
-from gradsieve.pipeline.frame import CHECKSUM_WORDS, Checksum, Frame
-from gradsieve.telemetry import Timeline
+from gradsieve.pipeline.frame import CHECKSUM_WORDS, Checksum, Frame, Timeline
 from gradsieve.types import Program, Sparse
 
 # -- residual -----------------------------------------------------------------------------------------

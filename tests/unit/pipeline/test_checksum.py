@@ -12,8 +12,7 @@ from torch import Tensor
 from gradsieve.comm import lockstep
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Meter, Op
 from gradsieve.errors import Malformed
-from gradsieve.pipeline.frame import CHECKSUM_WORDS, Checksum, Frame, message_hash
-from gradsieve.telemetry import Timeline
+from gradsieve.pipeline.frame import CHECKSUM_WORDS, Checksum, Frame, Timeline, message_hash
 from gradsieve.types import Program, by_way_of
 
 WORLD = 3

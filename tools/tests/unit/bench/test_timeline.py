@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gradsieve.telemetry import Span
+from gradsieve.pipeline.frame import Span
 from gradsieve_tools.bench.step.measure import Plan
 from gradsieve_tools.bench.step.timeline import (
     EXCHANGING,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradsieve.telemetry import Span
+from gradsieve.pipeline.frame import Span
 from gradsieve_tools.bench.common.in_lab import most_anywhere
 
 TRAINING, EXCHANGING = "training", "exchange"

@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsieve.hooks import install_comm_hook
 from gradsieve.parallel.ddp import DdpSync
+from gradsieve.pipeline.frame import Span
 from gradsieve.recording import Recorder
-from gradsieve.telemetry import Span
 from gradsieve_tools.bench.common import idle
 from gradsieve_tools.bench.common.idle import IDLE, Device, Drift, Idle, emulate
 from gradsieve_tools.bench.common.in_lab import (

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gradsieve.errors import MismatchError
 from gradsieve.kernels import largest
+from gradsieve.pipeline.frame import sums_within
 from gradsieve.pipeline.tags import Tag, agree, is_notice_given, who_is_idle, words
 from gradsieve.schemes import Ctx, Sparse
 from gradsieve.schemes.block_buffers import BlockBuffers
@@ -25,7 +26,7 @@ from gradsieve.schemes.quota import quota
 from gradsieve.testing import lockstep
 from gradsieve.types import Host
 from gradsieve.wire import indices
-from gradsieve.wire.check import counts_within, dealt_once, lists_increasing, statistics_within, sums_within
+from gradsieve.wire.check import counts_within, dealt_once, lists_increasing, statistics_within
 from gradsieve.wire.coded import Coded, Shape
 from gradsieve.wire.pairs import from_pairs, to_pairs
 from gradsieve.wire.values import VALUE_CODECS, ValueCodec

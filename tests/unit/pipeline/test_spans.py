@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from gradsieve.telemetry import Span, Timeline
+from gradsieve.pipeline.frame import Span, Timeline
 from gradsieve_tools.bench.overhead import Case, Rank, step
 
 
