@@ -1,4 +1,4 @@
-"""Everything gradsieve raises.
+"""All errors that gradsieve raises.
 
     GradsieveError
     |-- ConfigError        a setting that cannot work; raised before training starts
@@ -40,7 +40,7 @@ class Malformed(GradsieveError, ValueError):  # noqa: N818 - "Malformed message"
 
 
 class RefusedError(Malformed, MismatchError):
-    """A rank could not save or load, so that none did. The same on all ranks, and all of them can go on."""
+    """A rank could not save or load, and therefore none did. All ranks raise this error, and can go on."""
 
 
 class PeerError(GradsieveError, RuntimeError):
@@ -48,17 +48,16 @@ class PeerError(GradsieveError, RuntimeError):
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
-        self.ranks = ranks
-        """Who is to blame, the same on all survivors; empty where nobody could find out."""
+        self.ranks = ranks  # to blame, the same on all survivors; empty if they could not find out
 
 
 def printable(content: bytes | str) -> str:
-    """What a peer or a file said, for a message: nothing that a terminal would obey."""
+    """Return what a peer or a file wrote, for a message, without what a terminal would obey."""
     text = content.decode(errors="replace") if isinstance(content, bytes) else content
     return "".join(c for c in text if c.isprintable())
 
 
 def list_ranks(ranks: Sequence[int]) -> str:
-    """In words, for a message."""
+    """Name ranks in a message."""
     some = ", ".join(str(rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
     return f"rank {some}" if len(ranks) == 1 else f"ranks {some}"

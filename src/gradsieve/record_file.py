@@ -1,9 +1,9 @@
-"""The file of a record: JSON, one line an exchange, in one file a rank.
+"""Each rank's record is a file of JSON, one line an exchange.
 
     {"gradsieve_record": 1, "name": "exdyna", "scheme": "exdyna", "rank": 0, "world": 4, ...}
     {"step": 1, "at": 0.8, "density": 0.01, ...}
 
-A training that is started again goes on in its file, with a header of its own. docs/recording.md has the
+A training that is started again continues its file, with a header of its own. docs/recording.md has the
 fields, and `gradsieve_tools.records` reads them.
 """
 
@@ -30,11 +30,11 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class RecordFile:
-    """Each line is one write to the end of the file. A line that a full disk does not take whole is lost, and
-    the next one that fits comes below a header again, on a line of its own."""
+    """Appends lines, each with one write. A line that a full disk does not take whole is lost, and the next
+    one that fits comes below a header again, on a line of its own."""
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
-        """ConfigError where no file can be; a disk that is full now may have space later."""
+        """Raise ConfigError if no file can be written; a disk that is full may have space later."""
         self.path, self._has_warned = path, False
         self._file: FileIO | None = None
         self.begin(header)
@@ -46,8 +46,8 @@ class RecordFile:
             self._lose(error)
 
     def begin(self, header: Mapping[str, Any]) -> None:
-        """Another life of the training begins with the next line."""
-        self._header, self._owed = header, text_of(header)
+        """Put a header above the next line: the training was started again."""
+        self._header, self._unwritten = header, text_of(header)
 
     def write(self, line: Mapping[str, Any]) -> None:
         try:
@@ -62,16 +62,16 @@ class RecordFile:
     def _append(self, text: str) -> None:
         file = self._file = self._file or self._opened()
         begins = ""
-        if self._owed and file.seek(0, 2):
+        if self._unwritten and file.seek(0, 2):
             file.seek(-1, 2)
             begins = "" if file.read(1) == b"\n" else "\n"  # below a torn line
-        content = (begins + self._owed + text).encode()
+        content = (begins + self._unwritten + text).encode()
         if file.write(content) != len(content):
             raise OSError(errno.ENOSPC, "No space left on device")
-        self._owed = ""
+        self._unwritten = ""
 
     def _lose(self, error: OSError) -> None:
-        self._owed = text_of(self._header)
+        self._unwritten = text_of(self._header)
         if not self._has_warned:
             self._has_warned = True
             _log.warning(
@@ -94,20 +94,20 @@ class RecordFile:
         return FileIO(path, "a+")
 
     def _oddities(self) -> str:
-        """Why the lines of this training do not go below what is there."""
+        """Say why the lines of this training do not belong below those in the file."""
         try:
             with self.path.open("rb") as file:
                 first = json.loads(file.readline(LONGEST))
             there = {name: first[name] for name in self._header}
         except (ValueError, TypeError, KeyError):
             return "no record of a training"
-        pairs = [(name, there[name], value) for name, value in _plain(self._header).items()]
-        odd = [f"{name} {a}, not {b}" for name, a, b in pairs if name not in MAY_DIFFER and a != b]
+        wanted = {name: value for name, value in _plain(self._header).items() if name not in MAY_DIFFER}
+        odd = [f"{name} {there[name]}, not {value}" for name, value in wanted.items() if there[name] != value]
         return f"of another training ({', '.join(odd)})" if odd else ""
 
 
 def path_of(stem: Path, rank: int) -> Path:
-    """The file of one rank."""
+    """Return the file of one rank."""
     return stem.with_name(f"{stem.name}.rank{rank}{SUFFIX}")
 
 
@@ -116,7 +116,7 @@ def text_of(entry: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no infinity, to which a training may diverge."""
+    """Replace what JSON does not have: a training may diverge to infinity."""
     if isinstance(value, Mapping):
         return {name: _plain(part) for name, part in value.items()}
     if isinstance(value, float):

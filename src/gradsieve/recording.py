@@ -1,12 +1,12 @@
-"""`gradsieve.record`: what every exchange did, in a file.
+"""`gradsieve.record` writes what every exchange did to a file.
 
     recorder = gradsieve.record(sync, "runs/exdyna")     # runs/exdyna.rank0.jsonl, ...
     ...
     optimizer.step()
     recorder.note_loss(loss.item())                      # if wanted: belongs to the step just taken
 
-Norms need a pass over the residual, and are taken every `every` exchanges. A line is written with the next
-exchange: only then are all of its seconds known. All of it happens on the thread that exchanges.
+Norms need a pass over the residual, and are taken every `every` exchanges. The line of an exchange is written
+with the next one, when all of its seconds are known, on the thread that exchanges.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Recorder:
         if pipeline.observer is not None:
             raise ConfigError("this sync is recorded already: close() the recorder first")
         self.pipeline, self.every, self.path = pipeline, every, path_of(stem, pipeline.rank)
-        self.line: dict[str, Any] = {}  # of the last exchange, until it is written
+        self.line: dict[str, Any] = {}  # of the last exchange, not written yet
         self._name, self._last_step, self._stats = stem.name, -1, pipeline.stats
         self._elements = sum(unit.n for unit in pipeline.units)
         self._start = time.perf_counter()
@@ -96,17 +96,17 @@ class Recorder:
 
     def _selections(self) -> dict[str, float | None]:
         reports = [self.pipeline.scheme.report(state) for state in self.pipeline.states]
-        # The ranks of a unit wait for the longest selection in it, so that these add up over units.
+        equal = [1.0] * len(reports)
+        # The ranks of a unit wait for the longest selection in it: these add up over units.
         demands = [r.get("demand", unit.n) for r, unit in zip(reports, self.pipeline.units, strict=True)]
-        alike = [1.0] * len(reports)
         return {
-            "threshold": _mean(reports, "threshold", alike),
+            "threshold": _mean(reports, "threshold", equal),
             "imbalance": _mean(reports, "imbalance", demands),
-            "cut": _mean(reports, "cut", alike),
+            "cut": _mean(reports, "cut", equal),
         }
 
     def note_loss(self, loss: float) -> None:
-        """Of the step just taken: call it after the optimizer's."""
+        """Add the loss of the step just taken to its line: call it after the optimizer's step."""
         if self.line:
             self.line["loss"] = float(loss)
 
@@ -116,7 +116,7 @@ class Recorder:
             self.line = {}
 
     def close(self) -> None:
-        """Write the last line. Closing the sync does so too."""
+        """Write the last line, as closing the sync does, too."""
         if self.pipeline.observer is self:
             self._write()
             self.pipeline.observer = None
@@ -124,7 +124,7 @@ class Recorder:
 
 
 def spec_of(scheme: Scheme[Any]) -> str:
-    """A scheme as text, with those settings that differ from its defaults: `spardl:teams=2`."""
+    """Return a scheme as text, with the settings that differ from its defaults: `spardl:teams=2`."""
     name, settings = SCHEMES.name_of(type(scheme)), changed(scheme)
     settings.pop("density", None)
     texts = {key: str(v).lower() if isinstance(v, bool) else v for key, v in settings.items()}
@@ -132,7 +132,7 @@ def spec_of(scheme: Scheme[Any]) -> str:
 
 
 def _mean(reports: Sequence[Mapping[str, float]], name: str, weights: Sequence[float]) -> float | None:
-    """The mean over units that have this figure."""
+    """Return the mean over the units that have this figure."""
     known = [(r[name], weight) for r, weight in zip(reports, weights, strict=True) if name in r]
     total = sum(weight for _, weight in known)
     return sum(value * weight for value, weight in known) / total if total else None

@@ -1,4 +1,4 @@
-"""What a sync logs when it is attached, and where a training ends with residuals that were never sent."""
+"""Lines of the log when a sync is attached, and if a training ends with residuals that were never sent."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _log = logging.getLogger("gradsieve")
 
 
 def report_settings(replica: Replica) -> None:
-    """One line on rank 0 that repeats this attach(), and warnings of settings that are hardly meant.
+    """Log one line on rank 0 that repeats this attach(), and warnings of suspicious settings.
 
-    Python without any logging set up drops what is below a warning: there the line goes to stderr.
+    If no logging is set up, Python drops what is below a warning: the line goes to stderr then.
     """
     if replica.rank == 0:
         for odd in _odd_settings(replica):
@@ -47,12 +47,12 @@ def _call(replica: Replica) -> str:
 
 
 def _made(settings: Any) -> str:
-    """The call that makes these settings."""
+    """Return the call that makes these settings."""
     return f"{type(settings).__name__}({', '.join(f'{k}={v!r}' for k, v in changed(settings).items())})"
 
 
 def changed(settings: Any) -> dict[str, Any]:
-    """Those settings that differ from their defaults."""
+    """Return the settings that differ from their defaults."""
     values = [(field, getattr(settings, field.name)) for field in fields(settings)]
     return {field.name: value for field, value in values if value != field.default}
 
@@ -95,14 +95,14 @@ def _odd_settings(replica: Replica) -> Iterator[str]:
     shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if shares_store and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         yield (
-            "torchrun has one store for all its restarts, and ranks that it starts again would look there "
-            "for the dead until the time-out: start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its "
-            "environment, docs/checkpoints.md"
+            "torchrun has one store for all its restarts, and ranks that it starts again would hang until "
+            "the time-out: start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment, "
+            "docs/checkpoints.md"
         )
 
 
 def warn_of_residual(pipeline: StepPipeline, event: str) -> None:
-    """No rank is asked: it may be one rank's end alone."""
+    """Warn without asking other ranks: this rank may end alone."""
     left = pipeline.waiting_norm()
     if left:
         _log.warning(

@@ -43,7 +43,7 @@ def stored_fields(state: Any) -> list[str]:
 
 
 def fields_to_tensors(state: Any, prefix: str = "") -> dict[str, Tensor]:
-    """Every field of a scheme's State but static ones: tensors as they are, numbers as float64 or int64."""
+    """Return the stored fields of a scheme's State: tensors as they are, numbers as float64 or int64."""
     values = {prefix + name: getattr(state, name) for name in stored_fields(state)}
     return {k: v.clone() if isinstance(v, Tensor) else number_to_tensor(v) for k, v in values.items()}
 
@@ -117,9 +117,7 @@ def can_pin() -> bool:
     return True
 
 
-class Vector(Protocol):
-    """A vector has elements that are computed when they are read."""
-
+class _Computed(Protocol):
     @property
     def device(self) -> torch.device: ...
 
@@ -127,6 +125,10 @@ class Vector(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def numel(self) -> int: ...
+
+
+class Vector(_Computed, Protocol):
+    """A vector has elements that are computed when they are read."""
 
     def between(self, start: int, stop: int) -> Tensor:
         """Computes elements into memory that is the caller's until the next call."""
@@ -144,16 +146,8 @@ class Vector(Protocol):
         ...
 
 
-class Stream(Protocol):
+class Stream(_Computed, Protocol):
     """A stream has values that are computed when they are read, from the first one to the last."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def numel(self) -> int: ...
 
     def pieces(self) -> Iterator[Tensor]:
         """Yields the values end to end; each piece is the caller's until the next one is asked for."""
@@ -180,20 +174,17 @@ def gathered(source: Tensor | Stream, buffer: Tensor | None = None) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """Every element of a vector of `numel` that is not among these is zero.
+    """Some elements of a vector of `numel`; all others are zero.
 
     `indices` are sorted and unique. `None` stands for a run of elements from `start` on: a dense vector, or a
     stretch of one, needs no index.
     """
 
     indices: Tensor | None
-    # The values, or what they are computed from.
-    source: Tensor | Stream
+    source: Tensor | Stream  # the values, or what computes them
     numel: int
-    # The indices once more, where they were on the host before they were on the device.
-    host: Host | None = None
-    # Of a run.
-    start: int = 0
+    host: Host | None = None  # the indices once more, if they were on the host before they were on the device
+    start: int = 0  # of a run
 
     @classmethod
     def full(cls, values: Tensor) -> Sparse:
@@ -260,15 +251,11 @@ class Sparse:
 
 @dataclass(frozen=True, slots=True)
 class Outcome(Generic[State]):
-    """An outcome says what one step means for everybody and for this rank. Nothing is mutated before
-    commit."""
+    """What one step gives. Nothing is mutated before it is committed."""
 
-    # Identical on every rank: the sum of what all ranks spent.
-    update: Sparse
-    # This rank's own contribution to `update`; the rest of `acc` stays in its residual.
-    spent: Sparse
-    # The scheme's state for the next step.
-    state: State
+    update: Sparse  # the sum of what all ranks spent, identical on every rank
+    spent: Sparse  # this rank's contribution to `update`; the rest of `acc` stays in its residual
+    state: State  # of the scheme, for the next step
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +275,7 @@ def target_count(density: float, n: int) -> int:
 
 
 def is_number(value: object) -> bool:
-    """Numbers of NumPy are some as well; a text is none, nor is True."""
+    """Say whether a value is a number, NumPy's included; bool and str do not count."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 

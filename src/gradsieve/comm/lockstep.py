@@ -2,9 +2,9 @@
 
 A rank that asks for another op than its peers is named, not waited for. Sums are formed in rank order.
 
-What was handed over is spoilt on every second rank once the reply is there, and left as it was on the others.
-Engines leave the sum in it or leave it alone: a program that reads it afterwards, for the one or for the
-other, goes wrong here, and even one that only compares its elements does so on some ranks and not on all.
+The tensor of an op is overwritten on every second rank once the reply is there, and left as it was on the
+others: engines do either. A program that reads its tensor afterwards goes wrong here, and differently on some
+ranks than on others.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from gradsieve.types import Program, Result
 def run(
     programs: Sequence[Program[Result]],
     meters: Sequence[Meter] | None = None,
-    heard: Callable[[Sequence[Op]], None] = lambda ops: None,
+    observe: Callable[[Sequence[Op]], None] = lambda ops: None,
 ) -> list[Result]:
-    """Drive one program a rank to its end; the results in rank order. `heard` is called with what all
-    ranks ask for, before it is done."""
+    """Drive one program a rank to its end, and return the results in rank order. `observe` is called with the
+    ops of all ranks before they are performed."""
     world = len(programs)
     results: dict[int, Result] = {}
     replies: list[Tensor | None] = [None] * world
@@ -45,7 +45,7 @@ def run(
         if meters is not None:
             for meter, op in zip(meters, ops, strict=True):
                 meter.count(op)
-        heard(ops)
+        observe(ops)
         replies = _perform(ops)
         for op in ops[turn % 2 :: 2]:
             _spoil(op.tensor)
@@ -53,7 +53,7 @@ def run(
 
 
 def _agreed(asked: list[Op | None]) -> list[Op] | None:
-    """The ops of all ranks if they are of one kind; None if all ranks are done."""
+    """Return the ops of all ranks if they are of one kind; None if all ranks are done."""
     words = ["nothing more" if op is None else describe(op) for op in asked]
     usual, _ = Counter(words).most_common(1)[0]
     odd = [f"rank {rank} asked for {word}" for rank, word in enumerate(words) if word != usual]
@@ -85,7 +85,7 @@ def _perform(ops: list[Op]) -> list[Tensor | None]:
 
 
 def _spoil(tensor: Tensor) -> None:
-    """Overwrites what nobody may read any more: no sum hides NaN, no vector has such an index."""
+    """Overwrite what may not be read any more: no sum hides NaN, no vector has such an index."""
     kind = tensor.dtype
     tensor.fill_(torch.nan if kind.is_floating_point else kind is torch.bool or torch.iinfo(kind).max)
 
@@ -93,7 +93,7 @@ def _spoil(tensor: Tensor) -> None:
 def _all_to_all(ops: list[AllToAll]) -> list[Tensor | None]:
     for rank, op in enumerate(ops):
         counts = (op.send_counts, op.receive_counts)
-        if any(len(each) != len(ops) for each in counts) or sum(op.send_counts) != op.tensor.shape[0]:
+        if any(len(count) != len(ops) for count in counts) or sum(op.send_counts) != op.tensor.shape[0]:
             raise MismatchError(
                 f"rank {rank} announces {sum(op.send_counts)} rows for {len(op.send_counts)} ranks "
                 f"but hands over {op.tensor.shape[0]} rows to {len(ops)} ranks"
@@ -108,8 +108,8 @@ def _all_to_all(ops: list[AllToAll]) -> list[Tensor | None]:
             f"which expects {int(expected[sender, receiver])}"
         )
     # All rows in one tensor, sorted by receiver: a slice for each pair of ranks would be a million at 1,024.
-    every = torch.arange(len(ops), dtype=sent.dtype, device=sent.device)
-    receivers = every.repeat(len(ops)).repeat_interleave(sent.flatten())
+    ranks = torch.arange(len(ops), dtype=sent.dtype, device=sent.device)
+    receivers = ranks.repeat(len(ops)).repeat_interleave(sent.flatten())
     rows = torch.cat([op.tensor for op in ops])[receivers.sort(stable=True).indices]
     return list(torch.split(rows, sent.sum(0).tolist()))
 

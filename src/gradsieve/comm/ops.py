@@ -1,12 +1,11 @@
-"""The five ops that a scheme may ask for, and what each costs.
+"""The five ops that a scheme may ask for, and the cost of each.
 
-A scheme yields one of these and is sent the reply, a tensor whose shape is known before the op is issued
-(sizes first: no engine ever has to guess a length, and none is trusted from the wire). The tensor in an op is
+A scheme yields an op and is sent the reply, a tensor whose shape is known before the op is issued: sizes are
+exchanged first, no engine has to guess a length, and none is trusted from the wire. The tensor in an op is
 handed over: an engine may overwrite it. Replies may be shared; read them only.
 
-`Meter` counts by the best known algorithm for each op, whatever an engine carries it by: gloo's rings take
-P - 1 rounds, for as many bytes. The lab's interface counters (`gradsieve bench step`) give the bytes that
-really left the host.
+`Meter` counts by the best known algorithm for each op, whatever carries it: gloo's rings take P - 1 rounds,
+for as many bytes. The lab's interface counters (`gradsieve bench step`) give the bytes that left the host.
 
     op          bytes sent = received             rounds
     AllGather   (P-1) b            b = own bytes  ceil(log2 P)      Bruck
@@ -44,8 +43,8 @@ class AllReduce:
 class AllToAll:
     """Rows of `tensor` to every rank, `send_counts[j]` of them to rank j, concatenated in rank order.
 
-    The reply holds `receive_counts[j]` rows from rank j, in rank order. `even` says that every count of every
-    rank is the same: a rank sees only its own, so whoever asks has to say so.
+    The reply holds `receive_counts[j]` rows from rank j, in rank order. `even` says that all counts of all
+    ranks are the same, which one rank cannot see.
     """
 
     tensor: Tensor
@@ -78,7 +77,7 @@ IN_FLIGHT = 4  # messages of an uneven all-to-all that are sent at once
 
 
 def describe(op: Op) -> str:
-    """What must agree between ranks, in words for an error message."""
+    """Return what must agree between ranks, in words for an error message."""
     kind = f"{type(op).__name__} of {str(op.tensor.dtype).removeprefix('torch.')}"
     match op:
         case AllGather() | AllReduce():
@@ -93,7 +92,7 @@ def describe(op: Op) -> str:
 
 @dataclass(slots=True)
 class Meter:
-    """What one rank has sent and received, in bytes, and in how many rounds."""
+    """Counts the bytes that one rank has sent and received, and the rounds that took."""
 
     rank: int
     world: int
@@ -134,6 +133,6 @@ class Meter:
                 return (own, op.receive * size, 1) if op.to != self.rank else (0.0, 0.0, 0)
 
     def _children(self, place: int) -> int:
-        """Of a node of the binomial tree in which the parent of a place has its lowest set bit cleared."""
+        """Count the children of a node of a binomial tree: a parent lacks its child's lowest bit."""
         bits = (place & -place).bit_length() - 1 if place else self.world.bit_length()
         return sum(place + (1 << bit) < self.world for bit in range(bits))

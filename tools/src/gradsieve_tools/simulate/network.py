@@ -186,7 +186,7 @@ def run(
     def carry(ops: Sequence[Op]) -> None:
         total.add(over.carry(call_of(ops), collectives))
 
-    return lockstep.run(programs, heard=carry), total
+    return lockstep.run(programs, observe=carry), total
 
 
 def _sampled(rounds: list[Round], every: bool) -> list[Round]:

@@ -137,7 +137,7 @@ class _Ranks:
         self.calls: list[Call] = []
         for step in range(steps_of(scheme)):
             self.calls = []
-            counts = lockstep.run([self._step(rank, step) for rank in range(world)], heard=self._note)
+            counts = lockstep.run([self._step(rank, step) for rank in range(world)], observe=self._note)
             self.count = counts[0]
 
     def _note(self, ops: Sequence[Op]) -> None:

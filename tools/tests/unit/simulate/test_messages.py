@@ -77,7 +77,7 @@ def test_log_gather_is_what_the_program_for_it_sends(world: int) -> None:
     heard: list[Call] = []
     lockstep.run(
         [rounds.gather(vector(40), rank, range(world), [40] * world) for rank in range(world)],
-        heard=lambda ops: heard.append(call_of(ops)),
+        observe=lambda ops: heard.append(call_of(ops)),
     )
     found = [rounds_of(each, "ring", FREE)[0] for each in heard]
     meant = rounds_of(call("gather", world), "log", FREE)
