@@ -1,4 +1,4 @@
-"""Each law is a function that raises AssertionError where it is broken; the message begins with its name."""
+"""Each law is a function that raises AssertionError if it is broken; the message begins with its name."""
 
 from __future__ import annotations
 
@@ -127,13 +127,13 @@ def check_one_threshold(states: Sequence[Any]) -> None:
 
 
 def rounds_freely(scheme: Any) -> bool:
-    """Says whether values travel with scales of any size: sums of whole numbers are then none, and a little
-    is left of them in the end."""
+    """Says whether values travel with scales of any size: then sums of whole numbers are rounded, too, and a
+    little of them is left in the end."""
     return getattr(scheme, "values", "exact") in ("sign", "int2", "int4")
 
 
 def check_drained(residuals: Sequence[Tensor], most: float | None = None) -> None:
-    """Checks that the residual is empty; or, where it was at most `most`, nearly so."""
+    """Checks that the residual is empty; or, if its largest element was `most`, nearly so."""
     if most is not None:
         left = max((float(residual.abs().max()) for residual in residuals if len(residual)), default=0.0)
         assert left <= 0.05 * most, f"all is sent: {left} of {most} stays in the residual"
@@ -143,7 +143,7 @@ def check_drained(residuals: Sequence[Tensor], most: float | None = None) -> Non
 
 
 def check_round(round_: Round, exact: bool) -> None:
-    """Checks every law that one round can show, those first without which the others make no sense."""
+    """Checks all laws that one round can show, first those that the others rest on."""
     check_nothing_mutated(round_)
     for outcome, acc in zip(round_.outcomes, round_.accs_before, strict=True):
         check_indices(outcome.update, acc.numel())

@@ -1,7 +1,7 @@
 """Virtual ranks run a scheme as the pipeline does, P of them in one process.
 
-Each rank carries its own residual; the states of all buckets are applied together. What a step did is kept
-as a `Round`, which the functions of `laws.py` examine before it is committed.
+Each rank has its own residual; the states of all buckets advance together. A step is kept as `Round`s, which
+the functions of `laws.py` examine before it is committed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Gradients = Callable[[int, int, int], Tensor]
 
 @dataclass(frozen=True)
 class Round:
-    """A round is one exchange of one bucket before it is committed. Every list is in rank order."""
+    """One exchange of one bucket before it is committed; lists are in rank order."""
 
     step: int
     bucket: int
