@@ -19,8 +19,7 @@ from gradsieve.comm.ops import AllGather, AllReduce, AllToAll
 from gradsieve.kernels.blocks import Layout
 from gradsieve.schemes.base import Scheme
 from gradsieve.types import Ctx, Program, State, Stream, Vector, gathered
-from gradsieve.wire.coded import Coded, Shape, Sum, shape_over
-from gradsieve.wire.values import VALUE_CODECS
+from gradsieve.wire.values import VALUE_CODECS, EncodedVector, RoundedSum, RowLayout, row_layout_over
 
 Values: TypeAlias = Literal["exact", "bf16", "int8", "int4", "int2", "sign"]
 
@@ -56,13 +55,13 @@ def sum_between(
     world, turn = ctx.world, ctx.step % ctx.world
     own = (ctx.rank + turn) % world
     if layout is None:
-        shape = Shape(VALUE_CODECS[values], world, stop - start, acc.dtype, acc.device)
+        shape = RowLayout(VALUE_CODECS[values], world, stop - start, acc.dtype, acc.device)
     else:
-        shape = shape_over(values, world, acc.dtype, acc.device, layout, start, stop)
+        shape = row_layout_over(values, world, acc.dtype, acc.device, layout, start, stop)
     rows = shape.encode(read)
     dealt, one_each = rows.roll(-turn, 0), (1,) * world  # row (r + step) mod P is rank r's
     arrived = yield AllToAll(dealt, one_each, one_each, even=True)
     row = shape.add_up(own, arrived)
     sums = (yield AllGather(row)).roll(turn, 0)
-    mine = Sum(own, arrived, sums[own])
-    return Coded(shape, sums), Coded(shape, rows, mine)
+    mine = RoundedSum(own, arrived, sums[own])
+    return EncodedVector(shape, sums), EncodedVector(shape, rows, mine)

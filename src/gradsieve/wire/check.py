@@ -12,8 +12,8 @@ from gradsieve.types import Host, to_host
 
 
 def counts_within(counts: Tensor | Host, limit: int | Host, what: str) -> None:
-    """Checks that every rank's count is in 0..limit, where each may have its own. What is allocated for a
-    peer's next message follows from its count: the limit is what that rank can have, and not all there is."""
+    """Checks that every rank's count is in 0..limit; ranks may have limits of their own. Memory for a peer's
+    next message is allocated by its count: the limit is what that rank can have."""
     seen = to_host(counts) if isinstance(counts, Tensor) else counts
     bad = (seen < 0) | (seen > limit)
     if bad.any():
@@ -28,7 +28,8 @@ def stamped(found: Tensor, meant: Tensor, what: str) -> None:
     if bool(bad.any()):
         rank = int(bad.to(torch.uint8).argmax())
         raise Malformed(
-            f"rank {rank} announced {what} in a message of another step, or for another rank: one came again"
+            f"rank {rank} announced {what} in a stale or misrouted message: it is of another step, or for "
+            "another rank"
         )
 
 
@@ -92,9 +93,9 @@ def lists_increasing(indices: Tensor, counts: Tensor, start: int, stop: int, wha
 
 def dealt_once(items: Tensor, lengths: Tensor, what: str) -> None:
     """Checks that the items are 0..n-1, each once, and enough for lots of these lengths."""
-    every = torch.arange(items.numel(), dtype=items.dtype, device=items.device)
+    expected = torch.arange(items.numel(), dtype=items.dtype, device=items.device)
     lots = bool((lengths >= 0).all()) and int(lengths.sum()) <= items.numel()
-    if not lots or not torch.equal(items.sort().values, every):
+    if not lots or not torch.equal(items.sort().values, expected):
         raise Malformed(f"{what} are not each of 0..{items.numel() - 1} once, in lots of {lengths.tolist()}")
 
 

@@ -27,9 +27,8 @@ from gradsieve.testing import lockstep
 from gradsieve.types import Host
 from gradsieve.wire import indices
 from gradsieve.wire.check import counts_within, dealt_once, lists_increasing, statistics_within
-from gradsieve.wire.coded import Coded, Shape
 from gradsieve.wire.pairs import from_pairs, to_pairs
-from gradsieve.wire.values import VALUE_CODECS, ValueCodec
+from gradsieve.wire.values import VALUE_CODECS, EncodedVector, RowLayout, ValueCodec
 from gradsieve_tools.baselines.gtopk import unpacked
 from gradsieve_tools.fuzz.entry_points.entry_point import EntryPoint, check_rising
 from gradsieve_tools.fuzz.entry_points.exchanges import LIAR, WORLD, Heard, as_bytes, check_lawful, overheard
@@ -193,14 +192,14 @@ def _enter_values(codec: ValueCodec, count: int) -> Callable[[bytearray], None]:
     buffer = torch.full((count + 32,), _CANARY, dtype=torch.float32, device="cpu")
     values, seen = buffer[16 : 16 + count], buffer.numpy()
     before, after, untouched = seen[:16], seen[16 + count :], seen[:16].tobytes()
-    shape = Shape(codec, 1, count, torch.float32, torch.device("cpu"))
+    shape = RowLayout(codec, 1, count, torch.float32, torch.device("cpu"))
 
     def enter(forged: bytearray) -> None:
         row = torch.frombuffer(forged, dtype=torch.uint8)
         codec.decode_into(row, values)
         if before.tobytes() != untouched or after.tobytes() != untouched:
             raise AssertionError("written outside of the values")
-        bounded = np.isfinite(Coded(shape, row[None]).bounds().numpy()).all()
+        bounded = np.isfinite(EncodedVector(shape, row[None]).bounds().numpy()).all()
         if bounded and not np.isfinite(seen).all():
             raise AssertionError("not finite, and the bounds are")
 

@@ -10,9 +10,8 @@ from gradsieve import kernels
 from gradsieve.kernels.blocks import block_layout
 from gradsieve.testing.laws import same_bits
 from gradsieve.types import Sparse
-from gradsieve.wire import coded
-from gradsieve.wire.coded import Coded, Shape, Sum
-from gradsieve.wire.values import VALUE_CODECS, ValueCodec
+from gradsieve.wire import values as module
+from gradsieve.wire.values import VALUE_CODECS, EncodedVector, RoundedSum, RowLayout, ValueCodec
 
 NAMES = ["bf16", "int8", "int4", "int2", "sign"]
 CPU = torch.device("cpu")
@@ -25,26 +24,26 @@ every_count = pytest.mark.parametrize("count", [0, 1, 5, 255, 256, 771, 1024, 15
 
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coded, "TOGETHER", 512)
+    monkeypatch.setattr(module, "TOGETHER", 512)
 
 
 SIZES = {0: (), 1: (1,), 5: (5,), 255: (200, 55), 771: (256, 1, 0, 514), 5000: (1300, 3, 700, 2997)}
 """By count, of tensors that a vector is made of."""
 
 
-def shape_of(name: str, count: int, rows: int = 3, cut: bool = False) -> Shape:
+def shape_of(name: str, count: int, rows: int = 3, cut: bool = False) -> RowLayout:
     blocks = block_layout(SIZES.get(count, (count,))).between(0, count) if cut else None
-    return Shape(VALUE_CODECS[name], rows, count, torch.float32, CPU, blocks)
+    return RowLayout(VALUE_CODECS[name], rows, count, torch.float32, CPU, blocks)
 
 
-def by_row(shape: Shape, values: Tensor) -> list[tuple[ValueCodec, Tensor]]:
+def by_row(shape: RowLayout, values: Tensor) -> list[tuple[ValueCodec, Tensor]]:
     parts = values.split([blocks.count for blocks in shape.rows_of_blocks])
     return [
         (shape.codec.over(blocks), part) for blocks, part in zip(shape.rows_of_blocks, parts, strict=True)
     ]
 
 
-def filled_up(rows: list[Tensor], shape: Shape) -> Tensor:
+def filled_up(rows: list[Tensor], shape: RowLayout) -> Tensor:
     assert max(row.numel() for row in rows) == shape.size, "no longer than it has to be"
     return torch.stack([torch.nn.functional.pad(row, (0, shape.size - row.numel())) for row in rows])
 
@@ -61,7 +60,7 @@ def test_rows_written_and_read_in_pieces_are_those_of_the_codec(
         rows = shape.encode(lambda first, last: values[first:last])
         whole = [codec.encode(part) for codec, part in by_row(shape, values)]
         assert same_bits(rows, filled_up(whole, shape))
-        stream = Coded(shape, rows)
+        stream = EncodedVector(shape, rows)
         back = Sparse.run(7, stream, count + 9)
         assert (back.count, stream.dtype, stream.device) == (count, torch.float32, CPU)
         expected = [
@@ -88,9 +87,9 @@ def test_who_rounds_a_sum_has_given_what_that_added(form: str, name: str, count:
         exact = codec.decode_sum(arrived, width, torch.float32)
         assert same_bits(total[: arrived.shape[1]], codec.encode(exact))
         assert not bool(total[arrived.shape[1] :].any())
-        told = Sparse.run(0, Coded(shape, rows), count).values
+        told = Sparse.run(0, EncodedVector(shape, rows), count).values
         told[start:stop] += codec.decode(total[: arrived.shape[1]], width, torch.float32) - exact
-        given = Coded(shape, rows, Sum(1, sent, total))
+        given = EncodedVector(shape, rows, RoundedSum(1, sent, total))
         assert same_bits(Sparse.run(0, given, count).values, told)
 
 
@@ -105,7 +104,7 @@ def test_where_bounds_are_finite_all_values_are(name: str, odd: float, cut: bool
         if zeros:
             values[::3] = 0.0
         values[place] = odd
-        stream = Coded(shape, shape.encode(lambda first, last, values=values: values[first:last]))
+        stream = EncodedVector(shape, shape.encode(lambda first, last, values=values: values[first:last]))
         bounds = kernels.is_finite(stream.bounds())
         assert bounds or abs(odd) != 1.0
         assert not bounds or all(kernels.is_finite(piece) for piece in stream.pieces())
