@@ -1,1 +1,1 @@
-"""Who carries a scheme's requests: `ops` is the vocabulary, `engine` and `lockstep` are the carriers."""
+"""Ops that a scheme asks for, and the engines that carry them between ranks."""

@@ -75,7 +75,7 @@ class Watch:
             self._notes.put("host", str(rank))
         self._gave_up: Verdict | None = None
         self._seconds: float | None = None  # for answers, once this rank asks
-        self._gone = 0
+        self._lost = 0  # ranks that are known not to answer
         self._closed = False
         self.verdict: Verdict | None = None
         self.without_store: Verdict | None = None  # of any failure, while the store does not answer
@@ -92,10 +92,10 @@ class Watch:
         reported it: its next op would be taken for the one in which the others wait."""
         return self.verdict or self._gave_up
 
-    def ask(self, seconds: float, gone: int = 0) -> Verdict:
-        """Find out who is to blame for a failure; `gone` ranks are known not to answer. Return soon after the
+    def ask(self, seconds: float, lost: int = 0) -> Verdict:
+        """Find out who is to blame for a failure; `lost` ranks are known not to answer. Return soon after the
         time for answers, also if the store gives none."""
-        self._seconds, self._gone = seconds, gone
+        self._seconds, self._lost = seconds, lost
         self._wake.set()
         if self.without_store is None and not self._decided.wait(seconds + 0.2) and self._reached.is_set():
             self._decided.wait(ANSWER_SECONDS)
@@ -144,13 +144,13 @@ class Watch:
 
     def _attend(self) -> None:
         """Wait until this rank or another one fails, or leaves with the store, and act on it."""
-        heard = self._listen()
-        if isinstance(heard, Call):
-            words = f"{heard.words} while rank {self.rank} went on training ({self._progress.what})"
-            self._diagnose(Verdict("alone", (heard.rank,), words))
+        found = self._listen()
+        if isinstance(found, Call):
+            words = f"{found.words} while rank {self.rank} went on training ({self._progress.what})"
+            self._diagnose(Verdict("alone", (found.rank,), words))
         elif self._closed and self._gave_up is None:
             self._leave()
-        elif heard == _HOST_LEFT:
+        elif found == _HOST_LEFT:
             what = self._notes.words(f"left/{self.host[0]}") if self.host else ""
             self.without_store = Verdict("left", self.host, what)
         else:
@@ -189,7 +189,7 @@ class Watch:
                 if not pause:
                     _log.warning(
                         "rank %d: the store of the rendezvous does not answer. Training goes on; until "
-                        "the store is back nobody can say which rank failed",
+                        "the store is back a rank that fails cannot be named",
                         self.rank,
                     )
                 pause = min(LONGEST_PAUSE, 2 * pause or POLL_SECONDS)
@@ -241,7 +241,7 @@ class Watch:
 
     def _examine(self, seconds: float) -> Verdict:
         """Read all answers: once a failure and group, by one rank, a few requests for each of the others."""
-        notes, expected = self._notes, self.world - self._gone
+        notes, expected = self._notes, self.world - self._lost
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and notes.add("answers", 0) < expected:
             time.sleep(0.02)

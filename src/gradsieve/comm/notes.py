@@ -146,7 +146,7 @@ _CAUSES = {
     "alone": "{who} called {what}: call it on every rank, or on none. Where all ranks do call it, some had "
     "more batches than the others: give all ranks as many (drop_last=True)",
     "none": "all ranks live and wait: what is between them is broken, or a rank issued another collective",
-    "store": "the store of the rendezvous does not answer, so that nobody can be asked: who has it "
+    "store": "the store of the rendezvous does not answer, and no rank can be asked: the rank that has it "
     "({who}) died, or is stopped",
     "unknown": "a peer died, stalled beyond the group's time-out or issued another collective",
 }

@@ -84,7 +84,7 @@ def test_who_does_not_answer_is_named_by_all_also_by_those_who_did_not_ask() -> 
 def test_the_living_ones_are_not_waited_for_where_it_is_known_how_many_there_are() -> None:
     ring = Ring(3, {0: waiting(), 2: waiting()})
     start = time.monotonic()
-    assert ring.watches[0].ask(LONG, gone=1) == Verdict("silent", (1,))
+    assert ring.watches[0].ask(LONG, lost=1) == Verdict("silent", (1,))
     assert time.monotonic() - start < LONG / 2
     ring.close()
 
@@ -268,7 +268,7 @@ def test_of_1024_ranks_one_reads_the_answers_and_the_others_ask_a_dozen_times() 
         own.store.set(f"here/answer/{rank}", waiting().text())
     own.store.add("here/answers", world - 2)
     start = time.monotonic()
-    assert leader.watches[0].ask(LONG, gone=1) == Verdict("silent", (world - 1,))
+    assert leader.watches[0].ask(LONG, lost=1) == Verdict("silent", (world - 1,))
     assert time.monotonic() - start < LONG / 2
     assert own.requests < 4 * world
     leader.close()
