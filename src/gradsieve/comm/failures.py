@@ -78,6 +78,9 @@ class Watch:
         self._lost = 0  # ranks that are known not to answer
         self._closed = False
         self.verdict: Verdict | None = None
+        # Why no op may be issued here any more. A rank that gave up knows it before its thread has reported
+        # it: its next op would be taken for the one in which the others wait.
+        self.refusal: Verdict | None = None
         self.without_store: Verdict | None = None  # of any failure, while the store does not answer
         self._wake = threading.Event()
         self._reached = threading.Event()  # the store has answered since this rank asked
@@ -85,12 +88,6 @@ class Watch:
         self._deciding = threading.Lock()  # the watch and a thread that asks may both come to a verdict
         self._thread = threading.Thread(target=self._run, name="gradsieve-watch", daemon=True)
         self._thread.start()
-
-    @property
-    def refusal(self) -> Verdict | None:
-        """Return why no op may be issued here any more. A rank that gave up knows it before its thread has
-        reported it: its next op would be taken for the one in which the others wait."""
-        return self.verdict or self._gave_up
 
     def ask(self, seconds: float, lost: int = 0) -> Verdict:
         """Find out who is to blame for a failure; `lost` ranks are known not to answer. Return soon after the
@@ -113,7 +110,7 @@ class Watch:
 
     def give_up(self, why: str) -> None:
         """Report that this rank cannot go on, for a reason of its own: the others need not wait for it."""
-        self._gave_up = Verdict("gave up", (self.rank,), why[:WORDS])
+        self._gave_up = self.refusal = Verdict("gave up", (self.rank,), why[:WORDS])
         self._seconds = 0.0
         self._wake.set()
 
@@ -263,7 +260,7 @@ class Watch:
         with self._deciding:
             if self.verdict is not None:
                 return self.verdict
-            self.verdict = verdict
+            self.verdict = self.refusal = verdict
         self._decided.set()
         if publish:
             self._notes.put("verdict", verdict.text())
