@@ -97,7 +97,7 @@ class Group:
         return all(
             same_bits([one.vector("shared")], [first.vector("shared")])
             and one.pipeline.figures() == first.pipeline.figures()
-            and one.accounts == first.accounts
+            and one.membership == first.membership
             for one in self.members
         )
 
@@ -133,10 +133,10 @@ def test_a_death_loses_what_waited_there_and_says_how_much(scheme: str) -> None:
         close(3 * living[0].vector("shared") - 3 * group.mean_waiting(), whole)
         group.train(3)
         assert group.share_one_model()
-        [missing] = living[0].accounts.missing.values()
+        [missing] = living[0].membership.missing.values()
         assert missing.name == "replica 3"
-        assert missing.waiting == pytest.approx(float(lost.norm()), rel=1e-5)
-        assert living[1].accounts.figures()["lost_mass"] == missing.waiting
+        assert missing.residual == pytest.approx(float(lost.norm()), rel=1e-5)
+        assert living[1].membership.figures()["lost_mass"] == missing.residual
 
 
 def test_what_the_optimizers_move_is_all_that_changes_in_a_smaller_group() -> None:
@@ -182,7 +182,7 @@ def test_one_that_was_late_keeps_what_waits_there() -> None:
     waits, momentum = late.waiting(), copy.deepcopy(late.optimizers[0].state_dict())
     with Group(2, ones[:2]) as group:
         group.train(2)
-        assert ones[0].accounts.figures()["replicas_missing"] == 1
+        assert ones[0].membership.figures()["replicas_missing"] == 1
     brought_up(late, ones[0])
     with Group(3, ones) as group:
         close(late.waiting(), waits)
@@ -190,7 +190,7 @@ def test_one_that_was_late_keeps_what_waits_there() -> None:
         assert same_bits([mine], [momentum["state"][0]["momentum_buffer"]])
         group.train(2)
         assert group.share_one_model()
-        figures = ones[1].accounts.figures()
+        figures = ones[1].membership.figures()
         assert (figures["replicas_missing"], figures["replicas_returned"], figures["lost_mass"]) == (0, 1, 0)
 
 
@@ -273,7 +273,7 @@ def test_replicas_that_all_start_again_go_on_bit_for_bit(scheme: str, tmp_path: 
     with Group(1, [loaded(number, tmp_path, scheme) for number in range(3)]) as again:
         assert again.everyone(lambda one: one.load_if_all_begin()) == [True] * 3
         assert again.share_one_model()
-        told = [seen.waiting for seen in again.members[0].accounts.present.values()]
+        told = [record.residual for record in again.members[0].membership.present.values()]
         assert told == pytest.approx(waited, rel=1e-5)
         for one in again.members:
             one.steps = 4

@@ -187,11 +187,11 @@ def test_a_save_whose_last_vote_fails_is_whole(folder: Path, monkeypatch: pytest
     votes: list[int] = []
     check = files.check_saves
 
-    def failing(replica: Any, token: FencingToken, phase: Any, others: Any) -> None:
+    def failing(replica: Any, now: Any, others: Any) -> None:
         votes.append(replica.rank)
         if votes.count(replica.rank) == 2:
             raise MismatchError("damaged")
-        check(replica, token, phase, others)
+        check(replica, now, others)
 
     with Crew(2, **SETTINGS) as crew:
         load(crew, folder)

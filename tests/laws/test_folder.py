@@ -101,7 +101,7 @@ def test_moments_lie_in_memory_as_their_parameters_do(
     """Else own noise would not be found in them, and the training would go on otherwise."""
     monkeypatch.setattr(laws_crew, "Small", Images)
     if not laid_out:
-        monkeypatch.setattr(saving, "_laid_out", lambda tree, _: tree)
+        monkeypatch.setattr(saving, "_lay_out", lambda *_: None)
     with Crew(2, adamw, bits=0.8) as crew, Crew(2, adamw, bits=0.8) as later:
         crew.train(0, 8).everyone(lambda hand: hand.sync.save(tmp_path))
         later.everyone(lambda hand: hand.sync.load(tmp_path))

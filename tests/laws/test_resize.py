@@ -72,7 +72,9 @@ def test_whatever_the_exchange_settings(treatment: Steps | Gradients) -> None:
 
 def test_a_loss_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twin: old ranks that nobody takes over, or a sum that is not divided by their number."""
-    monkeypatch.setattr(rank_state, "given_by", lambda rank, world, old: range(rank, min(old, world), world))
+    monkeypatch.setattr(
+        rank_state, "ranks_to_sum", lambda rank, world, old: range(rank, min(old, world), world)
+    )
     with pytest.raises(AssertionError):
         check(go_the_way([4, 2], scheme="exdyna", density=0.1))
 

@@ -66,7 +66,7 @@ def test_a_checkpoint_of_plain_ddp_is_gone_on_from() -> None:
     for end in of("of_plain_ddp"):
         assert end["same"]
         assert not end["closed"], "what is closed has nothing to save"
-        said = [line for line in end["lines"] if "with nothing waiting" in line]
+        said = [line for line in end["lines"] if "with empty residuals" in line]
         assert len(said) == (end["rank"] == 0)
 
 
@@ -109,11 +109,11 @@ def test_a_checkpoint_that_lost_our_folder_is_refused() -> None:
 def test_lightning_removes_links_and_ends() -> None:
     for end in of("last_of_lightning"):
         assert end["kept"] == ["last.ckpt", "step=4.ckpt", "step=4.ckpt.gradsieve"]
-        # 4 and a flush; 4 loaded, 2 and a flush; 2 and a flush from a model with nothing waiting
+        # 4 and a flush; 4 loaded, 2 and a flush; 2 and a flush from a model with empty residuals
         assert end["exchanges"] == [5, 7, 3]
         assert end["unwrapped"]
         assert end["went on"] == []
-        assert any("with nothing waiting" in line for line in end["after the end"]) == (end["rank"] == 0)
+        assert any("with empty residuals" in line for line in end["after the end"]) == (end["rank"] == 0)
 
 
 @nightly

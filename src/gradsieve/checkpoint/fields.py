@@ -1,23 +1,23 @@
-"""State as a flat dictionary of tensors: no pickle, every key unique to its rank.
+"""A rank's state as a flat dictionary of tensors: no pickle, every key unique to the rank.
 
     rank3/format                    version of this layout
     rank3/world, rank3/step
     rank3/scheme                    name of the scheme, as bytes
-    rank3/layout                    hash of the units and what is kept of them, as bytes
-    rank3/residual/<parameter>      what this rank has not sent of it
-    rank3/own/<parameter>           its own model of it; likewise shared, mark
+    rank3/layout                    hash of the units and of the kinds of memories, as bytes
+    rank3/residual/<parameter>      residual, if gradients are exchanged
+    rank3/own/<parameter>           the rank's own model, if steps are; likewise shared, mark
     rank3/figure/<name>             numbers of the pipeline
     rank3/noted/0                   gradients of unit 0 in the last step, which the next exchange sends
-    rank3/common/0                  what its residual would be, had the rank moved as all did
+    rank3/common/0                  residual of unit 0 if the rank had moved as all ranks did
     rank3/unit/0/<field>            fields of the scheme's State for unit 0
 
-Rank-unique keys matter: distributed checkpointing keeps one of equal keys, which would lose all residuals
-but one. What is read back is checked: names, shapes, types.
+Distributed checkpointing keeps one of equal keys: without the rank in them all residuals but one would be
+lost. Names, shapes and types of what is read are checked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -42,7 +42,7 @@ def tensor_to_text(tensor: Tensor) -> str:
 
 
 def fields_from_tensors(template: AnyState, stored: Mapping[str, Tensor], prefix: str) -> AnyState:
-    """A State like `template` (a fresh one for this layout) with the stored values."""
+    """Return a State like `template`, a fresh one for this layout, with the stored values."""
     values: dict[str, Any] = {}
     for name in stored_fields(template):
         now = getattr(template, name)
@@ -53,7 +53,7 @@ def fields_from_tensors(template: AnyState, stored: Mapping[str, Tensor], prefix
 
 
 def take(stored: Mapping[str, Tensor], key: str, shape: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor:
-    """The tensor under `key`, if it is what it should be."""
+    """Return the tensor under `key`; raise if it has another shape or type."""
     if key not in stored:
         raise Malformed(f"the checkpoint has no {key!r}; was it saved by another rank, model or scheme?")
     tensor = stored[key]
@@ -66,8 +66,12 @@ def take(stored: Mapping[str, Tensor], key: str, shape: tuple[int, ...] | None, 
     return tensor
 
 
+def take_all(stored: Mapping[str, Tensor], prefix: str, like: Sequence[Tensor]) -> list[Tensor]:
+    return [take(stored, f"{prefix}{at}", tuple(each.shape), each.dtype) for at, each in enumerate(like)]
+
+
 def take_text(stored: Mapping[str, Tensor], key: str) -> str:
-    """A short one, such as a name."""
+    """Return a short text, such as a name."""
     found = take(stored, key, None, torch.uint8)
     if found.dim() != 1 or found.numel() > _LONGEST:
         raise Malformed(f"{key!r} in the checkpoint, of shape {tuple(found.shape)}, is not a short text")

@@ -1,17 +1,17 @@
-"""A checkpoint in a folder that all ranks see: one file of tensors a rank, and a manifest that names them.
+"""A checkpoint in a folder that all ranks see: one file of tensors a rank, and a manifest that lists them.
 
     manifest-1.4.json                            ranks, shards, step, scheme, model; files' sizes and SHA-256
-    rank00003-shard00000-1.4-<hash>.safetensors  what rank 3 had (`tensors.py`)
+    rank00003-shard00000-1.4-<hash>.safetensors  the state of rank 3 (`tensors.py`)
 
 With FSDP inside hosts a rank is a host, and each of its shards has a file; without, there is one shard.
 
-A file is written under another name, forced to disk and renamed; its name has the checkpoint's token
-(`fencing.py`) and its hash, so that it takes no other one's place. When all ranks have written theirs and
-hold the same shared model, rank 0 writes the manifest in the same way. Until that is renamed the checkpoint
-before is whole, whatever breaks; afterwards the new one is, and the old one's files are removed.
+A file is written under a temporary name, forced to disk and renamed; its name has the checkpoint's token
+(`fencing.py`) and its hash, so it replaces no other file. When all ranks have written their files and hold
+the same shared model, rank 0 writes the manifest in the same way. Until the manifest is renamed the
+checkpoint before is whole, whatever breaks; afterwards the new one is, and the old one's files are removed.
 
-A manifest names no paths: a file's name follows from rank, shard, token and hash. Symbolic links and what is
-not a plain file are not opened, and no file is read that has another size than the manifest says.
+A manifest has no paths: a file's name follows from rank, shard, token and hash. Only plain files are opened,
+no links, and a file is read only if its size is the manifest's.
 """
 
 from __future__ import annotations
@@ -23,30 +23,28 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gradsieve import ranks_alike
 from gradsieve.checkpoint import fencing, state
 from gradsieve.checkpoint.fencing import MANIFEST, FencingToken
-from gradsieve.checkpoint.rank_state import RankState, stand_in
+from gradsieve.checkpoint.rank_state import RankState, residual_in, source_rank
+from gradsieve.checkpoint.state import LoadCandidate
 from gradsieve.checkpoint.tensors import parsed, pieces, tensors_in
-from gradsieve.comm.ops import AllGather
 from gradsieve.errors import DivergenceError, Malformed, MismatchError, ProtocolError
 from gradsieve.ranks_alike import differing, digest
 from gradsieve.replica.replica import Replica
-from gradsieve.types import Program
 
 VERSION = 3
 _FORMAT = {"format": "gradsieve checkpoint", "version": VERSION}
 _MANIFEST = 2048, 70, 100  # its length: besides files; for each of these, at least and at most
 _MANIFEST_MOST = 1 << 27
-_HASH = 32  # bytes
 _NUMBER = int, r"\d{1,15}"
 _FIELDS: Mapping[str, tuple[type, str]] = {
     **dict.fromkeys(("term", "number", "shards", "world", "step"), _NUMBER),
@@ -58,7 +56,6 @@ _FIELDS: Mapping[str, tuple[type, str]] = {
 }
 
 KEPT = "nothing was saved; the checkpoint before is as it was"
-_AGAIN = "Restart all ranks from that checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +68,7 @@ class Manifest:
     scheme: str
     model: str  # a hash of names, whole shapes and types
     optimizers: bool
-    pair: str  # what the framework's file, written with it, says: `frameworks/sidecar.py`
+    pair: str  # identity in the framework's file that belongs to it: `frameworks/sidecar.py`
     files: tuple[str, ...]  # bytes and SHA-256 of every rank's file, shard after shard
 
     @property
@@ -79,7 +76,7 @@ class Manifest:
         return FencingToken(self.term, self.number)
 
     def expected(self, rank: int, shard: int = 0) -> tuple[int, str]:
-        """Bytes and SHA-256 of a file."""
+        """Return the size in bytes and the SHA-256 of a file."""
         size, sha256 = self.files[shard * self.world + rank].split()
         return int(size), sha256
 
@@ -103,7 +100,7 @@ def _file(rank: int, shard: int, token: FencingToken, sha256: str) -> str:
 
 
 class VotePhase(IntEnum):
-    """What a vote in a save is about: `lab chaos` replayed one of a save in the next one of the same save."""
+    """Tell the two votes of a save apart: `lab chaos` replayed a message of the first in the second."""
 
     FILES = 1
     MANIFEST = 2
@@ -111,89 +108,100 @@ class VotePhase(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """What a rank has to say of its file, or why there is none."""
+    """Describe the file that a rank has written."""
 
     size: int = 0
-    sha256: bytes = bytes(_HASH)
-    problem: Exception | None = None
+    sha256: bytes = bytes(32)
 
 
 def save(replica: Replica, folder: Path, optimizers: bool, pair: str = "") -> None:
-    """On all ranks and shards or, as far as whoever loads can see, on none. With a `pair` the checkpoint
-    before stays until `fencing.remove_older`, or the next save. No exchange is pending."""
+    """Save on all ranks and shards or, as far as a load can see, on none. With a `pair` the checkpoint before
+    stays until `fencing.remove_older`, or the next save. No exchange is pending."""
     token = agreed_token(replica, folder)
-    step, scheme = replica.pipeline.step, type(replica.scheme).__name__
-
-    def voted(phase: VotePhase, mine: FileInfo, replicated: Mapping[str, Tensor]) -> list[list[int]]:
-        when = f"the vote on {'files' if phase is VotePhase.FILES else 'the manifest'} of step {step}"
-        vote = _vote(replica, token, phase, mine, replicated)
-        rows = state.on_all_shards(replica, KEPT, lambda: replica.engine.run(vote, when, replica.device))
-        listed: list[list[int]] = rows.flatten(0, 1).tolist()
-        return listed
-
+    replicated = ranks_alike.replicated(replica)
+    info, problem = state.attempt(lambda: _write_shard(replica, folder, token, optimizers))
+    info = info or FileInfo()
     try:
-        mine = _write_shard(replica, folder, token, optimizers)
-    except Exception as error:  # whatever it is, the other ranks wait for the outcome
-        mine = FileInfo(problem=error)
-    try:
-        files = tuple(map(_listed, voted(VotePhase.FILES, mine, ranks_alike.replicated(replica))))
+        about = [info.size, *info.sha256, int(digest(list(replicated.values())))]
+        rows = _vote(replica, token, VotePhase.FILES, about, problem)
+        _refuse_different(replica, rows[:, :, -1], replicated)
         if replica.rank == replica.shard == 0:
-            about = token.term, token.number, replica.shards_of_host, replica.world, step, scheme
-            try:
-                _commit(folder, Manifest(*about, model_of(replica.held), optimizers, pair, files))
-            except Exception as error:
-                mine = replace(mine, problem=error)
-        voted(VotePhase.MANIFEST, mine, {})
+            _, problem = state.attempt(lambda: _commit(replica, folder, token, rows, optimizers, pair))
+        _vote(replica, token, VotePhase.MANIFEST, [], problem)
     except (Malformed, ProtocolError):
         if not (folder / token.manifest).exists():  # with one, the file belongs to a whole checkpoint
-            with contextlib.suppress(OSError):  # so that it does not fill the disk
-                (folder / _file(replica.rank, replica.shard, token, mine.sha256.hex())).unlink()
+            with contextlib.suppress(OSError):  # it would fill the disk
+                (folder / _file(replica.rank, replica.shard, token, info.sha256.hex())).unlink()
         raise
 
 
 def agreed_token(replica: Replica, folder: Path) -> FencingToken:
-    """That of rank 0's first shard, which asks the folder."""
+    """Return the token that the first shard of rank 0 has found free in the folder."""
 
-    def claimed() -> Tensor:
-        token = FencingToken(0, 0)
-        if replica.shard == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            token = fencing.next_token(replica.tokens, folder)
-        return torch.tensor(token, dtype=torch.int64, device=replica.device)
+    def claimed() -> FencingToken:
+        folder.mkdir(parents=True, exist_ok=True)
+        return fencing.next_token(replica.tokens, folder)
 
-    token, problem = FencingToken(0, 0), None
-    if replica.rank == 0:
-        try:
-            token = FencingToken(*state.on_all_shards(replica, KEPT, claimed)[0].tolist())
-        except Exception as error:  # whatever it is, the other ranks wait for the outcome
-            problem = error
-    when = f"the token of a checkpoint after step {replica.pipeline.step}"
-    agreed = replica.engine.run(_token_of_rank_0(replica, token, problem), when, replica.device)
-    return token if replica.rank == 0 else agreed  # a damaged one shows in the vote, where they differ
+    is_first = replica.rank == replica.shard == 0
+    mine, problem = state.attempt(claimed) if is_first else (None, None)
+    token = mine or FencingToken(0, 0)
+    rows = state.vote(replica, KEPT, "the fencing token of a checkpoint", token, problem)
+    # A damaged token shows in the next vote, in which this rank has its own.
+    return token if is_first else FencingToken(*rows[0, 0].tolist())
 
 
-def _token_of_rank_0(
-    replica: Replica, token: FencingToken, problem: Exception | None
-) -> Program[FencingToken]:
-    row = torch.tensor([int(problem is None), *token], dtype=torch.int64, device=replica.device)
-    good, term, number = (yield AllGather(row))[0].tolist()
-    if not good:
-        yield from state.refuse(replica, KEPT, [0], problem)
-    return FencingToken(term, number)
+def _vote(
+    replica: Replica, token: FencingToken, phase: VotePhase, about: list[int], problem: Exception | None
+) -> Tensor:
+    """Return what all ranks of all shards say about their files.
+
+    A message has its step, token and phase: a replayed one of an earlier save or vote names a file which may
+    still be there.
+    """
+    now = [replica.pipeline.step, *token, phase]
+    rows = state.vote(replica, KEPT, f"saving, {phase.name.lower()},", [*now, *about], problem)
+    check_saves(replica, now, rows[:, :, : len(now)].flatten(0, 1).tolist())
+    return rows[:, :, len(now) :]
+
+
+def check_saves(replica: Replica, now: list[int], others: Sequence[list[int]]) -> None:
+    """Raise unless the votes of all ranks are on this save, and in this phase of it."""
+    if odd := [
+        f"rank {number % replica.world} of step {found[0]}"
+        for number, found in enumerate(others)
+        if found != now
+    ]:
+        raise MismatchError(
+            f"{replica.where}: {KEPT}: {', '.join(odd[:4])} answered. A "
+            "message of an earlier save came again, or ranks are at different steps: start again from a "
+            "checkpoint"
+        )
+
+
+def _refuse_different(replica: Replica, digests: Tensor, replicated: Mapping[str, Tensor]) -> None:
+    """Raise if ranks hold different replicated states: a checkpoint of these could not be loaded."""
+    if (digests != digests[:, :1]).any():
+        what = "the comparison of what is saved"
+        where = replica.engine.run(differing(replicated, replica.device), what, replica.device)
+        raise DivergenceError(
+            f"{replica.where}: {KEPT}: ranks hold different states; {where or 'those of another shard'}. "
+            "Restart all ranks from that checkpoint"
+        )
 
 
 def _write_shard(replica: Replica, folder: Path, token: FencingToken, optimizers: bool) -> FileInfo:
     tensors = state.shard_of(replica, optimizers)
-    texts = [part.numel() for key, part in tensors.items() if key.endswith("/text") and "/optimizer/" in key]
+    texts = (part.numel() for key, part in tensors.items() if key.endswith("/text") and "/optimizer/" in key)
     longest = max(texts, default=0)
     least = state.TEXT_SHARE * longest if longest > state.TEXT_ALWAYS else 0
     place = replica.rank, replica.shard, token
-    content = pieces(tensors, least)
-    return write(folder, f"{_begin(*place)}.part", content, lambda sha256: _file(*place, sha256))
+    return write(
+        folder, f"{_begin(*place)}.part", pieces(tensors, least), lambda sha256: _file(*place, sha256)
+    )
 
 
 def write(folder: Path, part: str, content: Iterable[memoryview], name: Callable[[str], str]) -> FileInfo:
-    """To the disk, then under the name that it has by its hash. What breaks off leaves nothing behind."""
+    """Write to the disk, then rename by the hash. Nothing is left behind if this raises."""
     path, found, size = folder / part, hashlib.sha256(), 0
     path.unlink(missing_ok=True)
     try:
@@ -216,7 +224,14 @@ def write(folder: Path, part: str, content: Iterable[memoryview], name: Callable
     return FileInfo(size, found.digest())
 
 
-def _commit(folder: Path, manifest: Manifest) -> None:
+def _commit(
+    replica: Replica, folder: Path, token: FencingToken, rows: Tensor, optimizers: bool, pair: str
+) -> None:
+    """Write the manifest of files whose sizes and hashes are in `rows`."""
+    listed = [f"{size} {bytes(sha256).hex()}" for size, *sha256, _ in rows.flatten(0, 1).tolist()]
+    counts = replica.shards_of_host, replica.world, replica.pipeline.step
+    scheme, model = type(replica.scheme).__name__, model_of(replica.held)
+    manifest = Manifest(*token, *counts, scheme, model, optimizers, pair, tuple(listed))
     places = [(rank, shard) for shard in range(manifest.shards) for rank in range(manifest.world)]
     if missing := sorted({manifest.file_of(*place) for place in places} - {*os.listdir(folder)}):
         raise Malformed(
@@ -227,8 +242,8 @@ def _commit(folder: Path, manifest: Manifest) -> None:
 
 
 def write_manifest(folder: Path, token: FencingToken, text: str, keeps_last: bool) -> None:
-    """The checkpoint is whole with it. One of a run that was replaced is none, and removes nothing. Where
-    this raises there is no manifest, so that the files which it names may be removed."""
+    """Make the checkpoint whole, unless this run was superseded, and remove older ones. If this raises there
+    is no manifest, and the files that it lists may be removed."""
     content, part = [memoryview(text.encode())], f"manifest-{token}.part"
     try:
         write(folder, part, content, lambda _: token.manifest)
@@ -241,55 +256,6 @@ def write_manifest(folder: Path, token: FencingToken, text: str, keeps_last: boo
     fencing.remove_older(folder, kept[-1])
 
 
-def _vote(
-    replica: Replica, token: FencingToken, phase: VotePhase, mine: FileInfo, replicated: Mapping[str, Tensor]
-) -> Program[Tensor]:
-    """All ranks' sizes and hashes, if every rank has written its file, and what is replicated in these is the
-    same: one of ranks that differ could not be loaded.
-
-    A message has its step, its token and which vote it is: one of an earlier save or vote that comes again
-    names a file which may still be there.
-    """
-    words = [mine.sha256[at : at + 8] for at in range(0, _HASH, 8)]
-    row = torch.tensor(
-        [
-            *(int(mine.problem is None), replica.pipeline.step, *token, phase, mine.size),
-            *(int.from_bytes(word, "little", signed=True) for word in words),
-            int(digest(list(replicated.values()))),
-        ],
-        dtype=torch.int64,
-        device=replica.device,
-    )
-    rows = yield AllGather(row)
-    check_saves(replica, token, phase, rows[:, 1:5].tolist())
-    refused = (rows[:, 0] != 1).nonzero().flatten().tolist()
-    if refused:
-        yield from state.refuse(replica, KEPT, refused, mine.problem)
-    if (rows[:, -1] != rows[0, -1]).any():
-        if phase is not VotePhase.FILES:
-            raise MismatchError(f"{replica.where}: {KEPT}: a rank's vote was damaged on its way. {_AGAIN}")
-        where = yield from differing(replicated, replica.device)
-        raise DivergenceError(f"{replica.where}: {KEPT}: ranks hold different states; {where}. {_AGAIN}")
-    return rows[:, 5:-1]
-
-
-def check_saves(
-    replica: Replica, token: FencingToken, phase: VotePhase, others: Sequence[Sequence[int]]
-) -> None:
-    """Raise unless every rank's vote is on this save, and is this vote of it."""
-    now = [replica.pipeline.step, *token, phase]
-    if odd := [f"rank {rank} of step {found[0]}" for rank, found in enumerate(others) if [*found] != now]:
-        raise MismatchError(
-            f"{replica.where}: {KEPT}: {', '.join(odd[:4])} answered. A "
-            "message of an earlier save came again, or ranks are at different steps: start again from a "
-            "checkpoint"
-        )
-
-
-def _listed(row: Sequence[int]) -> str:
-    return f"{row[0]} " + "".join(word.to_bytes(8, "little", signed=True).hex() for word in row[1:])
-
-
 def model_of(held: Mapping[str, Tensor]) -> str:
     whole = [(name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in held.items()]
     return hashlib.sha256(repr(whole).encode()).hexdigest()
@@ -298,35 +264,51 @@ def model_of(held: Mapping[str, Tensor]) -> str:
 # -- in -------------------------------------------------------------------------------------------------
 
 
-def newest_offer(replica: Replica, folder: Path, optimizers: bool) -> state.LoadCandidate:
-    return offer_of(replica, folder, read_manifest(folder), optimizers)
-
-
-def offer_of(replica: Replica, folder: Path, manifest: Manifest, optimizers: bool) -> state.LoadCandidate:
-    """What this rank needs of that checkpoint, of as many shards as now, checked."""
+def candidate_of(replica: Replica, folder: Path, optimizers: bool, pair: str = "") -> LoadCandidate:
+    """Read and check what this rank needs of the newest checkpoint, or of that with `pair`; it may be of any
+    numbers of ranks and shards."""
+    manifest = manifest_of_pair(folder, pair) if pair else read_manifest(folder)
     refuse_other(replica, manifest, optimizers)
-    if manifest.shards != replica.shards_of_host:
-        raise Malformed(
-            f"{manifest.shards} shards saved the checkpoint, and {replica.shards_of_host} load it"
-        )
-    source, states = stand_in(replica.rank, manifest.world), []
+    source = source_rank(replica.rank, manifest.world)
 
     def read(rank: int) -> RankState:
-        stored = read_shard(folder, manifest, rank, replica.shard)
-        part = state.part_of(replica, stored, rank, manifest.world)
+        with_optimizers = optimizers and rank == source
+        if manifest.shards == replica.shards_of_host:
+            stored = read_shard(folder, manifest, rank, replica.shard)
+            part = state.part_of(replica, stored, rank, manifest.world, with_optimizers)
+        else:
+            from gradsieve.checkpoint import reshard  # here: it loads torch's DTensor, which FSDP alone needs
+
+            of_shard = partial(read_shard, folder, manifest, rank)
+            counts = manifest.shards, manifest.world
+            part = reshard.part_of(replica, of_shard, rank, *counts, with_optimizers)
         if part.step != manifest.step:
             raise Malformed(f"{manifest.file_of(rank)} is of step {part.step}, not {manifest.step}")
-        if optimizers and rank == source:
-            size, _ = manifest.expected(rank, replica.shard)
-            states.extend(state.optimizers_of(replica, stored, rank, size))
         return part
 
-    offer = state.gathered(replica, manifest.world, read)
-    return replace(offer, optimizers=states) if optimizers else offer
+    return state.gathered(replica, manifest.world, read)
+
+
+def complete_model(folder: Path, held: Mapping[str, Tensor], shard: int, shards: int) -> dict[str, Tensor]:
+    """Return w - mean e of all ranks of a checkpoint, as far as it is in this shard."""
+    from gradsieve.checkpoint.reshard import Cut
+
+    manifest = read_manifest(folder)
+    refuse_other_model(held, manifest)
+    cut = Cut(held, shard, shards, manifest.shards)
+    out: dict[str, Tensor] = {}
+    for rank in range(manifest.world):
+        memories = cut.empty_models()
+        for old in cut.needed():
+            cut.fill(memories, read_shard(folder, manifest, rank, old), rank, old)
+        for name in held:
+            model = out.setdefault(name, memories[f"shared/{name}"])
+            model -= residual_in(memories, name) / manifest.world
+    return out
 
 
 def refuse_other(replica: Replica, manifest: Manifest, optimizers: bool) -> None:
-    """A checkpoint of another kind of run."""
+    """Raise if the checkpoint is of another kind of run."""
     scheme = type(replica.scheme).__name__
     if manifest.scheme != scheme:
         raise Malformed(f"the checkpoint is of scheme {manifest.scheme}, this run's is {scheme}")
@@ -341,7 +323,7 @@ def refuse_other_model(held: Mapping[str, Tensor], manifest: Manifest) -> None:
 
 
 def manifest_of_pair(folder: Path, pair: str) -> Manifest:
-    """Of the checkpoint that was written with the file of a framework that says so."""
+    """Return the manifest of the checkpoint that was saved with the framework's file of that identity."""
     there = [read_manifest(folder, token) for token in fencing.manifests(folder)] or [read_manifest(folder)]
     for manifest in there:
         if manifest.pair == pair:
@@ -360,14 +342,14 @@ def holds(folder: Path, pair: str) -> bool:
 
 
 def is_without_pairs(folder: Path) -> bool:
-    """Whether a checkpoint there was written by `save()`."""
+    """Return whether the newest checkpoint was written by `save()`."""
     with contextlib.suppress(Malformed):
         return not read_manifest(folder).pair
     return True
 
 
 def read_manifest(folder: Path, token: FencingToken | None = None) -> Manifest:
-    """The newest one, or that of one checkpoint."""
+    """Return the newest manifest, or that of one checkpoint."""
     if token is None:
         token = next(iter(fencing.manifests(folder)), None)
     if token is None:
@@ -380,13 +362,16 @@ def read_manifest(folder: Path, token: FencingToken | None = None) -> Manifest:
     if version is not None and int(version[1]) != VERSION:
         raise Malformed(f"{path} is of version {int(version[1])}; this gradsieve reads version {VERSION}")
     files = int(counts[1]) * int(counts[2]) if counts else 0
-    # Before anything is made of it: what is not as it should be may take many times its length.
+    # Before JSON is parsed, which may take many times its length in memory.
     if not 1 <= files <= state.MOST_RANKS or not least * files < len(content) < begin + most * files:
         raise Malformed(f"{path} does not name a file for each rank of a checkpoint")
     plain = parsed(content)
-    if type(plain) is not dict or any(plain.pop(key, None) != value for key, value in _FORMAT.items()):
-        raise Malformed(f"{path} is not a manifest of a gradsieve checkpoint")
-    if plain.keys() != _FIELDS.keys() or not all(_is(plain[key], *kind) for key, kind in _FIELDS.items()):
+    if (
+        type(plain) is not dict
+        or {key: plain.pop(key, None) for key in _FORMAT} != _FORMAT
+        or plain.keys() != _FIELDS.keys()
+        or not all(_is(plain[key], *kind) for key, kind in _FIELDS.items())
+    ):
         raise Malformed(f"{path} is not a manifest of a gradsieve checkpoint")
     manifest = Manifest(**plain | {"files": tuple(plain["files"])})
     if len(manifest.files) != files or manifest.shards * manifest.world != files:

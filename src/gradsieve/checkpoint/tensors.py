@@ -1,16 +1,16 @@
-"""Tensors in a file, in the layout of safetensors: nothing in it can be run.
+"""Tensors in a file, in the layout of safetensors: nothing in such a file can be run.
 
     8 bytes      length of the header, little-endian
     header       {"name":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},...}, filled up with spaces
     tensors      end to end, in the order of the header, widest types first
 
-The library safetensors reads these files, and writes such as are read here. It does neither itself: a kill -9
-leaves a file under a random name in the folder, nobody but the owner may read what it writes, and it takes
-three times as much memory to read.
+The library safetensors reads these files, and its files are read here. gradsieve does not use it: after a
+kill -9 it leaves a file under a random name in the folder, only the owner may read its files, and reading
+takes three times as much memory.
 
-What is read has one meaning: no gaps, no overlaps, lengths as type and shape say. JSON takes some twenty
-times its length in memory, so that a header may be one part in `SHARE` of a file, or `ALWAYS` bytes long:
-reading takes less than twice the file's length + 1 MiB. A file of many tiny tensors gets a tensor `padding`.
+A file has one meaning: no gaps, no overlaps, lengths as type and shape say. JSON takes some twenty times its
+length in memory, so a header may be one part in `SHARE` of a file, or `ALWAYS` bytes long: reading takes less
+than twice the file's length + 1 MiB. A file of many tiny tensors gets a tensor `padding`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MOST = 1 << 48  # elements of a tensor, with dimensions of none counted as one:
 
 
 def pieces(tensors: Mapping[str, Tensor], least: int = 0) -> Iterator[memoryview]:
-    """The file's bytes, from the first to the last; padded to at least `least`."""
+    """Yield the file's bytes in order, padded to at least `least`."""
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
     size = sum(tensor.nbytes for tensor in ordered.values())
     long = len(_header(ordered)) + _LINE
@@ -72,7 +72,7 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def tensors_in(content: bytearray) -> dict[str, Tensor]:
-    """What such a file holds, checked; the tensors share its memory."""
+    """Check the file's content and return its tensors, which share its memory."""
     length = int.from_bytes(content[:8], "little")
     begin = 8 + length
     if len(content) < begin or length > max(ALWAYS, len(content) // SHARE) or length % 8:
@@ -114,7 +114,7 @@ def _tensor(content: bytearray, dtype: torch.dtype, shape: list[int], start: int
 
 
 def parsed(text: bytes | bytearray | str) -> Any:
-    """What JSON says, if no key is there twice."""
+    """Parse JSON in which no key occurs twice."""
     try:
         return json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:

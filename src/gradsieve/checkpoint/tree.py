@@ -1,10 +1,10 @@
-"""Nested state, such as an optimizer's, as a text and tensors: no pickle.
+"""Nested state, such as an optimizer's, as a text and plain tensors: no pickle.
 
 The text is JSON in which a tensor is {"tensor": its number}, a tuple {"tuple": [...]}, and a dictionary,
 whose keys are strings and numbers, {"dict": [[key, value], ...]}. Floats come back to the last bit.
 
-A tensor of a class of its own, such as a quantised moment, is {"parts": [[name, tensor], ...]}, the plain
-tensors that it is made of. Its class is in no file: `made_like` takes that from an object of this process.
+A tensor of a subclass, such as a quantised moment, is {"parts": [[name, tensor], ...]}, the plain tensors
+that it is made of. Its class is in no file: `made_like` takes the class from an object of this process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gradsieve.errors import ConfigError, Malformed, printable
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Of a tensor of a class that is not known here."""
+    """Hold the plain tensors of a subclass that the file does not name."""
 
     inner: Mapping[str, Any]
 
@@ -48,8 +48,8 @@ def has_parts(tree: Any) -> bool:
 
 
 def made_like(stored: Any, like: Any) -> Any:
-    """Of parts the tensors that they were, as `like` has them in the same places: classes, types, shapes and
-    whatever else a class keeps are those of `like`, and only numbers are what was stored."""
+    """Make tensors of subclasses out of parts: classes, types, shapes and other attributes are those that
+    `like` has in the same places, and only numbers are what was stored."""
     if isinstance(stored, dict):
         known = like if isinstance(like, Mapping) else {}
         return {key: made_like(each, known.get(key)) for key, each in stored.items()}
@@ -59,7 +59,9 @@ def made_like(stored: Any, like: Any) -> Any:
     if not isinstance(stored, Parts):
         return stored
     if not isinstance(like, Tensor) or not hasattr(like, "__tensor_flatten__"):
-        raise Malformed("parts of a tensor are in the checkpoint where there is no such tensor here")
+        raise Malformed(
+            "an optimizer's state in the checkpoint holds a tensor subclass that this optimizer has not there"
+        )
     names, context = like.__tensor_flatten__()
     if [*stored.inner] != [*names]:
         raise Malformed(f"a {type(like).__name__} is made of {', '.join(names)}, not of what is stored")

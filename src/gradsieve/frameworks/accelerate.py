@@ -1,4 +1,4 @@
-"""Accelerate: `attach` after `accelerator.prepare`.
+"""Accelerate: call `attach` after `accelerator.prepare`.
 
     model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
     sync = gradsieve.frameworks.accelerate.attach(accelerator, model, optimizer)      # the one new line
@@ -26,7 +26,7 @@ from gradsieve.ranks_alike import digest
 
 
 def attach(accelerator: Accelerator, model: Any, optimizer: Any, **settings: Any) -> DdpSync:
-    """`gradsieve.attach`, whose settings it takes, and a place in the accelerator's checkpoints.
+    """Attach as `gradsieve.attach` does, with its settings, and keep state in the accelerator's checkpoints.
 
     `model` and `optimizer` are what `prepare` gave; several optimizers as a list. Call it before the first
     backward. To go on from a checkpoint, call `load_state` after it.
@@ -44,10 +44,10 @@ def attach(accelerator: Accelerator, model: Any, optimizer: Any, **settings: Any
 
 
 class _Checkpoints:
-    """Hooks in `save_state` and `load_state`, for as long as the sync is open.
+    """Hook into `save_state` and `load_state` while the sync is open.
 
-    Accelerate has none after loading, and loads rank 0's optimizer on all ranks last of what we need: so ours
-    is loaded when the last of the optimizers has been.
+    Accelerate has no hook after loading. It loads rank 0's optimizers on all ranks after the model, so every
+    rank's state is loaded when the last optimizer has been.
     """
 
     def __init__(self, accelerator: Accelerator, sync: DdpSync, optimizers: list[Any]) -> None:
@@ -62,7 +62,7 @@ class _Checkpoints:
             each.register_load_state_dict_post_hook(lambda _, place=place: self._after_loading(place))
 
     def _before_saving(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
-        """Accelerate writes its files later: a save that breaks off here leaves none of them."""
+        """Save before Accelerate writes its files: a save that breaks off here leaves none of them."""
         sync = self._sync()
         if sync is not None and any(each is sync for each in self._accelerator._custom_objects):
             raise ConfigError(
@@ -88,6 +88,6 @@ class _Checkpoints:
 
 
 def _pair(models: list[nn.Module]) -> str:
-    """Accelerate's files have no place for an identity: a hash of the models in them is one."""
+    """Return a hash of the models: Accelerate's files have no place for another identity."""
     tensors = [each for model in models for each in model.state_dict().values() if isinstance(each, Tensor)]
     return f"{int(digest(tensors)) % (1 << 64):016x}"

@@ -1,8 +1,8 @@
-"""Lightning: a strategy in the place of "ddp".
+"""Lightning: a strategy instead of "ddp".
 
     trainer = lightning.Trainer(strategy=gradsieve.frameworks.lightning.GradsieveStrategy())
 
-A strategy and not a callback: it alone learns on all ranks which file is saved, loaded and removed. Every
+Lightning tells a strategy, but no callback, on all ranks which file is saved, loaded and removed. Every
 rank's state goes to a folder next to that file, `NAME.ckpt.gradsieve`.
 """
 
@@ -21,13 +21,13 @@ from gradsieve.attaching import attach
 from gradsieve.frameworks.sidecar import finish, load_from, new_pair, save_into
 from gradsieve.parallel.ddp import DdpSync
 
-# In a checkpoint with a sidecar folder: which pair the two are, and the step. A checkpoint without it is of
-# plain DDP, or of the end of a training.
+# Key of pair and step in a checkpoint with a sidecar folder. A checkpoint without it is of plain DDP, or of
+# the end of a training.
 _MARK = "gradsieve"
 
 
 class GradsieveStrategy(DDPStrategy):
-    """DDP with the exchange of `gradsieve.attach`. Takes the settings of both, by name."""
+    """Exchange as `gradsieve.attach` does behind DDP; takes the settings of both, by name."""
 
     def __init__(self, **settings: Any) -> None:
         ours = attach.__kwdefaults__ or {}
@@ -44,7 +44,7 @@ class GradsieveStrategy(DDPStrategy):
             self.sync = attach(self.model, self.optimizers, **self._settings)
 
     def on_train_end(self) -> None:
-        """The residual goes into the model, which is then a plain one to test, save or train further."""
+        """Flush the residual into the model, which is then a plain one to test, save or train further."""
         super().on_train_end()
         self._finish()
 
@@ -53,8 +53,8 @@ class GradsieveStrategy(DDPStrategy):
         self._broke_off = True
 
     def teardown(self) -> None:
-        """A training that broke off, perhaps on this rank alone, is closed without asking others. One that
-        was resumed at its end is flushed here: Lightning calls no `on_train_end` for it."""
+        """Close without asking other ranks if the training broke off, perhaps on this rank alone. Flush first
+        if it was resumed at its end: Lightning then calls no `on_train_end`."""
         if not self._broke_off:
             self._finish()
         if self.sync is not None and not self.sync.is_closed:
@@ -71,8 +71,8 @@ class GradsieveStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """The folder is written first: a file that names a folder has it. Weights alone need none."""
-        folder, pair = _beside(filepath), new_pair()
+        """Write the folder first, so that a file that names a folder has it. Weights alone need none."""
+        folder, pair = _sidecar_of(filepath), new_pair()
         is_paired = "optimizer_states" in checkpoint and save_into(self.sync, folder, pair)
         if is_paired:
             checkpoint[_MARK] = {"pair": pair, "step": checkpoint["global_step"]}
@@ -81,25 +81,25 @@ class GradsieveStrategy(DDPStrategy):
             finish(self.sync, folder)
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
-        """The file is removed first, for the same reason."""
+        """Remove the file first, so that a file that names a folder has it."""
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
-            shutil.rmtree(_beside(filepath), ignore_errors=True)
+            shutil.rmtree(_sidecar_of(filepath), ignore_errors=True)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        self._loading = _beside(os.path.realpath(checkpoint_path))  # `last.ckpt` may be a link
+        self._loading = _sidecar_of(os.path.realpath(checkpoint_path))  # `last.ckpt` may be a link
         loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
         return loaded
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Lightning loads one rank's state on all of them; then each rank loads its own."""
+        """Load each rank's own state after Lightning has loaded one rank's on all ranks."""
         super().load_optimizer_state_dict(checkpoint)
         if self.sync is not None:
             mark = checkpoint.get(_MARK, {})
             load_from(self.sync, self._loading, bool(mark), str(mark.get("pair", "")))
 
 
-def _beside(file: str | os.PathLike[str]) -> str:
+def _sidecar_of(file: str | os.PathLike[str]) -> str:
     return f"{os.fspath(file)}.gradsieve"

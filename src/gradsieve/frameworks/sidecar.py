@@ -1,12 +1,12 @@
-"""Every rank's state, in a sidecar to a framework's own checkpoint, which holds one rank's.
+"""Every rank's state, in a sidecar folder to a framework's own checkpoint, which holds one rank's.
 
-What a framework saves is the shared model and rank 0's optimizer. A folder of ours next to it, or within it,
-has the rest (`checkpoint/files.py`): each rank's residual and optimizer. It is written and read on all
-ranks, when the framework saves and loads.
+A framework saves the shared model and rank 0's optimizer. The folder next to its checkpoint, or within it,
+has each rank's residual and optimizer (`checkpoint/files.py`). All ranks write and read it when the framework
+saves and loads.
 
-Two things that are written one after the other are a pair, and a kill may come in between. So both carry the
-same identity. Ours is written first and keeps the one before; when the framework's file is written, that is
-removed (`finish`). Whatever the file then says, the folder has what belongs to it.
+A kill may come between the folder and the framework's file, so both carry the identity of the pair. The
+folder is written first and keeps the checkpoint before, which is removed when the framework's file is written
+(`finish`). Therefore the folder always has the checkpoint that belongs to the framework's file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import torch
 from gradsieve.checkpoint import fencing, files, state
 from gradsieve.comm.ops import AllGather
 from gradsieve.errors import ConfigError, MismatchError, list_ranks
-from gradsieve.replica.replica import Replica
 from gradsieve.sync.gradient_sync import GradientSync
 from gradsieve.types import Program
 
@@ -30,8 +29,8 @@ FOLDER = "gradsieve"
 
 
 def save_into(sync: GradientSync | None, folder: str | Path, pair: str) -> bool:
-    """On all ranks; rank 0's `pair`, in hexadecimal digits, is what its file has to say as well. False where
-    nothing of a sync is left to be saved: it was flushed and closed."""
+    """Save on all ranks; the framework's file carries rank 0's `pair`, in hexadecimal digits, as well. Return
+    False if the sync was flushed and closed: nothing is left to be saved."""
     if sync is None or sync.is_closed:
         return False
     if "://" in str(folder):
@@ -44,7 +43,7 @@ def save_into(sync: GradientSync | None, folder: str | Path, pair: str) -> bool:
 
 
 def finish(sync: GradientSync, folder: str | Path) -> None:
-    """The framework's file is written; on rank 0."""
+    """Remove the checkpoint before, on rank 0, because the framework's file is written."""
     if sync.engine.rank == 0:
         fencing.remove_older(Path(folder), fencing.manifests(Path(folder))[0])
 
@@ -54,29 +53,24 @@ def new_pair() -> str:
 
 
 def load_from(sync: GradientSync, folder: str | Path, promised: bool, pair: str = "") -> None:
-    """On all ranks, after model and optimizers were loaded by the framework: what was saved with its file, by
-    what that says. Without a folder: where one was promised, its loss is an error; else the checkpoint is of
-    plain DDP, or of a training that had ended."""
+    """Load what was saved with the framework's file, on all ranks, after the framework has loaded model and
+    optimizers. If there is no folder and the file promises none, the checkpoint is of plain DDP, or of a
+    training that had ended: log it and load nothing."""
     folder = Path(folder)
     is_there = (folder / fencing.MANIFEST).exists() or bool(fencing.manifests(folder))
     if is_seen_by_all(sync, folder, is_there) or promised:
         sync.quiesce("load()")
-        state.load(sync.replica, lambda: _offer(sync.replica, folder, pair))
+        state.load(sync.replica, lambda: files.candidate_of(sync.replica, folder, True, pair))
     elif sync.engine.rank == 0:
         _log.warning(
             "%s is not there: the checkpoint is of a training without gradsieve, or of one that had ended. "
-            "Going on from its model with nothing waiting, and with one optimizer's state on all ranks",
+            "Going on from its model with empty residuals, and with one optimizer's state on all ranks",
             folder,
         )
 
 
-def _offer(replica: Replica, folder: Path, pair: str) -> state.LoadCandidate:
-    manifest = files.manifest_of_pair(folder, pair) if pair else files.read_manifest(folder)
-    return files.offer_of(replica, folder, manifest, True)
-
-
 def is_seen_by_all(sync: GradientSync, folder: str | Path, is_there: bool) -> bool:
-    """False where no rank sees it. Ranks that differ raise: they would go different ways."""
+    """Return whether all ranks see the folder; raise if only some do."""
     sync.quiesce("load()")
     seen = sync.engine.run(_who_sees(sync, is_there), "who sees a checkpoint", sync.replica.device)
     blind = [rank for rank, sees in enumerate(seen) if not sees]

@@ -1,12 +1,12 @@
-"""The Trainer of transformers: `attach` once it is made.
+"""Transformers' Trainer: call `attach` once it is made.
 
     trainer = Trainer(model, args, ...)
     gradsieve.frameworks.trainer.attach(trainer)                                      # the one new line
     trainer.train()
 
-Every rank's state goes to the folder `gradsieve` within each `checkpoint-N`, and is removed with it. It is
-written before the Trainer's files, next to them, and moved when these are there: with `save_total_limit` the
-Trainer removes the checkpoint before as soon as it has written its own.
+Every rank's state goes to the folder `gradsieve` within each `checkpoint-N`, and is removed with it. The
+folder is written next to the Trainer's files, before these, and moved when they are there: with
+`save_total_limit` the Trainer removes the checkpoint before as soon as it has written its own.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _STAGED = ".gradsieve-"
 
 
 def attach(trainer: Trainer, **settings: Any) -> GradsieveCallback:
-    """Exchange as `gradsieve.attach` would, whose settings it takes, in each `train()` of this trainer. The
-    callback that does it has the `sync`."""
+    """Attach in each `train()` of this trainer, with the settings of `gradsieve.attach`, and return the
+    callback, which has the `sync`."""
     callback = GradsieveCallback(trainer, settings)
     trainer.add_callback(callback)
     train = trainer.train
 
     def noting(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Callbacks do not learn which checkpoint a training goes on from."""
+        """Note the checkpoint for the callback, to which the Trainer does not give it."""
         callback.resumed_from = resume_from_checkpoint
         return train(resume_from_checkpoint, *args, **kwargs)
 
@@ -47,7 +47,7 @@ def attach(trainer: Trainer, **settings: Any) -> GradsieveCallback:
 
 
 class GradsieveCallback(TrainerCallback):
-    """Made by `attach`."""
+    """Attach, save, load and flush when the Trainer begins, saves, resumes and ends."""
 
     def __init__(self, trainer: Trainer, settings: dict[str, Any]) -> None:
         self._trainer, self._settings = trainer, settings
@@ -58,7 +58,7 @@ class GradsieveCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """The model is wrapped, and the Trainer has loaded model and optimizer, if it was to."""
+        """Attach to the wrapped model; the Trainer has loaded model and optimizer if it resumes."""
         if state.is_hyper_param_search:
             raise ConfigError(
                 f"rank {args.process_index}: a hyperparameter search puts checkpoints where callbacks "
@@ -81,7 +81,7 @@ class GradsieveCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """The Trainer's own callback, which comes before this one, has decided whether it will save."""
+        """Write the folder if the Trainer's own callback, which comes first, has decided to save."""
         if control.should_save:
             self._stage(args, state)
 
@@ -96,8 +96,8 @@ class GradsieveCallback(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """On all ranks, after the Trainer's own files."""
-        self._stage(args, state)  # where it was decided late, as by `save_strategy="best"`
+        """Move the folder into the Trainer's checkpoint; called on all ranks."""
+        self._stage(args, state)  # if saving was decided late, as by `save_strategy="best"`
         if self._staged == state.global_step and args.process_index == 0:
             out = Path(args.output_dir)
             target = out / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / FOLDER
@@ -109,8 +109,8 @@ class GradsieveCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """The residual goes into the model, which is then a plain one. Not into the best one, if that was
-        loaded: it stays what was evaluated and saved, also where it is the last."""
+        """Flush the residual into the model, which is then a plain one. If the best model was loaded, it
+        stays as it was evaluated and saved."""
         if self.sync is None or self.sync.is_closed:
             return
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:

@@ -118,40 +118,6 @@ class HsdpSync(Attached):
         norm = torch.nn.utils.clip_grad_norm_(self.held.values(), max_norm / shorter)
         return torch.mul(norm.full_tensor() if isinstance(norm, DTensor) else norm, shorter)
 
-    # -- state ------------------------------------------------------------------------------------------
-
-    @property
-    def _prefix(self) -> str:
-        return f"shard{self.shards.rank}-of-{self.shards.count}/"
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Keys are unique to rank and shard: distributed checkpointing keeps one of equal keys."""
-        return {self._prefix + key: each for key, each in super().state_dict().items()}
-
-    def load_state_dict(self, stored: Mapping[str, Tensor]) -> None:
-        """Load what `state_dict` gave to as many shards as now. Other numbers: `save` and `load`."""
-        from gradsieve.checkpoint import state  # here: a training that saves nothing loads no checkpoint code
-
-        ours = {key.removeprefix(self._prefix): each for key, each in stored.items()}
-        self.quiesce("load_state_dict()")
-        state.load(self.replica, lambda: state.offer_of(self.replica, ours))
-
-    def save_pair(self, folder: str | PathLike[str], optimizers: bool, pair: str) -> None:
-        """Write a checkpoint of all shards of all hosts, with the optimizers' states, to a folder that all
-        ranks see. Call it on all ranks. No framework pairs a file of its own with it."""
-        from gradsieve.checkpoint import files
-
-        self.quiesce("save()")
-        files.save(self.replica, Path(folder), optimizers)
-
-    def load(self, folder: str | PathLike[str], optimizers: bool = True) -> None:
-        """Load what `save` wrote, also on other numbers of hosts and shards; on all ranks or on none. Call it
-        on all of them."""
-        from gradsieve.checkpoint import reshard, state
-
-        self.quiesce("load()")
-        state.load(self.replica, lambda: reshard.newest_offer(self.replica, Path(folder), optimizers))
-
 
 def host_mesh(device_type: str = "cuda") -> DeviceMesh:
     """Return all ranks as a mesh with the axes "replicate", from host to host, and "shard", inside a host.
@@ -187,11 +153,12 @@ def add_residual(model: nn.Module, folder: str | PathLike[str]) -> None:
     """Make the model of a checkpoint that `HsdpSync.save` wrote, of any numbers of hosts and shards, complete
     in a model that is sharded over one host, or over all, and goes on without a sync. Call it on all ranks;
     nobody is asked. Optimizers are not touched."""
-    from gradsieve.checkpoint import reshard
+    from gradsieve.checkpoint import files  # here: a training that saves nothing loads no checkpoint code
 
     shards = Shards(torch_names.without_compile(model))
     with torch.no_grad():
-        for name, complete in reshard.waiting_in(Path(folder), shards).items():
+        held = {name: part.held for name, part in shards.parts.items()}
+        for name, complete in files.complete_model(Path(folder), held, shards.rank, shards.count).items():
             torch_names.local_of(shards.parts[name].held).copy_(complete)
 
 

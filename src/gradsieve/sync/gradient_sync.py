@@ -433,7 +433,7 @@ class GradientSync:
         from gradsieve.checkpoint import state
 
         self.quiesce("load_state_dict()")
-        state.load(self.replica, lambda: state.offer_of(self.replica, stored))
+        state.load(self.replica, lambda: state.candidate_of(self.replica, stored))
 
     def save(self, folder: str | PathLike[str], optimizers: bool = True) -> None:
         """Write a checkpoint, with the optimizers' states, to a folder that all ranks see, in the place of
@@ -454,7 +454,7 @@ class GradientSync:
         from gradsieve.checkpoint import files, state
 
         self.quiesce("load()")
-        state.load(self.replica, lambda: files.newest_offer(self.replica, Path(folder), optimizers))
+        state.load(self.replica, lambda: files.candidate_of(self.replica, Path(folder), optimizers))
 
     def flush(self) -> None:
         """Send all residuals, in one dense exchange, at the end of a training. Call it on all ranks.

@@ -11,7 +11,7 @@ for another number of ranks.
 """
 
 from gradsieve import kernels
-from gradsieve.checkpoint.rank_state import Merger, capture, restore, stand_in
+from gradsieve.checkpoint.rank_state import Merger, capture, restore, source_rank
 from gradsieve.coherence import Coherence
 from gradsieve.comm import lockstep
 from gradsieve.comm.lockstep import run
@@ -48,5 +48,5 @@ __all__ = [
     "lockstep",
     "restore",
     "run",
-    "stand_in",
+    "source_rank",
 ]

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsieve.checkpoint.reshard import _both, rows_of
+from gradsieve.checkpoint.reshard import overlap, rows_of
 
 counts = st.integers(1, 9)
 
@@ -22,5 +22,5 @@ def test_shards_are_torchs_chunks(rows: int, shards: int) -> None:
 def test_every_row_of_a_new_shard_comes_from_one_old_shard(rows: int, old: int, new: int) -> None:
     for shard in range(new):
         ours = rows_of(rows, shard, new)
-        parts = [_both(ours, rows_of(rows, other, old)) for other in range(old)]
+        parts = [overlap(ours, rows_of(rows, other, old)) for other in range(old)]
         assert [row for part in parts for row in part] == list(ours)

@@ -13,15 +13,14 @@
             sync.save(folder)
     sync.flush()
 
-Who is there (quorum), whether an exchange counts (`should_commit`) and how a replica is brought up (a peer's
-state over torchft's transport) are torchft's. The exchange is ours, in a gloo group of every quorum's
-members that fails, with a name, soon after one of them dies: torchft's own groups are not registered with
-torch.distributed, which messages from rank to rank need here. What becomes of the residuals: `member.py`.
+torchft decides who is there (quorum) and whether an exchange counts (`should_commit`), and brings replicas up
+from a peer's state. gradsieve exchanges, in a gloo group of every quorum's members that fails, with a name,
+soon after one of them dies: torchft's own groups are not registered with torch.distributed, which messages
+from rank to rank need here. What becomes of the residuals: `member.py`.
 
-A lighthouse that is gone for a while is torchft's to wait for: its Manager asks again `quorum_retries` times
-within `quorum_timeout`. By default it does not, and all replicas end. A lighthouse that was started again
-counts its quorums from 1, so that a number says nothing by itself: a group's rendezvous is named by it and
-the exchange.
+If a lighthouse is gone for a while, torchft's Manager asks again `quorum_retries` times within
+`quorum_timeout`. By default it does not, and all replicas end. A restarted lighthouse counts its quorums from
+1, so a group's rendezvous is named by that number and the exchange.
 
 A replica is one process, and torch.distributed's default group belongs to the sync.
 """

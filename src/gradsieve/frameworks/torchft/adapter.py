@@ -1,4 +1,4 @@
-"""torchft decides who is there and whether an exchange counts; a `Member` exchanges."""
+"""`ElasticSync`: torchft decides who is there and whether an exchange counts; a `Member` exchanges."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from gradsieve.frameworks.torchft.member import Member
 
 _log = logging.getLogger("gradsieve")
 
-_PATIENCE = 5.0  # seconds without a quorum after which the log says so; then after twice as many, and so on
+_PATIENCE = 5.0  # seconds without a quorum until the first warning; each further one waits twice as long
 
 
 class Place(NamedTuple):
-    """The rendezvous of the members of a quorum."""
+    """Say where the members of a quorum meet."""
 
     store: str
     rank: int
@@ -36,7 +36,7 @@ class Place(NamedTuple):
 
 
 class Rendezvous(ProcessGroup):  # type: ignore[misc]  # torchft comes without types
-    """In the place of torchft's process group, which its manager sets up for every quorum: keeps where."""
+    """Keep the place of every quorum that torchft's manager sets up, instead of a process group."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)
@@ -78,15 +78,17 @@ class ElasticSync:
         timeout: timedelta = timedelta(seconds=30),
         **settings: Any,
     ) -> None:
-        """`timeout` is how long an exchange waits for a replica that lives and does not come. `settings` are
-        those of GradientSync, but for its group."""
+        """Join torchft's replicas in the first `reduce()`. An exchange waits up to `timeout` for a replica
+        that lives and does not come. `settings` are those of GradientSync without `group`."""
         if dist.is_initialized():
             raise ConfigError("torch.distributed is initialised already: inside torchft the sync does that")
         if getattr(manager, "_use_async_quorum", False):
-            raise ConfigError("give torchft's Manager use_async_quorum=False: the group is made again in it")
+            raise ConfigError(
+                "give torchft's Manager use_async_quorum=False: the group is rebuilt inside the quorum"
+            )
         if "group" in settings:
             raise ConfigError("inside torchft the group is the quorum: leave out group=")
-        # It has no public name for what it was given; where it calls it otherwise, only texts are poorer.
+        # Manager has no public names for these; under other names only messages would be poorer.
         self._retries = getattr(manager, "_quorum_retries", None)
         self._patience = getattr(manager, "_quorum_timeout", timedelta(seconds=60)).total_seconds()
         if self._retries == 0:
@@ -104,9 +106,9 @@ class ElasticSync:
         manager.register_state_dict_fn("gradsieve", self._bring_up, self._replica.state)
 
     def reduce(self) -> bool:
-        """Exchange, between backward and the optimizer's step, with whoever is there, as often as it takes
-        until it counts. False where the step is to be skipped: this replica was brought up from a peer, and
-        its gradient is of the model it had before."""
+        """Exchange with the replicas that are there, between backward and the optimizer's step, until an
+        exchange counts. Return False if the step is to be skipped: this replica was brought up from a peer,
+        and its gradient is of the model it had before."""
         self._is_replaced = False
         if self._is_met or self._replica.sync is None or self._replica.pipeline.begins_exchange():
             while not self._attempt("training"):
@@ -114,17 +116,16 @@ class ElasticSync:
         return not self._is_replaced
 
     def flush(self) -> None:
-        """Send the whole residual, at the end of a training, on all replicas. One that joins only now has
-        nothing to add, and nobody waits for it."""
+        """Send the whole residual, at the end of a training, on all replicas. A replica that joins only now
+        has nothing to add; the others do not wait for it."""
         while not self._attempt("flush()") or self._is_met:
             pass
 
     def save(self, folder: str | PathLike[str]) -> bool:
-        """Write a checkpoint to a folder that all replicas see, in the place of the one there: each replica's
-        model, optimizers and residual. Call it on all of them at the same `manager.current_step()`,
-        after the optimizer's step. False where there is none of this step from this group: a replica died in
-        the middle, and the checkpoint before is as it was; or this one was brought up and has an exchange to
-        make first, for which the others wait."""
+        """Replace the checkpoint in a folder that all replicas see by each replica's model, optimizers and
+        residual. Call it on all replicas at the same `manager.current_step()`, after the optimizer's step.
+        Return False if nothing was saved: a replica died meanwhile, or this one was brought up and first owes
+        the others an exchange. The checkpoint before is then as it was."""
         sync = self._replica.sync
         if sync is None:
             raise ConfigError(f"replica {self._replica.name}: there is nothing to save before reduce()")
@@ -143,9 +144,9 @@ class ElasticSync:
         return True
 
     def load(self, folder: str | PathLike[str]) -> None:
-        """Go on from what `save` wrote, also with another number of replicas, if all of them begin. It is
-        read after their rendezvous, in the first `reduce()`, which is then False. One that is started again
-        while others train is brought up by them, and reads nothing. Call it before the first `reduce()`."""
+        """Load what `save` wrote, also by another number of replicas, if all of them begin. It is read after
+        their rendezvous, in the first `reduce()`, which then returns False. A replica that is started again
+        while others train is brought up by them instead. Call it before the first `reduce()`."""
         if self._replica.sync is not None:
             raise ConfigError(
                 f"replica {self._replica.name}: load() comes before the first reduce(). To go back to a "
@@ -155,9 +156,9 @@ class ElasticSync:
         self._replica.checkpoint = Path(folder)
 
     def _attempt(self, call: str) -> bool:
-        """One quorum, one exchange, one vote: whether it counts. One that is brought up in between goes back
-        to its training first, since the others may be at its end, and exchanges when it comes again. How many
-        may fail in a row is the manager's max_retries."""
+        """Make one quorum, one exchange and one vote, and return whether the exchange counts. A replica that
+        is brought up in between first goes back to its training, because the others may be at its end, and
+        exchanges in its next call. The manager's max_retries limits failures in a row."""
         manager, replica = self._manager, self._replica
         try:
             if not self._is_met:
@@ -214,7 +215,7 @@ class ElasticSync:
             ) from error
 
     def _enter(self) -> bool:
-        """The group of this quorum, if it is another than before."""
+        """Join the group of this quorum, if it is a new one."""
         place, replica = self._rendezvous.place, self._replica
         if place is self._place or place is None:
             if replica.sync is None:
@@ -249,24 +250,24 @@ class ElasticSync:
 
     @property
     def present(self) -> list[str]:
-        """Names of those that made the last exchange together."""
-        return [seen.name for seen in self._replica.accounts.present.values()]
+        """Return the names of the replicas that made the last exchange together."""
+        return [record.name for record in self._replica.membership.present.values()]
 
     @property
     def losses(self) -> list[dict[str, Any]]:
-        """Replicas that are missing, and the norm of each one's residual after its last exchange."""
-        gone = self._replica.accounts.missing.values()
-        return [{"name": g.name, "exchange": g.exchange, "waiting": g.waiting} for g in gone]
+        """Return the missing replicas, each with the norm of its residual after its last exchange."""
+        gone = self._replica.membership.missing.values()
+        return [{"name": g.name, "exchange": g.exchange, "waiting": g.residual} for g in gone]
 
     def metrics(self) -> dict[str, Any]:
-        """As GradientSync's, and: replicas, replicas_missing, replicas_returned, lost_mass (the sum of the
-        norms in `losses`), exchanges_failed."""
+        """Return GradientSync's metrics with replicas, replicas_missing, replicas_returned, lost_mass (the
+        sum of the norms in `losses`) and exchanges_failed."""
         sync = self._replica.sync
-        ours = {**self._replica.accounts.figures(), "exchanges_failed": self._replica.failed}
+        ours = {**self._replica.membership.figures(), "exchanges_failed": self._replica.failed}
         return ours if sync is None else {**sync.metrics(), **ours}
 
     def close(self) -> None:
-        """The model is then the shared one, without what was not flushed."""
+        """Leave the shared model in the parameters, without residuals that were not flushed."""
         if self._replica.sync is not None:
             self._replica.sync.close()
             self._replica.sync = None
@@ -276,7 +277,7 @@ class ElasticSync:
 
 @contextmanager
 def reported_while(tell: Callable[[float], None]) -> Iterator[None]:
-    """Say for how long the block has lasted, if that is long."""
+    """Call `tell` with the seconds that the block has lasted, again and again if it lasts long."""
     done, start = threading.Event(), time.monotonic()
 
     def watch() -> None:

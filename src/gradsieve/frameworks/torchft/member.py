@@ -1,22 +1,22 @@
 """A sync whose group changes while it trains: replicas die, are late, come back, join; the others go on.
 
-    exchange   all units, of which nothing is applied yet; then each sends the norm of its residual after that
-    commit     apply it. Somebody outside decides, each replica for itself: torchft (`adapter.py`)
-    hold       not committed here; whether it was elsewhere shows at the replicas' next rendezvous
-    join       another group: partitions and states are initialised again for its number
+    exchange   exchange all units, apply nothing, and gather the norm of each residual that will be left
+    commit     apply it. torchft decides on each replica whether to (`adapter.py`)
+    hold       keep it: the next rendezvous shows whether the other replicas committed it
+    join       meet in another group: partitions and states are initialised again for its size
 
-Who commits has heard of all members that they are prepared. So what one of them has prepared may have been
-committed by another although it was not here, and can then still be: the result is there. And what is not
-prepared on one of them was committed by nobody. That is why no step is ever counted twice, or not at all.
+A replica commits after all members have said that they are prepared. What one replica has prepared may
+therefore have been committed by others in its absence, and it can still commit it, because it has the result.
+What one replica has not prepared was committed by no other. So every step is counted exactly once.
 
-A member that is gone takes along its residual. The others know its norm, as of the last exchange, and count
-it as missing until the member is back. A member that was away keeps its residual and takes the others' shared
-model. One that is new takes the mean of the others' residuals:
+A replica that is gone takes along its residual. The others know its norm, as of the last exchange, and count
+it as missing until the replica is back. A replica that was away keeps its residual and takes the others'
+shared model. A new replica takes the mean of the others' residuals:
 
     e' = mean of e over those who have trained         so that w - mean e stays where it was
 
-Replicas that all start again together may go on from a checkpoint that a group of theirs saved, of as many as
-there were then. One that is started again while others train takes their state instead, which is newer.
+Replicas that all start again together may load a checkpoint that an earlier group saved, of any size. A
+replica that is started again while others train takes their state instead, which is newer.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Mapping
 from concurrent.futures import wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +33,19 @@ from torch import Tensor
 
 from gradsieve.checkpoint.fields import fields_from_tensors
 from gradsieve.checkpoint.rank_state import (
+    Merger,
     RankState,
     capture,
-    figures_among,
-    models_with,
+    for_world,
     residual_in,
     restore,
-    states_among,
+    with_residuals,
 )
 from gradsieve.comm.engine import Engine
-from gradsieve.comm.ops import AllGather, AllReduce
+from gradsieve.comm.ops import AllGather
 from gradsieve.errors import ConfigError, DivergenceError, MismatchError
 from gradsieve.feedback.units import flat_view
-from gradsieve.frameworks.torchft.accounts import Accounts, LastSeen
+from gradsieve.frameworks.torchft.membership import Membership, ReplicaRecord
 from gradsieve.optimizers import as_list
 from gradsieve.pipeline import StepPipeline
 from gradsieve.pipeline.budget import Budget
@@ -57,18 +58,18 @@ from gradsieve.types import Program, fields_to_tensors
 
 
 class PreparedSync(GradientSync):
-    """One whose exchanges wait for a word from outside before they are applied."""
+    """Prepare exchanges, and apply them when told to."""
 
     def make_replica(
         self, engine: Engine, held: Mapping[str, Tensor], adapter: OptimizerAdapter, fixed: Budget | None
     ) -> Replica:
-        """Who joins later does not know the others' learning rate yet; and a group may have one member."""
+        """A replica that joins later does not know the others' learning rate yet."""
         replica = super().make_replica(engine, held, adapter, fixed)
         replica.is_elastic = True
         return replica
 
     def prepare(self, call: str) -> list[float]:
-        """Exchange; the norm of each rank's residual, once this is applied."""
+        """Exchange, and return the norm of the residual that each rank will have once this is applied."""
         pipeline = self.pipeline
         assert isinstance(pipeline, StepPipeline)
         super()._compare()
@@ -94,7 +95,7 @@ class PreparedSync(GradientSync):
         return [float(row) for row in rows.flatten()]
 
     def set_aside(self) -> Pending | None:
-        """So that no optimizer's step applies it."""
+        """Take out the pending exchange: otherwise an optimizer's step would apply it."""
         aside, self._pending = self._pending, None
         return aside
 
@@ -106,11 +107,11 @@ class PreparedSync(GradientSync):
         self.replica.views.raise_versions()
 
     def _compare(self) -> None:
-        """Not after an exchange: that is committed, and a peer that dies now must not make it look failed."""
+        """Do nothing: the exchange is committed, and a peer that dies now must not make it look failed."""
 
 
 class Member:
-    """One replica's model, optimizer and sync, from group to group."""
+    """Hold a replica's model, optimizers and sync, from group to group."""
 
     def __init__(
         self,
@@ -123,20 +124,20 @@ class Member:
         self.parameters = {name: p for name, p in self._given.items() if p.requires_grad}
         self.optimizers = as_list(optimizer)
         self.name, self._settings = name, dict(settings)
-        self.identity = secrets.randbits(62)  # of this process: one that was restarted is another replica
-        self.accounts = Accounts()
+        self.identity = secrets.randbits(62)  # of this process: a restarted one is another replica
+        self.membership = Membership()
         self.failed = 0  # exchanges that were not committed here at once
         self.sync: PreparedSync | None = None
-        self.checkpoint: Path | None = None  # from which it is to go on, if the others are to as well
+        self.checkpoint: Path | None = None  # to load, if all replicas are to
         self._members: list[tuple[int, str]] = []
         self._group = -1
         self._last: tuple[int, int] | None = None  # group and number of the last exchange committed here
-        # Step, world, figures and fields of the scheme's states: what replicas agreed on besides the model.
+        # Step, world, figures and fields of the scheme's states: replicated, besides the model.
         self._agreed: dict[str, Any] | None = None
-        self._kept: dict[str, Tensor] | None = None  # what the pipeline kept, while there is none
-        self._prepared: dict[int, LastSeen] = {}
+        self._kept: dict[str, Tensor] | None = None  # the pipeline's memories, between two groups
+        self._prepared: dict[int, ReplicaRecord] = {}
         self._held: Pending | None = None
-        self._all_begin = False  # whether nobody in this group had trained at its rendezvous
+        self._all_begin = False  # whether no member had trained before this group met
 
     @property
     def pipeline(self) -> StepPipeline:
@@ -152,20 +153,19 @@ class Member:
         step = self.pipeline.step
         self._prepared = self._seen(step, self.sync.prepare(call))
 
-    def _seen(self, step: int, norms: list[float]) -> dict[int, LastSeen]:
-        """All members of this group in an exchange of it."""
+    def _seen(self, step: int, norms: list[float]) -> dict[int, ReplicaRecord]:
         return {
-            identity: LastSeen(name, self._group, step, norm)
+            identity: ReplicaRecord(name, self._group, step, norm)
             for (identity, name), norm in zip(self._members, norms, strict=True)
         }
 
     def commit(self) -> None:
-        """Apply what was exchanged."""
+        """Apply the prepared exchange."""
         assert self.sync is not None
         self.sync.apply(self._held)
         mine = self._prepared[self.identity]
         self._held, self._last = None, (mine.group, mine.exchange)
-        self.accounts.commit(self._prepared)
+        self.membership.commit(self._prepared)
         self._prepared = {}
         self._agree()
 
@@ -179,7 +179,7 @@ class Member:
         }
 
     def hold(self) -> None:
-        """It is not committed here; if it was prepared, it is kept until the others say what they did."""
+        """Keep what was prepared until the others say whether they committed it."""
         self.failed += 1
         if self.sync is not None and self._prepared:
             self._held = self.sync.set_aside()
@@ -187,7 +187,7 @@ class Member:
     # -- from replica to replica ------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What others need who join, or were away."""
+        """Return what a replica needs that joins or was away."""
         kept = self._kept if self.sync is None else self.pipeline.kept()
         if kept is None:
             kept = {f"shared/{name}": flat_view(p.detach()) for name, p in self.parameters.items()}
@@ -195,12 +195,12 @@ class Member:
             "shared": {key.partition("/")[2]: v for key, v in kept.items() if key.startswith("shared/")},
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "agreed": self._agreed,
-            "accounts": self.accounts.state(),
+            "accounts": self.membership.state(),
         }
 
     def take(self, state: Mapping[str, Any]) -> bool:
-        """A peer's state, of an exchange that is ahead of this replica's. Whether the model is another now:
-        it is not where all that was missing here had been prepared here."""
+        """Take a peer's state, of a later exchange, and return whether this replica's model has changed. It
+        has not if all that was missing here had been prepared here."""
         shared: dict[str, Tensor] = state["shared"]
         differing = [
             n for n, p in self.parameters.items() if n not in shared or shared[n].numel() != p.numel()
@@ -210,7 +210,7 @@ class Member:
                 f"replica {self.name}: the others train another model; this one's {', '.join(differing[:4])} "
                 "is not in it. Start all replicas with the same program"
             )
-        accounts = Accounts.of(state["accounts"])
+        membership = Membership.of(state["accounts"])
         if self._last is None:
             for optimizer, stored in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(stored)
@@ -218,22 +218,22 @@ class Member:
             self._kept = {f"{kind}/{n}": v for n, v in shared.items() for kind in ("shared", "own", "mark")}
             self._agreed = None
         else:
-            self._resolve_held(accounts)
+            self._resolve_held(membership)
             self.leave_group()
-        before, self.accounts, self._agreed = self._agreed, accounts, state["agreed"]
+        before, self.membership, self._agreed = self._agreed, membership, state["agreed"]
         if before is not None and self._agreed is not None and before["step"] == self._agreed["step"]:
             return False
         if self._last is not None:  # its residual stays, with another shared model
             assert self._kept is not None
+            residuals = {name: residual_in(self._kept, name) for name in shared}
             preview = 1.0 if self._agreed is None else self._agreed["figures"]["preview"]
-            for name, model in shared.items():
-                residual, own = residual_in(self._kept, name).to(model.device), self._kept[f"own/{name}"]
-                self._kept |= models_with(name, model, residual, preview, own.dtype)
+            memories = self._kept | {f"shared/{name}": model for name, model in shared.items()}
+            self._kept = with_residuals(memories, residuals, preview)
         return True
 
-    def _resolve_held(self, accounts: Accounts) -> None:
-        """What was prepared here was committed with this replica's part, or it was not."""
-        last, mine = accounts.last_of(self.identity), self._prepared.get(self.identity)
+    def _resolve_held(self, membership: Membership) -> None:
+        """Commit what was prepared here if the others did."""
+        last, mine = membership.last_of(self.identity), self._prepared.get(self.identity)
         if self._held is not None and mine is not None and last == (mine.group, mine.exchange):
             self.commit()
         elif last != self._last:
@@ -246,8 +246,8 @@ class Member:
     # -- checkpoints ------------------------------------------------------------------------------------
 
     def load_if_all_begin(self) -> bool:
-        """Once in the life of a replica, with the first group it has joined. Whether its state is now that of
-        the checkpoint; it is not where others have trained and this one was brought up by them."""
+        """Load in the first group that this replica joins, and return whether it did. If other members have
+        trained, they bring this one up instead."""
         folder, sync = self.checkpoint, self.sync
         assert sync is not None
         if folder is None or self._last is not None:
@@ -262,8 +262,8 @@ class Member:
         norms = sync.norms_of_all(
             float(torch.stack(residuals).norm()), f"each residual after exchange {step}"
         )
-        # As if the last exchange of the checkpoint had been made by these.
-        self.accounts = Accounts(self._seen(step - 1, norms))
+        # As if these replicas had made the last exchange of the checkpoint.
+        self.membership = Membership(self._seen(step - 1, norms))
         self._last = (self._group, step - 1)
         self._agree()
         return True
@@ -271,7 +271,7 @@ class Member:
     # -- groups -----------------------------------------------------------------------------------------
 
     def leave_group(self) -> None:
-        """With all that is this replica's own. What was prepared and not committed stays in the residual."""
+        """Keep this replica's memories. What was prepared and not committed stays in the residual."""
         self._held, self._prepared = None, {}
         if self.sync is not None:
             self._kept = {key: part.clone() for key, part in self.pipeline.kept().items()}
@@ -279,11 +279,11 @@ class Member:
             self.sync = None
 
     def join(self, group: int) -> None:
-        """Go on in torch.distributed's default group, whose number all its members call it by. One that fails
-        leaves all that this replica has, for the next."""
+        """Go on in torch.distributed's default group, which is the members' `group`. If this fails, the
+        memories stay for the next one."""
         self.leave_group()
         if self._kept is not None:
-            for name, parameter in self.parameters.items():  # all alike: it is compared
+            for name, parameter in self.parameters.items():  # ranks compare them
                 flat_view(parameter.data).copy_(self._kept[f"shared/{name}"])
         sync = PreparedSync(self._given.items(), self.optimizers, **self._settings)
         try:
@@ -311,29 +311,30 @@ class Member:
                 f"replica {self.name}: some replicas are to go on from a checkpoint, and {without[0]} is to "
                 "begin again. Call load(folder) on all of them, or on none"
             )
-        step, figures, memories, states = self._part_for(pipeline)
-        for name, own in pipeline.own.items() if 0 < trained < len(rows) else ():
-            model, residual = memories[f"shared/{name}"], residual_in(memories, name)
-            total = yield AllReduce(torch.zeros_like(residual) if self._last is None else residual)
-            if self._last is None:  # one that is new takes the mean
-                memories |= models_with(name, model, total / trained, figures["preview"], own.dtype)
-        restore(pipeline, RankState(step, figures, memories, states))
-        sync.replica.compared = step
+        part = self._part_for(pipeline)
+        if 0 < trained < len(rows):
+            merger = Merger(pipeline, trained)
+            if self._last is not None:
+                merger.add_residuals(part.memories)
+            means = yield from merger.means()
+            if self._last is None:
+                memories = with_residuals(part.memories, means, part.figures["preview"])
+                part = replace(part, memories=memories)
+        restore(pipeline, part)
+        sync.replica.compared = part.step
         sync.replica.views.renew()
         return [(row[0], name) for row, name in zip(rows, names, strict=True)]
 
-    def _part_for(
-        self, pipeline: StepPipeline
-    ) -> tuple[int, Mapping[str, float], dict[str, Tensor], list[Any]]:
-        """What this replica goes on with, for as many as there are now."""
+    def _part_for(self, pipeline: StepPipeline) -> RankState:
+        """Return what this replica goes on with among the members of the new group."""
         part, agreed = capture(pipeline), self._agreed
-        memories = dict(part.memories if self._kept is None else self._kept)
+        memories = part.memories if self._kept is None else self._kept
         if agreed is None:
-            return part.step, part.figures, memories, part.states
+            return RankState(part.step, part.figures, memories, part.states)
         world, scheme = agreed["world"], pipeline.scheme
-        figures = figures_among(pipeline, agreed["figures"], world, residuals_differ=True)
         states = [
             fields_from_tensors(scheme.init_state(unit.sizes, world), fields, "")
             for unit, fields in zip(pipeline.units, agreed["states"], strict=True)
         ]
-        return agreed["step"], figures, memories, states_among(pipeline, states)
+        part = RankState(agreed["step"], agreed["figures"], memories, states)
+        return for_world(pipeline, part, world, residuals_differ=True)

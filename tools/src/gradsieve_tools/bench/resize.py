@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gradsieve.errors import ConfigError
-from gradsieve.testing import Merger, capture, lockstep, restore, stand_in
+from gradsieve.testing import Merger, capture, lockstep, restore, source_rank
 from gradsieve_tools.bench.common.machine import one_thread
 from gradsieve_tools.bench.common.virtual import Member, Run, exchange, own_batches
 from gradsieve_tools.specs import parse, parse_exchange
@@ -109,7 +109,7 @@ def taken_over(members: Sequence[Member], run: Run, stretch: int) -> list[Member
             merger.add(rank, part)
     merged = lockstep.run([merger.merged() for merger in mergers])
     for rank, (member, part) in enumerate(zip(new, merged, strict=True)):
-        source = members[stand_in(rank, old)].training
+        source = members[source_rank(rank, old)].training
         member.training.model.load_state_dict(source.model.state_dict())  # batch norm's statistics
         member.training.optimizer.load_state_dict(copy.deepcopy(source.optimizer.state_dict()))
         member.training.schedule.load_state_dict(source.schedule.state_dict())

@@ -30,7 +30,9 @@ def test_what_waits_is_kept_and_a_way_without_a_change_is_one_training() -> None
 @pytest.mark.usefixtures("tiny")
 def test_what_is_lost_on_the_way_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twin."""
-    monkeypatch.setattr(rank_state, "given_by", lambda rank, world, old: range(rank, min(old, world), world))
+    monkeypatch.setattr(
+        rank_state, "ranks_to_sum", lambda rank, world, old: range(rank, min(old, world), world)
+    )
     (row,) = measured([[4, 2]])
     assert row["kept"] > 0.1
 

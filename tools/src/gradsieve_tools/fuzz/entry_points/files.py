@@ -20,6 +20,7 @@ from torch import Tensor
 from gradsieve.checkpoint import files
 from gradsieve.checkpoint import state as saving
 from gradsieve.checkpoint.fencing import FencingToken
+from gradsieve.checkpoint.rank_state import ranks_to_read
 from gradsieve.checkpoint.tensors import pieces, tensors_in
 from gradsieve.comm.engine import Engine
 from gradsieve.pipeline.optimizer_adapter import OptimizerAdapter
@@ -165,7 +166,7 @@ class _Folder:
         self, replica: Replica, manifest: files.Manifest, shards: tuple[bytes, ...]
     ) -> Callable[[bytearray], None]:
         """Rank 0's file is the forged one."""
-        honest = {rank: shards[rank] for rank in saving.parts_for(replica, manifest.world) if rank}
+        honest = {rank: shards[rank] for rank in ranks_to_read(0, replica.world, manifest.world) if rank}
 
         def enter(forged: bytearray) -> None:
             forger = replace(manifest, files=(_listed(forged), *manifest.files[1:]))
@@ -177,7 +178,7 @@ class _Folder:
             path = self._path / forger.file_of(0)
             path.write_bytes(forged)
             try:
-                _check_offer(replica, files.newest_offer(replica, self._path, optimizers=True))
+                _check_candidate(replica, files.candidate_of(replica, self._path, optimizers=True))
             finally:
                 path.unlink()
 
@@ -188,9 +189,9 @@ def _listed(content: bytes | bytearray) -> str:
     return f"{len(content)} {hashlib.sha256(content).hexdigest()}"
 
 
-def _check_offer(replica: Replica, offer: saving.LoadCandidate) -> None:
+def _check_candidate(replica: Replica, candidate: saving.LoadCandidate) -> None:
     """What the vote would be on can be loaded: of the right kinds, shapes and types."""
-    part, kept = offer.part, replica.pipeline.kept()
+    part, kept = candidate.part, replica.pipeline.kept()
     if {*part.memories} != {*kept} or part.step < 0 or not all(map(math.isfinite, part.figures.values())):
         raise AssertionError("not what this replica keeps")
     for key, view in kept.items():

@@ -1,4 +1,4 @@
-"""Which replicas are there, which are missing, and what the missing ones took along."""
+"""Which replicas are there, which are missing, and which residuals the missing ones took along."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ _log = logging.getLogger("gradsieve")
 
 
 @dataclass(frozen=True, slots=True)
-class LastSeen:
-    """A replica, after the last exchange that was committed with it."""
+class ReplicaRecord:
+    """Describe a replica after the last exchange that was committed with it."""
 
     name: str
     group: int
     exchange: int
-    waiting: float  # norm of its residual then, which is in no model but its own
+    residual: float  # norm of its residual then, which is in no other replica's model
 
 
 @dataclass(slots=True)
-class Accounts:
-    """By identity, the same on all replicas that share a model."""
+class Membership:
+    """Keep records by identity, the same on all replicas that share a model."""
 
-    present: dict[int, LastSeen] = field(default_factory=dict)
-    missing: dict[int, LastSeen] = field(default_factory=dict)
+    present: dict[int, ReplicaRecord] = field(default_factory=dict)
+    missing: dict[int, ReplicaRecord] = field(default_factory=dict)
     returned: int = 0
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Accounts:
-        """What a peer's `asdict` gave."""
+    def of(cls, state: Mapping[str, Any]) -> Membership:
+        """Return what a peer's `asdict` gave."""
         present, missing = (
-            {who: LastSeen(**last) for who, last in state[kind].items()} for kind in ("present", "missing")
+            {identity: ReplicaRecord(**record) for identity, record in state[kind].items()}
+            for kind in ("present", "missing")
         )
         return cls(present, missing, state["returned"])
 
@@ -40,20 +41,20 @@ class Accounts:
         return asdict(self)
 
     def last_of(self, identity: int) -> tuple[int, int] | None:
-        """Group and number of the last exchange that was committed with a replica."""
-        seen = self.present.get(identity) or self.missing.get(identity)
-        return None if seen is None else (seen.group, seen.exchange)
+        """Return group and number of the last exchange that was committed with a replica."""
+        record = self.present.get(identity) or self.missing.get(identity)
+        return None if record is None else (record.group, record.exchange)
 
-    def commit(self, members: Mapping[int, LastSeen]) -> None:
-        """An exchange of these was committed."""
+    def commit(self, members: Mapping[int, ReplicaRecord]) -> None:
+        """Record that an exchange of these replicas was committed."""
         for identity in self.present.keys() - members.keys():
             gone = self.missing[identity] = self.present[identity]
             _log.warning(
                 "exchange %d: replica %s is gone. Its residual, of norm %.4g after its last exchange "
                 "(%d), is lost unless it returns; so are its steps since then",
-                max(member.exchange for member in members.values()),
+                max(record.exchange for record in members.values()),
                 gone.name,
-                gone.waiting,
+                gone.residual,
                 gone.exchange,
             )
         for identity in self.missing.keys() & members.keys():
@@ -66,5 +67,5 @@ class Accounts:
             "replicas": len(self.present),
             "replicas_missing": len(self.missing),
             "replicas_returned": self.returned,
-            "lost_mass": sum(gone.waiting for gone in self.missing.values()),
+            "lost_mass": sum(gone.residual for gone in self.missing.values()),
         }
