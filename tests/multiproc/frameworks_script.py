@@ -3,7 +3,7 @@
     python tests/multiproc/frameworks_script.py FOLDER STEPS SAVE_AT [EXAMPLE ...]
 
 To import the frameworks takes longer than the trainings: it is done once, and ranks are forked from here.
-Without the name of an example all of them are run, and the trainings of the two other files.
+Without the name of an example all of them are run, and those of `framework_edges.py`.
 Gradsieve is imported in the ranks alone, so that what they saved is looked at without it.
 """
 
@@ -82,9 +82,9 @@ def main(folder: str, steps: str, save_at: str, *names: str) -> None:
     def others() -> None:
         if names:
             return
-        from multiproc import framework_edges, lightning_script
+        from multiproc import framework_edges
 
-        for line in framework_edges.main(Path(folder)) + lightning_script.main():
+        for line in framework_edges.main(Path(folder)):
             tell(line)
 
     on_ranks(lambda: (examples(), others()))  # type: ignore[func-returns-value]

@@ -24,7 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "stripes": BUDGET,
     **{name: {"scheme": name, "density": 0.05} for name in ("topk", "exdyna", "oktopk", "spardl")},
 }
-SOON = 10.0
+SOON = 18.0
 """Seconds: about half of one, and many more on a busy machine. The time-out is twenty."""
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import textwrap
-import threading
 from typing import Any
 from unittest import mock
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import optimizer as torch_optimizer
 
 import gradsieve
 from gradsieve.testing.laws import same_bits
@@ -138,37 +136,6 @@ def test_attach_works_on_a_copy(two: Ranks) -> None:
     (steps, first), (_, second) = two.run(attached_to_a_copy)
     assert steps == 7, "six and the flush"
     assert same_bits(first, second)
-
-
-def left_behind(ddp: DistributedDataParallel) -> dict[str, int]:
-    root = ddp.module
-    return {
-        "hooks of DDP": len(ddp._comm_hooks),
-        "hooks of the model": len(root._forward_pre_hooks) + len(root._forward_hooks),
-        "hooks on saving": len(root._state_dict_pre_hooks) + len(root._state_dict_hooks),
-        "hooks of optimizers": len(torch_optimizer._global_optimizer_pre_hooks),
-        "threads": sum(thread.name == "gradsieve" for thread in threading.enumerate()),
-    }
-
-
-def failed_attach(rank: int, where: str) -> tuple[dict[str, int], dict[str, int], list[float]]:
-    model, optimizer = new_model()
-    optimizer.param_groups[0]["momentum"] = 0.5
-    ddp = DistributedDataParallel(model)
-    before = left_behind(ddp)
-    with (
-        mock.patch(f"gradsieve.sync.gradient_sync.{where}", side_effect=RuntimeError("here")),
-        pytest.raises(RuntimeError),
-    ):
-        gradsieve.attach(ddp, optimizer, density=0.1, exchange=None)
-    return before, left_behind(ddp), [group["momentum"] for group in optimizer.param_groups]
-
-
-@pytest.mark.parametrize("where", ["adapt", "ParameterViews", "Engine.assume_links"])
-def test_an_attach_that_failed_leaves_nothing_behind(two: Ranks, where: str) -> None:
-    for before, after, momentum in two.run(failed_attach, where):
-        assert before == after
-        assert momentum == [0.5]
 
 
 def closed_with_something_waiting(rank: int, flushes: bool) -> tuple[list[str], list[Tensor]]:

@@ -64,6 +64,7 @@ LINE = re.compile(
 
 
 def test_an_end_without_flush_is_said_on_every_rank(script: Path) -> None:
+    """Slow: torchrun loads torch in three new processes."""
     stderr = torchrun(script, "plain").stderr
     assert sorted(LINE.findall(stderr)) == ["0", "1"]
     assert stderr.count(f"gradsieve {gradsieve.__version__} among 2 ranks, ") == 1, "no logging was set up"
@@ -74,6 +75,7 @@ NIGHTLY = [pytest.param(way, marks=pytest.mark.nightly) for way in ("failed", "p
 
 @pytest.mark.parametrize("way", ["flushed", *NIGHTLY])
 def test_twin_not_where_nothing_is_lacking_or_it_failed_or_goes_on_elsewhere(script: Path, way: str) -> None:
+    """Slow: torchrun loads torch in three new processes."""
     assert "the training ended with" not in torchrun(script, way).stderr
 
 

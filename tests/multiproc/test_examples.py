@@ -25,6 +25,7 @@ def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"{DATA} is missing: apt-get install dataset-fashion-mnist")
 def test_fashion_mnist_trains_and_reports() -> None:
+    """Slow: torchrun loads torch in three new processes, which train twice, with and without gradsieve."""
     ended = torchrun(str(FASHION_MNIST), "--steps", "30")
     assert ended.returncode == 0, ended.stderr
     found = re.search(r"accuracy +([\d.]+) with density ([\d.]+)", ended.stdout)

@@ -21,6 +21,7 @@ def of(name: str) -> list[dict[str, Any]]:
 
 
 def test_accelerate_ends_and_goes_on_as_the_loop_by_hand() -> None:
+    """Slow: Accelerate is imported, and two trainings are resumed in new processes."""
     whole, resumed = ends("plain", "with_accelerate")
     trained = [*whole["plain"], *whole["accelerate"]]
     assert len({end["bits"] for end in trained}) == 1

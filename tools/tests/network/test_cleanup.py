@@ -66,7 +66,7 @@ class RunningLab:
 
     def ended_by(self, number: signal.Signals) -> int:
         self.process.send_signal(number)
-        return self.process.wait(timeout=20)
+        return self.process.wait(timeout=120)
 
     def _command_line(self, process: Path) -> str:
         try:
@@ -76,7 +76,7 @@ class RunningLab:
             return ""
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -197,7 +197,7 @@ def test_children_that_a_rank_leaves_in_its_group_end_with_it(tmp_path: Path) ->
     with Lab(1) as lab:
         assert lab.run(["sh", "-c", 'sleep 300 & echo $! > "$0/child"', str(tmp_path)]) == [0]
         child = Path("/proc") / (tmp_path / "child").read_text().strip()
-        wait_until(lambda: not child.exists() or "\nState:\tZ" in (child / "status").read_text(), seconds=5)
+        wait_until(lambda: not child.exists() or "\nState:\tZ" in (child / "status").read_text())
 
 
 def test_the_command_line_passes_the_failing_code_on_and_writes_json(
@@ -209,6 +209,6 @@ def test_the_command_line_passes_the_failing_code_on_and_writes_json(
     assert main(["lab", "run", *shape, "--", "sh", "-c", script]) == 3
     assert capfd.readouterr() == ("rank 0\n", "[rank 1] rank 1\n[lab] rank 1 exited with code 3\n")
     found = json.loads(result.read_text())
-    assert 0 < found.pop("seconds") < 10
+    assert found.pop("seconds") > 0
     assert found == {"hosts": 2, "rate": "1gbit", "delay": None, "exit_codes": [0, 3]}
     assert main(["lab", "run", "--hosts", "1", "--", "sh", "-c", "kill -9 $$"]) == 128 + signal.SIGKILL
