@@ -14,7 +14,7 @@ import torch
 
 from gradsieve import DivergenceError, MismatchError, RefusedError
 from gradsieve.checkpoint import fencing, files
-from gradsieve.checkpoint.fencing import MANIFEST, FencingToken
+from gradsieve.checkpoint.fencing import MANIFEST
 from laws.crew import Crew, fake_group  # noqa: F401  # a fixture
 from laws.test_folder import load, save
 
