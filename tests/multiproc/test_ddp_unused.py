@@ -11,10 +11,9 @@ import pytest
 from torch import Tensor
 
 from multiproc.harness import Ranks
-from multiproc.training import Plan, Run, Seen, check_laws, check_nothing_lost, usual
+from multiproc.training import Plan, Run, Seen, check_laws, usual
 
 every_scheme = pytest.mark.parametrize("scheme", usual())
-every_lossy_scheme = pytest.mark.parametrize("scheme", usual(lossless=False))
 
 LEFT, RIGHT = (0, 1), (3, 4, 5)
 """Two branches of `Whole`, by place; the rest is always used."""
@@ -38,25 +37,12 @@ def train(rank: int, plan: Plan) -> Seen:
     return Run(rank, plan).train().report()
 
 
-def train_without_the_mask(rank: int, plan: Plan) -> Seen:
-    run = Run(rank, plan)
-    run.sync.pipeline.may_have_unused = False
-    return run.train().report()
-
-
 @every_scheme
 @pytest.mark.parametrize("world", [2, 4])
 def test_branches_by_rank_and_step_lose_nothing(
     pool: Callable[[int], Ranks], scheme: str, world: int
 ) -> None:
     check_laws(pool(world).run(train, branching(scheme)))
-
-
-@every_lossy_scheme
-def test_without_the_mask_gradients_are_lost_and_it_is_seen(two: Ranks, scheme: str) -> None:
-    """Twin: this is what the mask is for."""
-    with pytest.raises(AssertionError, match="lost or made up"):
-        check_nothing_lost(two.run(train_without_the_mask, branching(scheme)))
 
 
 class NeverUsed(Plan):

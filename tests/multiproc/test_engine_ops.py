@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from unittest import mock
 
 import pytest
 import torch
@@ -166,16 +165,3 @@ def test_an_error_of_all_ranks_goes_to_their_callers_and_the_next_program_runs(t
     for rank, (error, after) in enumerate(two.run(one_breaks)):
         assert error == "DivergenceError('planted')"
         assert_same(after, expected[rank])
-
-
-def without_sums(rank: int) -> list[list[Tensor]]:
-    with mock.patch("torch.distributed.all_reduce"):
-        return on_gloo(rank, all_reduce)
-
-
-def test_an_engine_that_does_not_add_is_seen(two: Ranks) -> None:
-    """Twin of the comparison."""
-    expected = lockstep.run([replies(all_reduce, rank, 2, 0) for rank in range(2)])
-    real = two.run(without_sums)
-    with pytest.raises(AssertionError):
-        assert_same(real[0][0], expected[0])

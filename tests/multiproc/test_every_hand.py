@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import gradsieve
 from gradsieve.errors import ConfigError
@@ -236,35 +234,6 @@ def test_parameters_of_a_group_can_be_replaced(two: Ranks) -> None:
 # -- the shared model is what people see ------------------------------------------------------------------
 
 
-def seen_by_averages(rank: int) -> tuple[bool, bool, bool]:
-    """Averages in the loop, with a step that a GradScaler skips on one rank; in a hook; the parameters."""
-    draw, net = noise(rank), DistributedDataParallel(network())
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    sync = gradsieve.attach(net, optimizer, bits=0.75)
-    loop, hook = (AveragedModel(net.module, multi_avg_fn=get_ema_multi_avg_fn(0.9)) for _ in range(2))
-    seen: list[bool] = []
-    optimizer.register_step_post_hook(lambda *_: hook.update_parameters(net.module))
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for number in range(14):
-        batch = draw()
-        loss = (net(batch) - batch).square().mean()
-        if rank == 1 and number == 10:
-            loss = loss * float("inf")
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        if number < 10:  # a hook runs on those that step
-            scaler.step(optimizer)
-            if number == 9:
-                in_hook = copy.deepcopy(hook)
-        else:
-            scaler.step(optimizer)
-        scaler.update()
-        loop.update_parameters(net.module)
-        seen.append(same(net.parameters()))
-    sync.close()
-    return same(loop.parameters()), same(in_hook.parameters()), all(seen)
-
-
 def cached_casts(rank: int) -> bool:
     """Whether an evaluation inside the training's autocast, before its backward, is the shared model's."""
     draw, net = noise(rank), DistributedDataParallel(network())
@@ -310,10 +279,6 @@ def gradient_penalty(rank: int) -> tuple[float, bool]:
     return float((ends[0] - ends[1]).abs().max()), same([ends[1]])
 
 
-def test_averages_are_of_the_shared_model(two: Ranks) -> None:
-    assert two.run(seen_by_averages) == [(True, True, True)] * 2
-
-
 def test_casts_of_one_model_are_not_used_for_the_other(two: Ranks) -> None:
     assert two.run(cached_casts) == [True, True]
 
@@ -347,33 +312,11 @@ def clamped(rank: int, dtype: torch.dtype, through_data: bool) -> float:
     return largest
 
 
-def written_without_change(rank: int) -> float:
-    """How much a write that changes nothing changes the shared model, which is wider than the parameters."""
-    draw, net = noise(rank), DistributedDataParallel(network(torch.bfloat16))
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
-    sync = gradsieve.attach(net, optimizer, bits=0.75)
-    for _ in range(5):
-        step(net, optimizer, draw().bfloat16())
-    before = [local.shared.clone() for local in sync.pipeline.local]
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.clamp_(-10, 10)
-    sync.replica.views.show_own()
-    sync.replica.views.show_shared()
-    change = max(float((a.shared - b).abs().max()) for a, b in zip(sync.pipeline.local, before, strict=True))
-    sync.close()
-    return change
-
-
 @pytest.mark.parametrize("through_data", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_a_user_wrote_is_there(two: Ranks, dtype: torch.dtype, through_data: bool) -> None:
     for largest in two.run(clamped, dtype, through_data):
         assert largest < 0.03
-
-
-def test_a_write_that_changes_nothing_rounds_nothing(two: Ranks) -> None:
-    assert two.run(written_without_change) == [0.0, 0.0]
 
 
 def parameter_of_two(rank: int) -> str:

@@ -129,35 +129,6 @@ def test_a_death_and_a_notice_leave_no_trace_in_the_curve(
         assert torch.equal(value, model(tmp_path / "run")[name]), name
 
 
-def test_batches_are_by_step_and_rank_and_seed(text: Path) -> None:
-    """What makes a resumed curve the same; the seed or the rank alone makes others."""
-    tokens = Text(text, 32, torch.device("cpu"))
-
-    def drawn(seed: int, step: int, rank: int) -> list[int]:
-        with mock.patch("torch.distributed.get_rank", return_value=rank):
-            return tokens.batch(seed, step, 2)[0].flatten().tolist()
-
-    assert drawn(0, 5, 1) == drawn(0, 5, 1)
-    assert len({tuple(drawn(*each)) for each in ((0, 5, 1), (1, 5, 1), (0, 6, 1), (0, 5, 0))}) == 4
-
-
-def test_curves_that_are_not_the_same_differ_at_every_evaluation(curves: dict[str, Path]) -> None:
-    """The twin of the comparison above: of two syncs."""
-    dense, auto = (curve(curves[sync]) for sync in ("dense", "auto"))
-    assert all(dense[step] != auto[step] for step in dense)
-
-
-def test_a_run_of_another_recipe_is_refused(tmp_path: Path) -> None:
-    from run import Run
-
-    (tmp_path / "step-000008").mkdir()
-    (tmp_path / "step-000008" / "manifest.json").write_text("{}")
-    facts = {"recipe": {"size": "1M", "seed": 0}, "step": 8, "seconds": 1.0}
-    (tmp_path / "step-000008" / "facts.json").write_text(json.dumps(facts))
-    with pytest.raises(SystemExit, match=r"trained with size 1M, not 3M: give the same, or another --out"):
-        Run(tmp_path, {"size": "3M", "seed": 0}).resume(None, None)
-
-
 def test_the_text_is_that_of_the_held_out_task(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     import prepare  # ranks, which import this file, need none of it

@@ -17,8 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
 from gradsieve.parallel.hsdp import by_host
-from gradsieve.replica.parameter_views import ParameterViews
-from gradsieve.replica.shards import ShardedViews
 from multiproc.harness import Ranks
 from multiproc.models import batch
 from multiproc.sharded import RATE, Odd, Training, full, mesh_of, plain, sharded, whole_training
@@ -70,39 +68,6 @@ def test_replicas_show_the_same_bits_and_evaluate_them(four: Ranks) -> None:
     assert differing(seen[0][1], seen[2][1]), "each host trains a model of its own"
 
 
-def forgets_what_fsdp_gathers(rank: int) -> list[Any]:
-    with mock.patch.object(ShardedViews, "point", ParameterViews.point):
-        training = Training(bits=1.0)
-        training.train(0, 10)
-        return [training.evaluated(), training.shown()]
-
-
-def test_a_parameter_pointed_elsewhere_without_fsdp_is_seen(four: Ranks) -> None:
-    """Twin."""
-    out, shown = four.run(forgets_what_fsdp_gathers)[0]
-    assert not torch.equal(out, plain(shown))
-
-
-def in_mid_step(rank: int) -> bool:
-    """An evaluation between forward and backward changes nothing."""
-    ends = []
-    for looks in (False, True):
-        training = Training(bits=1.0)
-        training.train(0, 3)
-        loss = training.model(batch(3, rank)[0]).square().mean()
-        if looks:
-            assert torch.equal(training.evaluated(), plain(training.shown()))
-        loss.backward()
-        training.optimizer.step()
-        ends.append(training.all_of_it())
-        training.sync.close()
-    return differing(*ends) == []
-
-
-def test_a_look_in_mid_step_changes_nothing(four: Ranks) -> None:
-    assert four.run(in_mid_step) == [True] * 4
-
-
 def written_and_loaded(rank: int) -> list[Any]:
     """What the user writes to parameters between steps, and a model that is loaded."""
     training = Training(bits=1.0)
@@ -131,23 +96,6 @@ def test_what_is_written_and_loaded_between_steps_is_the_shared_model(four: Rank
         assert not any(bool(each.any()) for each in loaded.values())
         assert not silent.any()
         assert not waits
-
-
-def accumulating(rank: int) -> list[Any]:
-    out = []
-    for way in ("set_requires_gradient_sync", "set_requires_all_reduce"):
-        training = Training(bits=1.0)
-        training.train(0, 5, micro=3, accumulate=way)
-        out.append((training.sync.pipeline.step, training.shown()))
-        training.sync.close()
-    return out
-
-
-def test_accumulated_passes_belong_to_one_exchange(four: Ranks) -> None:
-    for (steps, shown), (others, again) in four.run(accumulating):
-        assert (steps, others) == (5, 5)
-        for name, each in shown.items():  # sums of gradients are formed in another order
-            assert torch.allclose(each, again[name], atol=1e-3)
 
 
 def one_bad_gradient(rank: int) -> tuple[int, list[bool]]:

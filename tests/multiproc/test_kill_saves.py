@@ -5,14 +5,10 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import kill_saves
 import pytest
 import saving_ranks
-
-from gradsieve.checkpoint import fencing, files
 
 pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is missing")
 KILLS = 12
@@ -28,26 +24,7 @@ def a_dozen(life: Callable[..., None], place: Path) -> list[kill_saves.Line]:
     return list(lives.kills(0, [call for call in chosen if call[0] != "futex"]))
 
 
-def careless(rank: int, case: saving_ranks.Case, pipe: Any) -> None:
-    """Makes room before it writes."""
-    write = files._write_shard
-
-    def removing(sync: Any, place: Path, token: fencing.FencingToken, optimizers: bool) -> files.FileInfo:
-        fencing.remove_older(place, token)
-        return write(sync, place, token, optimizers)
-
-    with mock.patch.object(files, "_write_shard", removing):
-        saving_ranks.be_rank(rank, case, pipe)
-
-
 def test_a_whole_checkpoint_loads_after_a_kill_anywhere_in_a_save(tmp_path: Path) -> None:
     lines = a_dozen(saving_ranks.be_rank, tmp_path)
     assert [line for line in lines if not line.is_good] == []
     assert {line.found for line in lines} == {"first", "second"}, "kills before and after the manifest"
-
-
-def test_a_save_that_makes_room_first_is_seen(tmp_path: Path) -> None:
-    lines = a_dozen(careless, tmp_path)
-    lost = [line for line in lines if not line.is_good]
-    assert lost
-    assert all("nothing was loaded" in line.found for line in lost), lost

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -144,34 +143,3 @@ def test_one_that_joins_late_goes_on_with_the_others(tmp_path: Path) -> None:
     assert "of 2 begins with step" in second.log
     assert begins(second) == begins(first)[1:]
     assert begins(second)[0] >= 10
-
-
-@pytest.mark.nightly
-def test_with_the_number_of_restarts_in_the_keys_ranks_miss_each_other(tmp_path: Path) -> None:
-    """The twin: what was recommended before. An agent whose worker still lived when the other one's had died
-    has restarted it once less, by torchrun's count. Either rank may be the first to give up."""
-    run = tmp_path / "run"
-    shared = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}
-    with Nodes(tmp_path, [SCRIPT, str(run), "--steps", "100000", "--by-count"], "2", shared) as nodes:
-        first, second = nodes.start(), nodes.start()
-        until(lambda: saved(run) >= 10, nodes)
-        (slow,) = first.workers()
-        os.kill(slow, signal.SIGSTOP)
-        second.kill_worker()
-        until(lambda: is_told_to_end(slow), nodes)
-        os.kill(slow, signal.SIGCONT)
-        until(
-            lambda: (
-                "Error" in "".join(first.log.split("restart 0\n")[2:])
-                or "Error" in "".join(second.log.split("restart 1\n")[1:])
-            ),
-            nodes,
-        )
-        assert first.log.count("restart 0\n") == 2
-        assert begins(first) == begins(second) == [0]
-
-
-def is_told_to_end(pid: int) -> bool:
-    """Whether a SIGTERM waits for it."""
-    (pending,) = re.findall(r"ShdPnd:\t(\w+)", Path(f"/proc/{pid}/status").read_text())
-    return bool(int(pending, 16) >> (signal.SIGTERM - 1) & 1)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
 from gradsieve.errors import ConfigError
-from gradsieve.parallel.hsdp import HsdpSync
 from gradsieve.sync.gradient_sync import GradientSync
 from multiproc.conftest import Pool
 from multiproc.harness import Ranks
@@ -108,18 +106,6 @@ def test_all_ranks_learn_of_it_after_the_same_step(pool: Pool, kind: str) -> Non
     seen = pool(3).run(at_points, kind)
     assert seen[0] == seen[1] == seen[2]
     assert all(AT < step <= AT + KINDS[kind][1] for step in seen[0]), seen[0]
-
-
-def at_points_believing_oneself(rank: int) -> list[int]:
-    own = property(lambda sync: sync.pipeline.heard_notice or sync._notice.is_given)
-    with mock.patch.object(GradientSync, "is_preempted", own):
-        return at_points(rank, "stripes")
-
-
-def test_a_rank_that_does_not_wait_for_the_others_is_seen(pool: Pool) -> None:
-    """The twin."""
-    seen = pool(3).run(at_points_believing_oneself)
-    assert len({tuple(each) for each in seen}) > 1
 
 
 def at_odd_times(rank: int, kind: str) -> list[int]:
@@ -227,15 +213,3 @@ def test_shards_that_never_exchange_with_each_other_learn_of_it_together(
     seen = four.run(in_shards, **settings)
     assert seen[0] == seen[1] == seen[2] == seen[3]
     assert all(AT < step <= AT + (8 if settings else 2) for step in seen[0]), seen[0]
-
-
-def in_shards_that_are_not_told(rank: int) -> list[int]:
-    with mock.patch.object(HsdpSync, "_has_notice", GradientSync._has_notice):
-        return in_shards(rank)
-
-
-def test_shards_that_are_not_told_are_seen(four: Ranks) -> None:
-    """The twin."""
-    seen = four.run(in_shards_that_are_not_told)
-    assert seen[0] == [AT + 1, -1, AT + 1, -1]
-    assert seen[1] == [-1, AT + 1, -1, AT + 1]

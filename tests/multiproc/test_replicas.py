@@ -126,14 +126,6 @@ def test_training_stops_at_the_next_comparison(four: Ranks, scheme: str) -> None
         assert step == 5
 
 
-@pytest.mark.parametrize(("change", "every"), [(nothing, 5), (a_sign, 100)])
-def test_training_goes_on_without_a_difference_or_a_comparison(
-    four: Ranks, change: Callable[[Run], None], every: int
-) -> None:
-    """Twin: it is the comparison that stops, and the difference that makes it."""
-    assert four.run(train_after, Plan(), change, every) == [(None, 12)] * 4
-
-
 def a_rate(run: Run) -> None:
     run.optimizer.param_groups[0]["lr"] *= 2
 

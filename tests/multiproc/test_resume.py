@@ -79,15 +79,6 @@ def test_a_resumed_training_goes_on_bit_for_bit(
         assert differing(whole[rank], resumed[rank]) == []
 
 
-@every_lossy_scheme
-def test_without_the_residuals_it_does_not(two: Ranks, later: Ranks, scheme: str, tmp_path: Path) -> None:
-    """Twin."""
-    whole = two.run(uninterrupted, scheme)
-    two.run(first_half, scheme, tmp_path)
-    resumed = later.run(second_half, scheme, tmp_path, with_sync=False)
-    assert any(name.startswith("parameter/") for name in differing(whole[0], resumed[0]))
-
-
 # -- refusals -----------------------------------------------------------------------------------------
 
 Stored = dict[str, Any]

@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
 from gradsieve import ConfigError, GradsieveError, MismatchError
-from gradsieve.frameworks.torchft.member import PreparedSync
 from gradsieve.sync import gradient_sync
 from multiproc.conftest import Pool
 from multiproc.harness import Ranks
@@ -92,21 +91,6 @@ def test_so_are_other_settings_of_the_optimizer(two: Ranks) -> None:
     for said in two.run(attached_with, [{"betas": (0.9, 0.99)}, {}]):
         assert "ranks differ in betas: rank 0 has [(0.9, 0.99)]; rank 1 has [(0.9, 0.999)]" in said
     assert two.run(attached_with, [{"lr": 1}, {"lr": torch.tensor(1.0)}]) == ["", ""]
-
-
-def joined(rank: int, rates: list[float]) -> list[str]:
-    said, model = Lines(), nn.Linear(40, 40)
-    torch.manual_seed(0)
-    nn.init.normal_(model.weight)
-    nn.init.normal_(model.bias)
-    optimizer = torch.optim.SGD(model.parameters(), lr=rates[rank])
-    PreparedSync(model.named_parameters(), optimizer, bits=0.75).abandon()
-    return said.lines
-
-
-def test_who_joins_a_group_later_may_have_another_rate_and_be_alone(two: Ranks, pool: Pool) -> None:
-    assert two.run(joined, [0.1, 0.2]) == [[], []]
-    assert pool(1).run(joined, [0.1]) == [[]]
 
 
 def test_one_rank_alone_is_told_that_nothing_is_exchanged(pool: Pool) -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-from unittest import mock
 
 import pytest
 
-from gradsieve.kernels import accumulate
 from multiproc.harness import Ranks
 from multiproc.training import (
     Plan,
@@ -62,18 +59,6 @@ def train_with_a_bad_step(rank: int, plan: Plan, bad: float, place: int) -> Skip
     return Skipping(run.report(), changed, idle, run.sync.pipeline.skipped, scales)
 
 
-def train_without_the_vote(rank: int, plan: Plan, bad: float, place: int) -> Skipping:
-    def blind(*arguments: Any) -> bool:
-        accumulate(*arguments)
-        return True
-
-    with (
-        mock.patch("gradsieve.pipeline.gradients.is_finite", return_value=True),
-        mock.patch("gradsieve.feedback.residual.accumulate", blind),
-    ):
-        return train_with_a_bad_step(rank, plan, bad, place)
-
-
 def check_skipped(answers: Sequence[Skipping]) -> None:
     for rank, answer in enumerate(answers):
         assert answer.changed == [], f"rank {rank}: the bad step changed {answer.changed}"
@@ -98,15 +83,6 @@ def test_a_bad_value_on_one_rank_skips_the_step_on_all(
     answers = two.run(train_with_a_bad_step, plan, bad, place)
     check_skipped(answers)
     check_nothing_lost([answer.seen for answer in answers])
-
-
-@every_scheme
-@pytest.mark.parametrize("place", [SPARSE, DENSE], ids=["sparse", "dense"])
-def test_without_the_vote_the_check_fails(two: Ranks, scheme: str, place: int) -> None:
-    """Twin."""
-    answers = two.run(train_without_the_vote, Plan(scheme, memory=MEMORY), float("nan"), place)
-    with pytest.raises(AssertionError, match="the bad step changed"):
-        check_skipped(answers)
 
 
 # -- with a GradScaler --------------------------------------------------------------------------------

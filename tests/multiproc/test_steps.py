@@ -49,16 +49,6 @@ def test_after_a_flush_all_ranks_have_what_all_of_them_learnt(two: Ranks, scheme
     assert differing(seen[0][2], seen[1][2]) == []
 
 
-def test_the_part_that_is_believed_is_found_alike_on_all_ranks(two: Ranks) -> None:
-    figures = two.run(figures_of, Plan(exchange=gradsieve.Steps()))
-    assert figures[0] == figures[1]
-    assert 0.5 <= figures[0]["preview"] < 1.0
-
-
-def figures_of(rank: int, plan: Plan) -> dict[str, float]:
-    return Run(rank, plan).train().sync.pipeline.figures()
-
-
 # -- steps that are not taken -------------------------------------------------------------------------
 
 
@@ -109,15 +99,6 @@ def test_a_flush_that_overflows_says_so_and_keeps_everything(two: Ranks) -> None
 
 
 # -- around it ----------------------------------------------------------------------------------------
-
-
-def micro_steps(rank: int) -> int:
-    run = Run(rank, Plan(**WHOLE, micro=3, steps=4)).train()
-    return run.sync.pipeline.step
-
-
-def test_backward_passes_without_sync_exchange_nothing(two: Ranks) -> None:
-    assert two.run(micro_steps) == [4, 4]
 
 
 def attached(

@@ -119,13 +119,6 @@ def test_a_lighthouse_that_is_gone_for_a_while_is_waited_for(tmp_path: Path) -> 
     assert not any("members of quorum 1 found no" in log for log in logs)
 
 
-@pytest.mark.nightly
-def test_without_retries_it_ends_all_replicas_and_they_say_why(tmp_path: Path) -> None:
-    """Twin."""
-    with pytest.raises(GradsieveError, match=r"ended by itself(?s:.*)no quorum within 6 s"):
-        trained_through_the_dark(tmp_path, elastic.Faults(), 1.0, retries=0, patience=6.0)
-
-
 class Manager:
     """torchft's, as far as a sync asks it before it has met anybody."""
 

@@ -117,23 +117,6 @@ def test_the_layout_follows_from_order_and_sizes_alone(model: list[tuple[str, Te
     assert make_units(model, cap, 1024) == make_units(iter(again), cap, 1024)
 
 
-def test_twice_as_many_parameters_are_twice_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where one unit takes them all, whose size is asked for again with each of them."""
-    asked, numel = [], Tensor.numel
-
-    def counted(tensor: Tensor) -> int:
-        asked.append(tensor)
-        return numel(tensor)
-
-    def work(parameters: int) -> int:
-        asked.clear()
-        assert len(lay(*[(4, 4)] * parameters)) == 1
-        return len(asked)
-
-    monkeypatch.setattr(Tensor, "numel", counted)
-    assert 0 < work(200) <= 2 * work(100)
-
-
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.bool])
 def test_what_is_not_a_real_number_is_refused_by_name(dtype: torch.dtype) -> None:
     with pytest.raises(ConfigError, match=rf"'odd' is {dtype}"):

@@ -83,13 +83,6 @@ def test_partitions_balance_on_skewed_gradients_and_again_when_the_skew_moves(sk
     assert mean(figures[90:]) < BALANCED
 
 
-@pytest.mark.parametrize("skew", SKEWS)
-def test_without_balancing_the_same_gradients_stay_skewed(skew: str) -> None:
-    """The twin: MiCRO is ExDyna with partitions that never move."""
-    first, _ = SKEWS[skew]
-    assert mean(imbalances("micro", DENSITY, noise(lambda step: first), (N, WORLD, 50))[40:]) > 1.5
-
-
 def plateau(n: int = 32_768) -> Tensor:
     """Loads of 200, 100, 100 and 0 in four equal partitions: the heavy one has an average neighbour only."""
     gradient, source = torch.zeros(4, n // 4), torch.Generator().manual_seed(5)

@@ -84,26 +84,6 @@ def test_a_step_that_evaluates_nothing_moves_less_than_six_k(world: int, steps: 
         assert step.near_formula, f"{step.words} words in step {number}"
 
 
-def most_words(world: int, kind: str, steps: int) -> float:
-    """In k (P-1)/P, over steps that are not exact."""
-    seen = list(enumerate(steps_of(world, kind, steps)))
-    return max(step.words for number, (step, _) in seen if number % 32) / (K * (world - 1) / world)
-
-
-def test_without_the_quotas_the_same_gradients_break_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(oktopk, "quota", lambda counts, k, step: counts)
-    assert most_words(8, "even", 4) > 6
-
-
-def test_with_regions_that_wait_for_their_period_skew_breaks_the_bound(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(oktopk, "_LOPSIDED", math.inf)
-    monkeypatch.setattr(oktopk, "thinned", lambda acc, selected, cuts, k: selected)
-    assert most_words(8, "even", 20) < 6
-    assert most_words(8, "skewed", 20) > 6
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_density_stays_near_its_target(kind: str) -> None:
     for step, _ in steps_of(4, kind, 100):

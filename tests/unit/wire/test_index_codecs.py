@@ -35,35 +35,6 @@ def entropy_bound(density: float) -> float:
     return (density * math.log2(1 / density) + rest * math.log2(1 / rest)) / density
 
 
-def spread(count: int, span: int) -> Tensor:
-    """Indices as they come: uniformly drawn, sorted."""
-    return torch.randperm(span, generator=torch.Generator().manual_seed(0))[:count].sort().values
-
-
-def delta_encode(indices: np.ndarray) -> bytes:
-    """Differences in blocks of 128, each as wide as its largest needs, after a byte with the width."""
-    gaps = np.diff(indices, prepend=-1) - 1
-    message = b""
-    for start in range(0, len(gaps), 128):
-        block = gaps[start : start + 128]
-        width = int(block.max()).bit_length()
-        bits = block[:, None] >> np.arange(width) & 1
-        message += bytes([width]) + np.packbits(bits.astype(np.uint8), bitorder="little").tobytes()
-    return message
-
-
-def delta_decode(message: bytes, count: int) -> np.ndarray:
-    gaps = []
-    for start in range(0, count, 128):
-        length, width = min(128, count - start), message[0]
-        size = -(-length * width // 8)
-        packed = np.frombuffer(message[1 : 1 + size], np.uint8)
-        bits = np.unpackbits(packed, count=length * width, bitorder="little").reshape(length, width)
-        gaps.append((bits.astype(np.int64) << np.arange(width)).sum(1))
-        message = message[1 + size :]
-    return np.cumsum(np.concatenate(gaps) + 1) - 1
-
-
 @pytest.mark.parametrize("density", [0.01, 0.001])
 @pytest.mark.parametrize(("slack", "limit"), [(1.0, 1.08), (1.125, 1.25)])
 def test_a_row_is_near_the_entropy_bound(density: float, slack: float, limit: float) -> None:
@@ -77,16 +48,6 @@ def test_a_row_is_near_the_entropy_bound(density: float, slack: float, limit: fl
     assert 8 * RAW.predict_size(capacity, span) / count > 2 * entropy_bound(density), (
         "the limit can be missed"
     )
-
-
-@pytest.mark.parametrize("density", [0.01, 0.001])
-def test_deltas_in_blocks_are_no_shorter(density: float) -> None:
-    """Why delta is not among the codecs: its rows differ in size, and full ones are longer (ADR 12)."""
-    count, span = 5000, round(5000 / density)
-    indices = spread(count, span).numpy()
-    message = delta_encode(indices)
-    assert np.array_equal(delta_decode(message, count), indices)
-    assert len(message) > ELIAS_FANO.predict_size(count, span)
 
 
 @pytest.mark.parametrize(
@@ -285,26 +246,3 @@ def test_encoding_indices_waits_for_nothing(codec: IndexCodec, capacity: int, sp
     row = on("meta", codec, capacity, span)  # there is no data, so that nobody can look at it
     assert row.shape == (codec.predict_size(capacity, span),)
     assert row.device.type == "meta"
-
-
-@pytest.mark.parametrize(
-    ("wait", "name"),
-    [
-        (lambda x: x[0].item(), "_local_scalar_dense"),
-        (lambda x: int(x[0]), "_local_scalar_dense"),
-        (lambda x: bool((x > 0).any()), "_local_scalar_dense"),
-        (lambda x: x.nonzero(), "nonzero"),
-        (lambda x: x[x > 0], "index"),
-        (lambda x: x.masked_select(x > 0), "masked_select"),
-        (lambda x: x.unique(), "_unique2"),
-        (lambda x: x.repeat_interleave(x), "repeat_interleave"),
-    ],
-)
-def test_what_waits_is_seen(wait: Callable[[Tensor], object], name: str) -> None:
-    assert name in waits_in(lambda: wait(torch.arange(4)))
-
-
-@pytest.mark.parametrize("wait", [Tensor.tolist, Tensor.nonzero, lambda x: x[0].item(), lambda x: x[x > 0]])
-def test_a_tensor_without_data_cannot_be_looked_at(wait: Callable[[Tensor], object]) -> None:
-    with pytest.raises((NotImplementedError, RuntimeError)):
-        wait(torch.arange(4, device="meta"))
