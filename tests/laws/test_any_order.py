@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from torch import Tensor
 
+from gradsieve import kernels
 from gradsieve.parallel.attached import Phase
 from gradsieve.testing.laws import same_bits
 from laws.stepping_ranks import SHAPES, Fleet, OneRank, virtual
@@ -46,6 +47,7 @@ def fake_group() -> Iterator[None]:
     """DDP wants a process group. Nothing travels on it: syncs have their own engine."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    kernels.active()  # loaded here, and not while ranks wait for each other
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     with virtual():
         yield

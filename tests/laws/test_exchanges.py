@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 
 from gradsieve.feedback.local_steps import WINDOWS
 from gradsieve.feedback.units import flat_view
-from gradsieve.pipeline.exchange_settings import Steps
 from gradsieve.schemes import SCHEMES, make
 from gradsieve.testing.laws import same_bits
-from gradsieve.types import Outcome, Sparse
 from laws.cases import WORLDS, registered, schemes
 from laws.treated import (
     GRADIENTS,
@@ -28,7 +26,6 @@ from laws.treated import (
     check_steps,
     check_untouched,
 )
-from previews import fix_preview
 
 few = settings(max_examples=settings.default.max_examples // 3)  # each one trains up to 16 ranks
 every_scheme = pytest.mark.parametrize("scheme", schemes(registered()))
@@ -120,34 +117,6 @@ def test_a_rank_whose_optimizer_overflowed_has_nothing_to_tell_and_gets_a_model_
     check_models(ranks, exact=True)
     assert all(parameter.isfinite().all() for own in ranks.flat for parameter in own.values())
     assert ranks.pipelines[0].skipped == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rounding_to_a_narrow_parameter_is_not_a_step(dtype: torch.dtype) -> None:
-    """The shared model is wide: halves of a unit that the parameter cannot hold are kept in it."""
-    case = Case(world=2, n=9)
-    ranks = Stepping(case, "topk", *STEPS["half"])
-    ranks.flat = [{name: p.to(dtype) for name, p in own.items()} for own in ranks.flat]
-    ranks.pipelines = [
-        type(one)(ranks.flat[rank].items(), one.scheme, rank, 2, 25.0, Steps(small=0))
-        for rank, one in enumerate(ranks.pipelines)
-    ]
-    for pipeline in ranks.pipelines:
-        fix_preview(pipeline, 0.5)
-    ranks.flat[0]["last"].mul_(3.0)
-    ranks.exchange()
-    for pipeline in ranks.pipelines:
-        pipeline.local[0].shared.add_(2.0**-20)  # what bfloat16 and float16 round away
-        pipeline.local[0].anchor.add_(2.0**-20)
-    kept = [next(pipeline.waiting()).clone() for pipeline in ranks.pipelines]
-    for pipeline, own in zip(ranks.pipelines, ranks.flat, strict=True):
-        for window in range(WINDOWS):
-            local = pipeline.local[0]
-            nothing = Sparse(torch.empty(0, dtype=torch.long), torch.empty(0), local.unit.n)
-            none = Sparse.full(torch.empty(0))
-            local.apply(nothing, nothing, Outcome(none, none, None), own, 2, window)
-            local.rebase(own, 0.5)
-    assert same_bits([next(pipeline.waiting()) for pipeline in ranks.pipelines], kept)
 
 
 # -- gradients ------------------------------------------------------------------------------------------

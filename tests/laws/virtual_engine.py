@@ -20,8 +20,7 @@ import torch
 from gradsieve.comm import lockstep
 from gradsieve.types import Program
 
-PATIENCE = 60.0
-"""Seconds that a call waits for the other ranks' before it gives up."""
+PATIENCE = 150.0  # seconds that a call waits for the other ranks', also on a busy machine
 
 
 @dataclass

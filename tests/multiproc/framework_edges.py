@@ -390,7 +390,6 @@ EDGES = (
     torn_trainer,
     registered_by_the_user,
     of_plain_ddp,
-    skipped_by_a_scaler,
     best_at_the_end,
     lost_folder,
     last_of_lightning,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradsieve.schemes import SCHEMES
 from multiproc.harness import Ranks
-from multiproc.models import UNIT, Whole, whole_numbers
+from multiproc.models import UNIT, Whole
 from multiproc.training import (
     Plan,
     Run,
@@ -77,31 +77,6 @@ def _only_wide(seen: Seen) -> Seen:
     """Parameters of 16 bits round when they are updated."""
     wide = {name: part for name, part in seen.applied.items() if seen.parameters[name].itemsize >= 4}
     return replace(seen, applied=wide)
-
-
-def train_beyond_half(rank: int, plan: Plan) -> tuple[list[bool], list[int], list[bool]]:
-    """Half-precision gradients that fit one by one, but whose sum in the residual at last does not."""
-    run = Run(rank, plan)
-    good, skipped, finite = [], [], []
-    for _ in range(plan.steps):
-        run.optimizer.zero_grad()
-        run.ddp([torch.full(shape, 40_000.0) for shape in plan.shapes]).backward()
-        good.append(run.sync.pipeline.last_step_good)
-        run.optimizer.step()
-        skipped.append(run.sync.pipeline.skipped)
-        finite.append(bool(torch.stack([p.isfinite().all() for p in run.model.parameters()]).all()))
-    return good, skipped, finite
-
-
-def test_a_mean_beyond_half_precision_is_never_applied(two: Ranks) -> None:
-    plan = Plan("topk", density=0.01, steps=8, shapes=((64, 64),), dtypes=(torch.float16,))
-    answers = two.run(train_beyond_half, plan)
-    good, skipped, finite = answers[0]
-    assert all(finite)
-    assert good[0], "40,000 fits"
-    assert not good[2], "80,000 does not"
-    assert skipped[-1] == good.count(False)
-    assert answers[1] == answers[0]
 
 
 # -- memory formats -----------------------------------------------------------------------------------
@@ -182,23 +157,3 @@ def test_tied_weights_are_exchanged_once(two: Ranks, scheme: str) -> None:
 
 
 # -- parameters that DDP leaves out -------------------------------------------------------------------
-
-
-def train_ignoring(rank: int, plan: Plan) -> tuple[Seen, Tensor]:
-    model = Whole(plan.shapes)
-    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["tensors.3"])
-    seen = Run(rank, plan, model).train().report()
-    return seen, seen.parameters.pop("tensors.3")
-
-
-@every_scheme
-def test_parameters_that_ddp_ignores_are_left_alone(two: Ranks, scheme: str) -> None:
-    plan = Plan(scheme)
-    seen, ignored = zip(*two.run(train_ignoring, plan), strict=True)
-    for each in seen:
-        each.fed.pop("tensors.3")
-        each.applied.pop("tensors.3")
-    check_laws(seen)
-    own = [torch.stack([whole_numbers(plan.shapes, s, r)[3] for s in range(6)]).sum(0) for r in range(2)]
-    for rank in range(2):
-        assert torch.equal(ignored[rank], -(2.0**-6) * own[rank]), "its gradient must stay this rank's own"

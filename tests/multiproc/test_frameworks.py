@@ -71,15 +71,6 @@ def test_a_checkpoint_of_plain_ddp_is_gone_on_from() -> None:
         assert len(said) == (end["rank"] == 0)
 
 
-@nightly
-def test_a_step_that_a_scaler_skips_is_one_ranks_own() -> None:
-    first, second = of("skipped_by_a_scaler")
-    assert first["skipped"] == [False] * 4
-    assert second["skipped"] == [False, False, True, False]
-    assert first["finite"]
-    assert first["total"] == second["total"]
-
-
 # -- Trainer --------------------------------------------------------------------------------------------
 
 

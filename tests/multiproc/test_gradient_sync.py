@@ -16,7 +16,7 @@ import gradsieve
 from gradsieve import ConfigError
 from multiproc.harness import Ranks
 from multiproc.models import Whole
-from multiproc.training import RATE, Plan, Run, Seen, Virtual, check_laws, differing, usual
+from multiproc.training import RATE, Plan, Run, Seen, check_laws, differing, usual
 
 every_scheme = pytest.mark.parametrize("scheme", usual())
 
@@ -63,62 +63,7 @@ def test_laws_hold_without_ddp(two: Ranks, scheme: str, micro: int) -> None:
     check_laws(two.run(train_by_hand, Plan(scheme, micro=micro)))
 
 
-@every_scheme
-def test_four_ranks_give_what_lockstep_gives(four: Ranks, scheme: str) -> None:
-    plan = Plan(scheme)
-    seen, virtual = four.run(train_by_hand, plan), Virtual(plan, 4).train()
-    check_laws(seen)
-    for real, expected in zip(seen, virtual, strict=True):
-        assert differing(real.parameters, expected.parameters) == []
-        assert differing(real.residuals, expected.residuals) == []
-
-
 # -- gradients that are not plain ---------------------------------------------------------------------
-
-
-class WithGaps(Plan):
-    def gradients(self, step: int, rank: int, micro: int = 0) -> list[Tensor | None]:
-        """Some parameters have no gradient: on one rank, on all of them, in every step."""
-        gradients = super().gradients(step, rank, micro)
-        if step % 2 == rank:
-            gradients[0] = gradients[1] = None
-        if step % 3 == 0:
-            gradients[3] = None
-        gradients[5] = None
-        return gradients
-
-
-@every_scheme
-def test_parameters_without_a_gradient_lose_nothing(two: Ranks, scheme: str) -> None:
-    check_laws(two.run(train_by_hand, WithGaps(scheme, steps=10)))
-
-
-class Strange(ByHand):
-    """Gradients that lie in memory as their parameters do not: transposed, sliced, with an offset."""
-
-    def before_reduce(self) -> None:
-        for place, parameter in enumerate(self.model.parameters()):
-            gradient = parameter.grad
-            assert gradient is not None
-            wide = torch.zeros(*gradient.shape, 3)
-            if place % 2 and gradient.ndim == 2:
-                parameter.grad = gradient.t().contiguous().t()
-            else:
-                parameter.grad = wide[..., 1].copy_(gradient)
-        strange = [not p.grad.is_contiguous() for p in self.model.parameters() if p.grad is not None]
-        assert all(strange), "the test shows nothing"
-
-
-def train_strange(rank: int, plan: Plan) -> Seen:
-    return Strange(rank, plan).train().report()
-
-
-@every_scheme
-def test_gradients_that_are_not_contiguous_give_the_same(two: Ranks, scheme: str) -> None:
-    plan = Plan(scheme)
-    strange, plain = two.run(train_strange, plan), two.run(train_by_hand, plan)
-    check_laws(strange)
-    assert differing(strange[0].parameters, plain[0].parameters) == []
 
 
 def reduce_a_bad_value(rank: int, plan: Plan) -> tuple[list[bool], list[int]]:

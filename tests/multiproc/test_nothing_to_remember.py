@@ -212,31 +212,6 @@ def test_a_model_may_be_trained_in_evaluation_mode(two: Ranks, micro: int) -> No
     assert all(all(each) for each in two.run(in_evaluation_mode, micro))
 
 
-def narrow(rank: int) -> tuple[bool, list[Tensor]]:
-    run = Training(rank)
-    run.sync.close()
-    run.model.bfloat16()
-    ddp = DistributedDataParallel(run.model)
-    optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
-    sync = gradsieve.attach(ddp, optimizer, density=0.05)
-    for step in range(8):
-        optimizer.zero_grad()
-        inputs = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step + 50 * rank)).bfloat16()
-        ddp(inputs).float().square().mean().backward()
-        optimizer.step()
-    wide = [local.by_kind()["shared"] for local in sync.pipeline.local]
-    rounded = {name: part.bfloat16() for parts in wide for name, part in parts.items()}
-    shown = [p.detach().flatten() for p in run.model.parameters()]
-    return same_bits(shown, [rounded[n] for n, _ in run.model.named_parameters()]), shown
-
-
-def test_narrow_parameters_show_the_shared_model_rounded(two: Ranks) -> None:
-    (right, first), (other, second) = two.run(narrow)
-    assert right
-    assert other
-    assert same_bits(first, second)
-
-
 # -- torch.compile --------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from gradsieve.comm.failures import Watch
 from gradsieve.comm.ops import AllGather
 from gradsieve.types import Program
 from multiproc.harness import Answer, Ranks
-from multiproc.training import Plan, Run, Seen, check_laws, differing, snapshot
+from multiproc.training import Plan, Run, Seen, differing, snapshot
 
 WORLD, VICTIM, STEP = 3, 1, 5
 GROUP_TIMEOUT = 3.0
@@ -178,18 +178,6 @@ def test_a_stall_beyond_the_time_out_is_an_error_in_time() -> None:
     survivors = {rank: outcome[0] for rank, outcome in outcomes.items()}
     assert survivors.pop(VICTIM).said is not None, "the late rank finds nobody and says so, too"
     check_survivors(survivors, within=3.5)
-
-
-def test_a_stall_below_the_time_out_is_none() -> None:
-    with Ranks(WORLD) as ranks:
-        answers = ranks.outcomes(train_with_a_stall, Plan(), 1.5, group_timeout=4.0, meets_at_end=True)
-    outcomes, _ = ended(answers)
-    assert [outcome[0].said for outcome in outcomes.values()] == [None] * WORLD
-
-
-def test_a_stall_in_two_of_which_none_is_lost(two: Ranks) -> None:
-    """Exact laws want a power of two."""
-    check_laws([seen for _, seen in two.run(train_with_a_stall, Plan(), 0.5)])
 
 
 # -- flush --------------------------------------------------------------------------------------------

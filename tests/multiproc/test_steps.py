@@ -52,33 +52,6 @@ def test_after_a_flush_all_ranks_have_what_all_of_them_learnt(two: Ranks, scheme
 # -- steps that are not taken -------------------------------------------------------------------------
 
 
-def with_a_bad_step(rank: int, bad_rank: int, scaled: bool) -> tuple[int, dict[str, Tensor]]:
-    """One rank's gradient is not finite in the third of six steps."""
-    plan = Plan(**WHOLE, loss_scale=4.0 if scaled else None)
-    run = Run(rank, plan)
-    for step in range(6):
-        gradients = plan.gradients(step, rank)
-        if step == 2 and rank == bad_rank:
-            gradients = [torch.full_like(each, torch.inf) for each in gradients if each is not None]
-        run.optimizer.zero_grad()
-        run.backward(gradients, counts=bool(all(each is None or each.isfinite().all() for each in gradients)))
-        run.apply()
-    run.sync.flush()
-    learnt = {name: -RATE * fed for name, fed in run.seen.fed.items()}
-    for name, parameter in run.model.named_parameters():
-        learnt[f"model/{name}"] = parameter.detach().double()
-    return run.sync.pipeline.skipped, learnt
-
-
-@pytest.mark.parametrize("scaled", [False, True])
-def test_a_rank_without_a_usable_gradient_sits_out_alone(two: Ranks, scaled: bool) -> None:
-    (skipped, first), (other_skipped, second) = two.run(with_a_bad_step, 1, scaled)
-    assert (skipped, other_skipped) == (0, 0 if scaled else 1)  # a GradScaler skips by itself
-    for name in [name for name in first if not name.startswith("model/")]:
-        assert torch.equal(first[f"model/{name}"], (first[name] + second[name]) / 2)
-        assert torch.equal(first[f"model/{name}"], second[f"model/{name}"])
-
-
 def overflowing_flush(rank: int) -> tuple[str, bool, float]:
     """Each rank has moved as far as a float32 goes: what all of them moved is not one."""
     run = Run(rank, Plan(**WHOLE)).train()

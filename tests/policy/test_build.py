@@ -82,26 +82,6 @@ def test_one_version_everywhere(released: tuple[Path, Path]) -> None:
     assert f'"gradsieve=={gradsieve.__version__}"' in (ROOT / "tools" / "pyproject.toml").read_text()
 
 
-def test_a_training_installs_no_instrument(released: tuple[Path, Path]) -> None:
-    """No doctor, bench, lab, fuzz or simulator: they are of the other package."""
-    names = zipfile.ZipFile(released[0]).namelist()
-    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"gradsieve"}
-    rooms = {part for name in names for part in name.split("/")[:-1]}
-    assert not rooms & {
-        "doctor",
-        "plan",
-        "bench",
-        "lab",
-        "fuzz",
-        "simulate",
-        "chaos",
-        "soak",
-        "spot",
-        "rivals",
-        "figures",
-    }
-
-
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("tools")

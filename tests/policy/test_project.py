@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from documents import links
-from gradsieve_tools.cli import doctor
 
 ROOT = Path(__file__).parents[2]
 FORMS = sorted(path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").iterdir() if path.stem != "config")
@@ -73,22 +72,3 @@ def test_forms_are_forms(path: Path) -> None:
 def test_what_is_no_form_is_seen() -> None:
     body = [{"type": "input"}, {"type": "textarea", "attributes": {"title": "a"}}]
     assert len(form_faults({"name": "a", "body": body})) == 3
-
-
-def asks_for_the_self_test(form: dict[str, Any]) -> bool:
-    """By the command, and by the name of the file that it writes; a form that lacks it cannot be sent."""
-    needed = [part for part in form["body"] if part.get("validations", {}).get("required")]
-    asked = " ".join(part["attributes"].get("description", "") for part in needed)
-    return "`gradsieve doctor --self-test`" in asked and f"`{doctor._FILE}`" in asked
-
-
-def test_forms_about_what_happened_ask_for_the_self_test() -> None:
-    forms = {path.stem: yaml.safe_load(path.read_text()) for path in FORMS}
-    assert {name for name, form in forms.items() if asks_for_the_self_test(form)} == {"bug", "device"}
-
-
-def test_a_form_that_does_not_insist_on_it_is_seen() -> None:
-    form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text())
-    for part in form["body"]:
-        part["validations"] = {"required": False}
-    assert not asks_for_the_self_test(form)

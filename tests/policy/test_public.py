@@ -96,17 +96,6 @@ def test_the_lab_uses_what_is_public_and_a_short_list() -> None:
     assert len(REACHED) <= MOST
 
 
-def test_another_reach_is_seen(tmp_path: Path) -> None:
-    (tmp_path / "toy.py").write_text(
-        "from gradsieve import attach\nfrom gradsieve.wire.check import sums_within\n"
-        "def f():\n    from gradsieve.comm import calls\n"
-    )
-    assert reached(tmp_path) == {
-        "gradsieve.wire.check.sums_within",
-        "gradsieve.comm.calls",
-    }
-
-
 def shown() -> Iterator[tuple[str, str, str]]:
     """Where the docs, README and examples import something of gradsieve."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.py")]

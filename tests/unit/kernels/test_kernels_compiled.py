@@ -262,37 +262,10 @@ def test_the_way_of_accelerators_takes_the_same(
     assert torch.allclose(tail, tail_sum, rtol=1e-4)
 
 
-def test_select_on_an_accelerator_brings_nothing_to_the_host() -> None:
-    """A tensor without data has nothing to bring."""
-    x = torch.empty(100, device="meta")
-    indices, demand, tail = kernels.select(x, 1.0, 7, 0.5)
-    assert (indices.shape, demand.shape, tail.shape) == ((7,), (), ())
-    with pytest.raises(NotImplementedError):
-        kernels.above(x, 1.0)
-
-
-@pytest.mark.parametrize(("phase", "taken"), [(0.0, [0, 1, 2]), (0.5, [3, 4, 5]), (0.99, [6, 7, 8])])
-def test_the_phase_moves_the_window_over_what_is_above(phase: float, taken: list[int]) -> None:
-    indices, demand, _ = kernels.select(torch.ones(10), 1.0, 3, phase)
-    assert (indices.tolist(), demand.item()) == (taken, 10)
-    assert kernels.select(torch.ones(2), 1.0, 3, phase)[0].tolist() == [0, 1, 2]
-
-
 @given(vectors=several(1), threshold=st.sampled_from(THRESHOLDS))
 def test_above_compiled_is_above(vectors: list[Tensor], threshold: float) -> None:
     with kernels.using("compiled"):
         assert same_bits(kernels.above(*vectors, threshold), reference.above(*vectors, threshold))
-
-
-@pytest.mark.usefixtures("form")
-@pytest.mark.parametrize("n", [5000, CHUNK + 77])
-def test_more_than_was_expected_is_found_too(n: int) -> None:
-    x, zeros = torch.randn(n), torch.zeros(n)
-    x[: n // 2] = 0.0
-    for threshold in (0.0, 0.5):
-        wanted = reference.above(x, threshold)
-        assert same_bits(kernels.above(x, threshold), wanted)
-        assert same_bits(kernels.waiting_above(x, zeros, threshold), (wanted, x[wanted]))
 
 
 def test_float32_vectors_on_the_cpu_are_compiled_and_all_else_is_torchs() -> None:
@@ -348,12 +321,6 @@ def test_a_form_nobody_knows_is_refused() -> None:
         pass
 
 
-def test_the_form_is_the_former_one_after_an_error() -> None:
-    with pytest.raises(KeyError), kernels.using("torch"):
-        raise KeyError
-    assert kernels.active() == "compiled"
-
-
 @pytest.fixture
 def loads_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_load_once", kernels._load_once.__wrapped__)
@@ -405,14 +372,6 @@ def test_machine_code_is_kept_on_disk_and_a_broken_file_breaks_nothing(one_kerne
     assert rebases()
 
 
-@pytest.mark.usefixtures("one_kernel")
-def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("numba.core.caching.CacheImpl._locator_classes", [])  # no place that can be written
-    with pytest.raises(RuntimeError, match="cannot cache"):
-        numba.njit("void()", cache=True)(lambda: None)
-    assert rebases()
-
-
 def seen_while_running(work: Callable[[], object]) -> bool:
     """Whether this thread ever runs while another one is inside `work`. None is made to yield."""
     interval = sys.getswitchinterval()
@@ -450,7 +409,3 @@ def test_every_compiled_kernel_lets_other_threads_run() -> None:
     assert seen_while_running(lambda: form.is_finite(a))
     assert seen_while_running(lambda: form.above(a, 1.0))
     assert seen_while_running(lambda: form.waiting_above(a, b, 1.0))
-
-
-def test_what_keeps_the_others_waiting_is_seen() -> None:
-    assert not seen_while_running(lambda: sum(range(100_000)))

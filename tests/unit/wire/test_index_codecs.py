@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import tracemalloc
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +11,6 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradsieve.errors import Malformed
 from gradsieve.wire.indices import INDEX_CODECS, IndexCodec, choose
@@ -205,44 +202,3 @@ def test_unlawful_indices_are_refused_and_the_rank_named(codec: IndexCodec, row:
         Malformed, match=r"rank 1 sent indices that are not sorted, unique and inside 0\.\.49"
     ):
         codec.decode(rows, np.array([2, 2]), 2, 50)
-
-
-WAITING = {
-    "_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique_consecutive",
-    "_unique2", "bincount", "repeat_interleave",
-}  # fmt: skip
-
-
-class Waits(TorchDispatchMode):
-    """Operations for which the host would wait, had the tensors been on a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        masks = args[1] if name in {"index", "index_put", "index_put_"} else ()
-        if name in WAITING or any(mask is not None and mask.dtype == torch.bool for mask in masks):
-            self.seen.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-def waits_in(work: Callable[[], object]) -> list[str]:
-    with Waits() as mode:
-        work()
-    return mode.seen
-
-
-def on(device: str, codec: IndexCodec, capacity: int, span: int) -> Tensor:
-    indices = torch.arange(capacity, device=device)
-    return codec.encode(indices, torch.ones((), dtype=torch.int64, device=device), capacity, span)
-
-
-@codecs(*INDEX_CODECS)
-@pytest.mark.parametrize(("capacity", "span"), [(0, 9), (5, 100), (200, 201)])
-def test_encoding_indices_waits_for_nothing(codec: IndexCodec, capacity: int, span: int) -> None:
-    assert waits_in(lambda: on("cpu", codec, capacity, span)) == []
-    row = on("meta", codec, capacity, span)  # there is no data, so that nobody can look at it
-    assert row.shape == (codec.predict_size(capacity, span),)
-    assert row.device.type == "meta"
