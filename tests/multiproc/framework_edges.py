@@ -13,7 +13,6 @@ import lightning
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from safetensors.torch import load_file
@@ -108,27 +107,6 @@ def of_plain_ddp(folder: Path) -> dict[str, Any]:
     sync.close()
     accelerator.save_state(folder / "closed")
     return {"same": same, "lines": lines.lines, "closed": (folder / "closed" / "gradsieve").exists()}
-
-
-def skipped_by_a_scaler(folder: Path) -> dict[str, Any]:
-    """On rank 1 alone, whose gradient overflows once; Accelerate has no scaler of its own on a processor."""
-    accelerator, model, _ = prepared()
-    inside = torch.optim.AdamW(model.parameters(), 1e-2)
-    optimizer = AcceleratedOptimizer(inside, scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
-    sync, skipped = gradsieve.attach(model, optimizer, **SETTINGS), []
-    for number in range(4):
-        overflows = number == 2 and accelerator.process_index == 1
-        with accelerator.accumulate(model):
-            loss = model(**whole(10 * number + accelerator.process_index))["loss"]
-            optimizer.scaler.scale(loss * (float("inf") if overflows else 1.0)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        skipped.append(optimizer.step_was_skipped)
-    sync.flush()
-    sync.close()
-    finite = all(bool(p.isfinite().all()) for p in model.parameters())
-    total = float(sum(p.detach().double().sum() for p in model.parameters()))
-    return {"skipped": skipped, "finite": finite, "total": total}
 
 
 # -- Trainer --------------------------------------------------------------------------------------------
