@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradsieve_tools.bench.common.idle import Device, Drift, Idle, batch, emulate
+from gradsieve_tools.bench.common.idle import Device, Idle, batch, emulate
 
 
 class Clock:
@@ -76,27 +76,3 @@ def test_what_the_engine_reads_is_there_when_the_device_has_come_so_far(clock: C
     assert sync.pipeline.timer.moment() == pytest.approx(101.0), "when the device will be there"
     read = sync.engine.call(lambda: clock.now, torch.device("cpu"))
     assert read.result() == pytest.approx(101.0)
-
-
-def test_a_thread_that_spins_needs_a_processor_and_gets_its_reply() -> None:
-    sync = Sync()
-    emulate(sync, Device(0.3), spins=False)  # type: ignore[arg-type]
-    begun = time.thread_time()
-    sync.engine.perform("op")
-    waited = time.thread_time() - begun
-    emulate(sync, Device(0.3), spins=True)  # type: ignore[arg-type]
-    begun = time.thread_time()
-    assert sync.engine.perform("op") == "op"
-    assert time.thread_time() - begun > 2 * waited
-    with pytest.raises(RuntimeError, match="broken"):
-        sync.engine.perform("broken")
-
-
-def test_the_optimizer_moves_everything_within_sixteen_steps() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(160))
-    optimizer = Drift([parameter], seed=1)
-    optimizer.step()
-    assert int((parameter != 0).sum()) == 10
-    for _ in range(15):
-        optimizer.step()
-    assert int((parameter != 0).sum()) == 160

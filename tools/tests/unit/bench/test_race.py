@@ -86,25 +86,3 @@ def test_an_entry_is_a_name_or_any_command() -> None:
     assert list(rules.in_order([rules.entry("auto")])) == ["dense", "auto"]
     with pytest.raises(ConfigError, match="same name"):
         rules.in_order([rules.entry("auto"), rules.entry("auto")])
-
-
-def test_all_are_told_the_same_but_that_dense_has_one_budget(tmp_path: Path) -> None:
-    (tmp_path / "text.json").write_text('{"tokens_sha256": "ab"}')
-    plan = rules.Plan(tmp_path, "1M", 4, 600, 900.0)
-    dense, auto = plan.told("dense", 1), plan.told("auto", 1)
-    place = dense.index("--steps") + 1
-    assert (dense[place], auto[place]) == ("600", "1200")
-    assert dense[:place] + dense[place + 1 :] == auto[:place] + auto[place + 1 :]
-
-
-def test_a_race_that_cannot_be_run_is_refused_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ConfigError, match=r"has no tokens .*prepare\.py"):
-        rules.Plan(tmp_path, "1M", 4, 600, 900.0)
-    with pytest.raises(ConfigError, match="multiple of 20"):
-        rules.Plan(tmp_path, "1M", 4, 610, 900.0)
-    assert main(["bench", "race", "--logs", str(tmp_path)]) != 0
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="in a clone of the repository"):
-        rules.entry("dense")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gradsieve_tools.bench.common.workloads import WORKLOADS, batch_for, build
-from gradsieve_tools.bench.step.measure import COLUMNS, of_link, unclear
+from gradsieve_tools.bench.step.measure import of_link, unclear
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
@@ -19,10 +19,6 @@ def test_a_model_has_about_the_size_asked_for_and_takes_its_batch(workload: str,
     assert model(inputs).shape == target.shape
 
 
-def test_all_but_small_models_have_layers_of_one_width() -> None:
-    assert [len(list(build("mlp", 25_000_000))), len(list(build("transformer", 25_000_000)))] == [6, 8]
-
-
 def row(sync: str, vs_noop: list[float], vs_dense: list[float], rounds: int = 5) -> dict[str, Any]:
     return {
         "sync": sync,
@@ -30,11 +26,6 @@ def row(sync: str, vs_noop: list[float], vs_dense: list[float], rounds: int = 5)
         "vs_dense_half": vs_dense,
         "step_ms_all": [1.0] * rounds,
     }
-
-
-def test_steady_ratios_are_left_uncommented() -> None:
-    rows = [row("noop", [1, 1], [2.0, 2.2]), row("exdyna", [0.98, 1.05], [1.8, 2.1])]
-    assert unclear(rows) is None
 
 
 def test_a_ratio_that_says_nothing_is_named() -> None:
@@ -45,24 +36,6 @@ def test_a_ratio_that_says_nothing_is_named() -> None:
     assert "vs_noop of topk (0.76 to 6.88): more --rounds" in line
     assert "noop," not in line
     assert "micro" not in line
-
-
-def test_what_may_be_faster_or_slower_than_dense_is_named() -> None:
-    line = unclear([row("exdyna", [1, 1.1], [0.95, 1.1])])
-    assert line is not None
-    assert "vs_dense of exdyna (0.95 to 1.1)" in line
-    assert "vs_noop" not in line
-
-
-def test_few_rounds_have_no_spread() -> None:
-    line = unclear([row("exdyna", [1, 1], [2, 2], rounds=2)])
-    assert line is not None
-    assert "raise --rounds" in line
-
-
-def test_the_table_has_the_spread_beside_each_ratio() -> None:
-    for ratio in ("vs_noop", "vs_dense"):
-        assert COLUMNS[COLUMNS.index(ratio) + 1] == f"{ratio}_half"
 
 
 def test_what_is_sent_is_held_against_what_the_link_carries_while_nobody_communicates() -> None:

@@ -13,12 +13,7 @@ from gradsieve.errors import ConfigError
 from gradsieve.pipeline.exchange_settings import Gradients, Steps
 from gradsieve.schemes import ExDyna, Stripes
 from gradsieve_tools.bench.common import syncs
-from gradsieve_tools.bench.common.syncs import attached, steps_late, syncs_of
-
-
-def test_what_always_runs_comes_first_and_nothing_twice() -> None:
-    assert syncs_of("exdyna,fp16,dense,exdyna", always=["dense"]) == ["dense", "exdyna", "fp16"]
-    assert syncs_of("auto,stripes:values=int4", always=[]) == ["auto", "stripes:values=int4"]
+from gradsieve_tools.bench.common.syncs import attached, syncs_of
 
 
 @pytest.mark.parametrize(
@@ -76,14 +71,3 @@ def test_auto_asks_for_nothing_stripes_have_their_own_share_and_what_was_publish
     ddp: DistributedDataParallel = None  # type: ignore[assignment]  # only handed on
     attached(sync, ddp, SGD(nn.Linear(2, 2).parameters()), 0.02)
     assert found == [asked]
-
-
-def test_who_is_late() -> None:
-    late = {"noop": None, "dense": 0, "fp16": 0, "powersgd": 0, "auto": 1, "stripes": 1, "exdyna": 1}
-    late |= {
-        "stripes@steps:every=30+overlap=5": 34,
-        "exdyna@steps:every=2": 2,
-        "exdyna@gradients": 0,
-        "spardl:teams=2@paper": 0,
-    }
-    assert {sync: steps_late(sync) for sync in late} == late

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from gradsieve.errors import ConfigError
 from gradsieve_tools.cli.main import main
-from gradsieve_tools.emulation import network, quotas
-from gradsieve_tools.emulation.topology import Host, Link, Topology, read, star
+from gradsieve_tools.emulation import quotas
+from gradsieve_tools.emulation.topology import Host, Link, Topology, read
 
 SAMPLES = Path(__file__).parents[4] / "examples" / "networks"
 
@@ -33,9 +33,6 @@ from = ["ant", "bee"]
 to = "office"
 delay = "5ms"
 """
-
-
-JOINED = '[[links]]\nfrom = ["office"]\nto = "rack"\n\n'
 
 
 def written(folder: Path, text: str) -> Path:
@@ -150,19 +147,6 @@ def test_every_host_has_one_way_to_every_other_and_the_same_back(topology: Topol
         ends = [topology.links[link].ends[:: 1 if forward else -1] for link, forward in way]
         assert (ends[0][0], ends[-1][1]) == (topology.hosts[a].name, topology.hosts[b].name)
         assert all(before[1] == after[0] for before, after in pairwise(ends))
-
-
-def test_a_relay_is_given_lines_and_routes(tmp_path: Path) -> None:
-    settings = network.relay_settings(read(SAMPLES / "two-sites.toml"))
-    assert settings["lines"][-2:] == [[10**8, 0.02], [10**8, 0.02]]  # type: ignore[index]
-    routes = {(port, address): (to, lines) for port, address, to, lines in settings["routes"]}  # type: ignore
-    assert routes[0, "198.18.0.2"] == (1, [0, 3])
-    assert routes[0, "198.18.0.4"] == (3, [0, 8, 7])
-    assert routes[3, "198.18.0.1"] == (0, [6, 9, 1])
-
-
-def test_a_star_has_half_of_the_delay_on_each_link() -> None:
-    assert {link.delay for link in star(3, 10**9, 0.01).links} == {0.005}
 
 
 @pytest.mark.parametrize("version", [1, 2])
