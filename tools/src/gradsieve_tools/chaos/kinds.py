@@ -27,14 +27,21 @@ from gradsieve_tools.chaos.ground import AWAY_SECONDS, FULL, cpu_group
 from gradsieve_tools.chaos.writes import OPERATIONS, tap
 from gradsieve_tools.emulation import tools
 from gradsieve_tools.errors import LabError
-from gradsieve_tools.faults.kinds import KINDS as ENDINGS
-from gradsieve_tools.faults.kinds import STOP, strike
 
 BATCH_BYTES = 1 << 26  # allocated for every batch and never touched
 _LEFT_BYTES = 1 << 23  # left by the memory cap beyond what is allocated
 _SLOW_RATE = "2mbit"
 _HOUR = 3600.0
 NOTICE = signal.SIGUSR2  # SIGTERM ends a rank, SIGUSR1 shows where it hangs
+STOP = "SIGSTOP"
+# exit codes, negative for a signal
+DEATHS = {
+    "SIGKILL": -signal.SIGKILL,
+    "SIGTERM": -signal.SIGTERM,
+    "exit 0": 0,
+    "exit 1": 1,
+    "abort": -signal.SIGABRT,
+}
 ZOMBIE, SHORT_STOP, MIXED = "late waker", "short SIGSTOP", "mixed releases"
 
 
@@ -97,6 +104,19 @@ class Kind:
     rank: int | None = None  # the only rank it can happen to
     is_later: bool = False  # the strike prepares it, and it reports itself
     spoils: Callable[[Tensor, Scene], None] | None = None  # alters the op's result
+
+
+def strike(kind: str) -> None:
+    """End or stop this process. Return only after a stop that was continued."""
+    match kind:
+        case "SIGKILL" | "SIGSTOP" | "SIGTERM":
+            os.kill(os.getpid(), signal.Signals[kind])
+        case "exit 0" | "exit 1":
+            os._exit(int(kind[-1]))
+        case "abort":
+            os.abort()
+    if kind != STOP:
+        time.sleep(60.0)  # another thread may take the signal, a moment later
 
 
 def form(op: Op) -> tuple[object, ...]:
@@ -274,11 +294,7 @@ def _unreadable_once(op: Op, scene: Scene) -> Op:
 
 
 KINDS: dict[str, Kind] = {
-    **{
-        name: Kind(Must.DEATH, _ends(name), any_time=True)
-        for name, code in ENDINGS.items()
-        if code is not None
-    },
+    **{name: Kind(Must.DEATH, _ends(name), any_time=True) for name in DEATHS},
     STOP: Kind(Must.STALL, _ends(STOP), any_time=True),
     SHORT_STOP: Kind(Must.GO_ON, _ends(STOP)),
     "flipped": Kind(Must.DAMAGE, flipped, first_step=0),

@@ -647,6 +647,7 @@ Each op of a scheme's step x {SIGKILL, SIGSTOP, SIGTERM, exit 0, exit 1, abort} 
 processes over gloo on the loopback. Every survivor must exit with a PeerError that names the rank, the step
 and the op, within 6 s of a death and within the deadline and 1 s of a stall; must have kept the state it had
 before the step, the same bits as in an undisturbed run; and must leave no thread and no connection behind.
+After each fault the ranks restart from the last checkpoint.
 
 One line of JSON a fault, the last line sums them up. The exit code is 0 if all went as it must.""",
         """\

@@ -21,22 +21,24 @@ from typing import Any
 
 from gradsieve import torch_names
 
-FOLDER = "gradsieve-fleet-"
-"""A temporary one's name begins so, and with the id of the process."""
+FOLDER = "gradsieve-fleet-"  # begins the name of a temporary folder, followed by the process id
+DONE, PEER_FAILED, FAILED = 0, 10, 11  # exit codes of a rank
 _STACK_SECONDS = 1.0
 _LONGEST_MESSAGE = 1 << 20
+
+Tell = Callable[[dict[str, Any]], None]
+
+
+def teller(pipe: Any) -> Tell:
+    """Return a function that sends messages, each with its `event`, to the process that watches."""
+    return lambda message: pipe.send_bytes(json.dumps(message).encode())
 
 
 @dataclass(slots=True)
 class Ending:
-    """How a rank came to its end."""
-
-    exit_code: int | None = None
-    """Negative for a signal; None for one that hung, and was killed."""
-    messages: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The last of every event."""
-    stacks: str = ""
-    """Where a rank hung."""
+    exit_code: int | None = None  # negative for a signal; None: it hung and was killed
+    messages: dict[str, dict[str, Any]] = field(default_factory=dict)  # the last of every event
+    stacks: str = ""  # of a rank that hung
 
     def message(self, event: str) -> dict[str, Any]:
         return self.messages.get(event, {})
@@ -89,8 +91,7 @@ class _Case:
     ):
         self.folder = folder
         self.endings = [Ending() for _ in arguments]
-        self.silent: set[int] = set()
-        """Ranks that closed their end of the pipe."""
+        self.silent: set[int] = set()  # ranks that closed their end of the pipe
         self.processes, self.pipes = [], []
         for rank, each in enumerate(arguments):
             ours, theirs = context.Pipe(duplex=False)
