@@ -31,6 +31,7 @@ from torch import Tensor
 from gradsieve.schemes import Ctx, Program, make
 from gradsieve.testing import Meter, lockstep
 from gradsieve_tools import formulas
+from gradsieve_tools.bench import plots
 from gradsieve_tools.bench.common.machine import check_fits, one_thread
 from gradsieve_tools.bench.common.models import Transformer
 from gradsieve_tools.bench.tasks.data import CONTEXT
@@ -297,40 +298,6 @@ def _fits(case: Case) -> None:
     check_fits(needed, f"residuals of {case} with {case.n:,} parameters", "lower --params or --world")
 
 
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c564b")
-_STYLES = ("-", "--", ":")
-
-
 def plot(rows: Sequence[dict[str, Any]], n: int, density: float, path: Path) -> None:
-    """Words against P, a line a scheme in the order of the legend, crosses where its formula says.
-
-    Beyond eight schemes colours come again, with another style of line.
-    """
-    from matplotlib.figure import Figure  # the `plot` extra, not needed to measure
-
-    figure = Figure(figsize=(10, 6), layout="constrained")
-    axes = figure.add_subplot()
-    shown = [row for row in rows if row["words"] > 0]  # noop has no place on a logarithmic axis
-    by_scheme: dict[str, list[dict[str, Any]]] = {}
-    for row in sorted(shown, key=lambda row: int(row["world"])):
-        by_scheme.setdefault(row["scheme"], []).append(row)
-    highest_first = sorted(by_scheme.items(), key=lambda item: -float(item[1][-1]["words"]))
-    for number, (scheme, own) in enumerate(highest_first):
-        worlds = [row["world"] for row in own]
-        color, style = _COLOURS[number % len(_COLOURS)], _STYLES[number // len(_COLOURS) % len(_STYLES)]
-        axes.plot(worlds, [row["words"] for row in own], style, label=scheme, color=color, marker="o")
-        axes.plot(worlds, [row["formula_words"] for row in own], "x", color=color, markersize=9)
-    worlds = sorted({row["world"] for row in shown})
-    dense = [formulas.words(make("dense"), n, world) for world in worlds]
-    axes.plot(worlds, dense, color="lightgray", linewidth=5, zorder=0, label="dense, by its formula")
-    axes.plot([], [], "x", color="gray", markersize=9, label="formula of each scheme")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(worlds, [f"{world:,}" for world in worlds])
-    axes.minorticks_off()
-    axes.set_xlabel("ranks P")
-    axes.set_ylabel("4-byte words moved by the busiest rank in a step")
-    axes.set_title(f"Traffic on skewed gradients, {n:,} parameters, density {density:g}")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.savefig(path, dpi=150)
+    title = f"Traffic on skewed gradients, {n:,} parameters, density {density:g}"
+    plots.traffic(rows, lambda world: formulas.words(make("dense"), n, world), title, path)

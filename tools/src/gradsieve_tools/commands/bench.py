@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradsieve.errors import ConfigError
+from gradsieve_tools.bench import plots
 from gradsieve_tools.cli import progress, results
 
 if TYPE_CHECKING:
@@ -152,7 +153,6 @@ def collectives(args: argparse.Namespace) -> int:
 def time_to_accuracy(args: argparse.Namespace) -> int:
     from gradsieve_tools.bench.common.syncs import syncs_of
     from gradsieve_tools.bench.time_to_accuracy import measure
-    from gradsieve_tools.bench.time_to_accuracy.plot import plot
 
     syncs = syncs_of(args.syncs, always=["dense"])
     plan = measure.Plan(
@@ -168,13 +168,12 @@ def time_to_accuracy(args: argparse.Namespace) -> int:
         print(results.table(rows, measure.COLUMNS))
     _write(args, plan.facts() | results.hosts_of(args.hosts), every)
     if args.plot is not None:
-        plot(plan, runs, args.plot)
+        plots.races({plan.title: runs}, plan.sized.measured_by, args.plot)
     return 0
 
 
 def race(args: argparse.Namespace) -> int:
     from gradsieve_tools.bench.race import logs, measure, rules
-    from gradsieve_tools.bench.race.plot import plot
 
     if not args.table:
         if args.text is None:
@@ -187,7 +186,13 @@ def race(args: argparse.Namespace) -> int:
     found = logs.read_all(args.logs)
     print(results.table(logs.table(found), logs.COLUMNS))
     if args.plot is not None:
-        plot(found, args.plot)
+        wanted = logs.targets(found)
+        first = [log for log in found if log.seed == 0 and log.key in wanted]
+        if not first:
+            raise ConfigError("no log of seed 0 has its dense one beside it: there is nothing to draw")
+        groups = {", ".join(log.group): [each for each in first if each.group == log.group] for log in first}
+        runs = {title: [log.run(wanted) for log in own] for title, own in groups.items()}
+        plots.races(runs, "loss on unseen files", args.plot)
     return 0
 
 
@@ -213,7 +218,6 @@ def traffic(args: argparse.Namespace) -> int:
 
 def schemes(args: argparse.Namespace) -> int:
     from gradsieve_tools.bench.schemes import measure
-    from gradsieve_tools.bench.schemes.plot import plot
 
     _check_densities(*args.densities)
     plan = measure.Plan(args.models, args.schemes, args.world, args.densities, args.steps)
@@ -222,13 +226,12 @@ def schemes(args: argparse.Namespace) -> int:
     print(measure.tables(rows))
     _write(args, asdict(plan), rows)
     if args.plot is not None:
-        plot(rows, args.plot)
+        plots.schemes(rows, args.plot)
     return 0
 
 
 def bits(args: argparse.Namespace) -> int:
     from gradsieve_tools.bench.bits import measure
-    from gradsieve_tools.bench.bits.plot import plot
 
     if len(args.world) > 1:
         raise ConfigError("--world is one number here: the residual depends on it")
@@ -242,7 +245,7 @@ def bits(args: argparse.Namespace) -> int:
     print(results.table(rows, measure.COLUMNS))
     _write(args, asdict(plan), rows)
     if args.plot is not None:
-        plot(rows, plan.world, args.plot)
+        plots.bits(rows, lambda each: measure.bound(each, plan.world), args.plot)
     return 0
 
 
@@ -273,7 +276,6 @@ def lost(args: argparse.Namespace) -> int:
 
 def accuracy(args: argparse.Namespace) -> int:
     from gradsieve_tools.bench.accuracy import measure
-    from gradsieve_tools.bench.accuracy.plot import plot
     from gradsieve_tools.specs import parse, parse_exchange
 
     _check_densities(*args.densities)
@@ -302,7 +304,7 @@ def accuracy(args: argparse.Namespace) -> int:
     print(results.table(rows, measure.COLUMNS))
     _write(args, {"folder": str(args.folder)}, rows)
     if args.plot is not None:
-        plot(found, args.plot)
+        plots.accuracy(found, args.plot)
     return 0
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from gradsieve.errors import ConfigError
 from gradsieve_tools.bench.race import logs, rules
-from gradsieve_tools.bench.race.plot import plot
 from gradsieve_tools.cli.main import main
 
 
@@ -68,8 +67,6 @@ def test_a_run_without_an_end_is_left_out(folder: Path) -> None:
 
 
 def test_what_is_no_log_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="no log of seed 0"):
-        plot([log for log in logs.read_all(folder) if log.seed == 1], folder / "race.png")
     (folder / "other.jsonl").write_text('{"entry": "x"}\n{"step": 1}\n')
     with pytest.raises(ConfigError, match=r"other\.jsonl is no log of `gradsieve bench race`"):
         logs.read_all(folder)

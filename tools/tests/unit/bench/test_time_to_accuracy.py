@@ -8,8 +8,9 @@ from itertools import pairwise
 
 import pytest
 
+from gradsieve_tools.bench.common.race import Curve, Run
 from gradsieve_tools.bench.tasks.training import BETTER, Metric
-from gradsieve_tools.bench.time_to_accuracy.measure import Curve, Plan, Run, summary
+from gradsieve_tools.bench.time_to_accuracy.measure import Plan, summary
 from gradsieve_tools.emulation import Lab
 
 PLAN = Plan(4, "1gbit", None, "mlp", 20_000, 0.01, ["dense", "exdyna"], steps=600, seeds=1)

@@ -54,7 +54,14 @@ def endings(kind: str) -> list[Ending]:
     for rank in range(3):
         steps = {str(step): CLEAN[step][rank] for step in (0, 1, 2)}
         messages: dict[str, Any] = {"step": {"step": 2, "digests": steps, "residual": 2.0}}
-        error, code, said = ERRORS.get(must, ("PeerError", PEER_FAILED, "AllGather of int32 (3,) for unit 0 of 1 in step 2 failed after 0.0 s"))
+        error, code, said = ERRORS.get(
+            must,
+            (
+                "PeerError",
+                PEER_FAILED,
+                "AllGather of int32 (3,) for unit 0 of 1 in step 2 failed after 0.0 s",
+            ),
+        )
         messages["ended"] = ended(rank, error, 3.2 if must in AFTER_A_DEADLINE else 0.1, said)
         if must is Must.SURVIVE:
             messages["refused"] = {"said": "step 2: nothing was saved"}

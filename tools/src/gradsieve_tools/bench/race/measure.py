@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from gradsieve.errors import GradsieveError
+from gradsieve_tools.bench.common.race import Curve
 from gradsieve_tools.bench.race import logs
 from gradsieve_tools.bench.race.rules import Plan, rate_and_delay
-from gradsieve_tools.bench.time_to_accuracy.measure import Curve
 from gradsieve_tools.cli import results
 from gradsieve_tools.emulation import Lab
 

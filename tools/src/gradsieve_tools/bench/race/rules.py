@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from gradsieve.errors import ConfigError
+from gradsieve_tools.bench.common.race import PATIENCE
 
 LINKS = ("1gbit", "100mbit", "100mbit+20ms")
 WARM_UP, EVALUATE_EVERY, BATCH = 30, 20, 4
-PATIENCE = 2  # budgets of steps after which an entry that has not reached the target never will
 _RIVALS = ("fp16", "powersgd", "local-sgd", "diloco")
 NAMES = ("dense", *_RIVALS, "auto")
 
