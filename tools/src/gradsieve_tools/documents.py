@@ -69,7 +69,6 @@ class Table:
         self.values = values
 
     def error(self, cause: str, *keys: str | int) -> ConfigError:
-        """To be raised, about what stands at this key of the table."""
         place = (*self._place, *keys)
         while place and place not in self._lines:
             place = place[:-1]
@@ -111,7 +110,6 @@ class Table:
         return list(values)
 
     def parsed(self, key: str, parse: Callable[[str], T]) -> T:
-        """By a function that raises ConfigError for what it cannot read."""
         try:
             return parse(self.text(key))
         except ConfigError as error:

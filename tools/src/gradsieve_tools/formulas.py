@@ -137,7 +137,6 @@ def _stripes_rounds(scheme: Stripes, n: int, world: int, state: Any) -> int:
 
 
 def _union_words(scheme: SchemeAny, n: int, world: int, state: Any) -> float:
-    """Without a state, as if no two ranks chose the same element."""
     union = state.union if state else min(n, scheme.k(n) * world)
     return float(scheme.k(n) * (world - 1) + 2.0 * union * (world - 1) / world)
 

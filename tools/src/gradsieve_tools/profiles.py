@@ -59,12 +59,11 @@ class Profile:
 
     @property
     def links(self) -> Links:
-        """Of the median pair, in the terms of the model of costs."""
         return Links.at(self.latency, self.bandwidth)
 
     @property
     def slowest_links(self) -> Links:
-        """What a ring waits for."""
+        """Return what a ring waits for."""
         return Links.at(self.slowest_latency, self.slowest_bandwidth)
 
 
@@ -81,7 +80,7 @@ def computing_on(device: str, profile: Profile) -> Profile:
 
 
 def read(path: Path) -> Profile:
-    """What is not a profile is refused, with its line."""
+    """Read a profile, or refuse what is none, with its line."""
     table = open_document(path)
     table.need("version")
     version = table.whole("version", 1, 2**31)

@@ -41,7 +41,6 @@ def whole_number(text: str) -> int | None:
 
 
 def write(value: float, units: Units, digits: int = 4) -> str:
-    """As `parse` reads it."""
     return "".join(_parts(value, units, digits))
 
 
@@ -52,7 +51,6 @@ def spoken(value: float, units: Units, digits: int = 4) -> str:
 
 
 def _parts(value: float, units: Units, digits: int) -> tuple[str, str]:
-    """In the largest unit of which it is at least one."""
     unit = next((name for name in reversed(units) if value >= units[name]), next(iter(units)))
     number = value / units[unit]
     text = f"{number:.{max(0, digits - len(str(int(number))))}f}"

@@ -29,7 +29,7 @@ def write(path: Path, config: Mapping[str, Any], rows: Sequence[Row]) -> None:
 
 
 def origin() -> dict[str, Any]:
-    """How a result came about."""
+    """Return how a result came about."""
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return {"command": list(sys.argv), "date": date, "versions": versions()}
 

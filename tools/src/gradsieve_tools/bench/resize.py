@@ -100,7 +100,7 @@ def train(run: Run, way: Sequence[int], after_step: Callable[[], None]) -> tuple
 
 
 def taken_over(members: Sequence[Member], run: Run, stretch: int) -> list[Member]:
-    """As many new members as the run has ranks, who go on where these stopped."""
+    """Return as many new members as the run has ranks, who go on where these stopped."""
     old, parts = len(members), [capture(member.pipeline) for member in members]
     new = [Member(run, rank) for rank in range(run.world)]
     mergers = [Merger(member.pipeline, old) for member in new]

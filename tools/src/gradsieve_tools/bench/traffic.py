@@ -77,8 +77,6 @@ COLUMNS = [
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of all ranks; words and rounds are the busiest rank's."""
-
     words: float  # sent or received, whichever is more, of one op after the other
     words_sent: float
     words_received: float
@@ -99,8 +97,6 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row to come."""
-
     scheme: str
     world: int
     n: int
@@ -120,7 +116,6 @@ class Case:
 
     @property
     def steps(self) -> int:
-        """At most."""
         if self.stateless:
             return 1
         if self.settles:
@@ -129,7 +124,6 @@ class Case:
 
     @property
     def work(self) -> int:
-        """Of a step, in the unit of the progress bar."""
         return self.world * (_SELECTING if self.stateless else 1)
 
     def __str__(self) -> str:
@@ -209,7 +203,7 @@ class Fleet:
         )
 
     def _commit(self, rank: int) -> Program[int]:
-        """One rank's step; how many elements the update has."""
+        """Take one rank's step, and return how many elements the update has."""
         acc = self.residuals[rank if len(self.residuals) > 1 else 0]
         if self.scheme.lossless:
             acc.zero_()

@@ -90,7 +90,7 @@ class Campaign:
         self._stack.close()
 
     def remains(self) -> list[str]:
-        """What is still there and should not be, once the block has ended."""
+        """Return what is still there and should not be, once the block has ended."""
         own = f"gs{os.getpid()}-"
         spaces = Path("/var/run/netns")
         names = (

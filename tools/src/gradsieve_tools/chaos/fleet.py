@@ -130,7 +130,7 @@ class _Case:
         return self.endings
 
     def _is_over(self, stopped: int, running: set[int], stop_seconds: float | None, now: float) -> bool:
-        """Whether the stopped rank's time has come."""
+        """Return whether the stopped rank's time has come."""
         fired = self.endings[stopped].message("fired").get("at")
         return running == {stopped} or (
             fired is not None and stop_seconds is not None and now >= fired + stop_seconds

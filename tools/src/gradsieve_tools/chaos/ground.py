@@ -36,7 +36,6 @@ class Ground:
         self.store_port, self.host = self.store.port, host
 
     def namespace(self, rank: int) -> str | None:
-        """To enter, by its path."""
         return None
 
     def fix(self) -> None:
@@ -143,7 +142,6 @@ def hosts(world: int) -> Iterator[Ground]:
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
-    """Of a few MB, at that folder."""
     _mount(["mount", "-t", "tmpfs", "-o", f"size={_DISK}", "gradsieve-chaos", str(folder)])
     try:
         yield

@@ -46,8 +46,6 @@ ZOMBIE, SHORT_STOP, MIXED = "late waker", "short SIGSTOP", "mixed releases"
 
 
 class Must(Enum):
-    """What has to come of a fault."""
-
     DEATH = "all others name the rank within 6 s"
     FAIL = "the rank fails by itself, all others name it within 6 s"
     STALL = "all others name the rank within the deadline and 1 s"
@@ -64,8 +62,6 @@ class Must(Enum):
 
 
 class Needs(Enum):
-    """Of the machine."""
-
     NOTHING = "nothing"
     STORE = "a store in a process of its own"
     LINKS = "network namespaces"
@@ -75,8 +71,6 @@ class Needs(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Where a fault happens."""
-
     rank: int
     world: int
     folder: Path
@@ -143,7 +137,7 @@ def flipped(op: Op, scene: Scene) -> Op | None:
 
 
 def replayed(op: Op, scene: Scene) -> Op | None:
-    """What was sent last in the same form, if that was something else."""
+    """Return what was sent last in the same form, if that was something else."""
     before = scene.earlier.get(form(op))
     if before is None or isinstance(op, AllReduce) or torch.equal(before, op.tensor):
         return None
@@ -191,8 +185,6 @@ def _slow_processor(op: Op, scene: Scene) -> Op:
 
 
 def _network(tool: str, line: str) -> Strike:
-    """With the addresses of this rank and of the next one."""
-
     def happen(op: Op, scene: Scene) -> Op:
         words = line.format(next=(scene.rank + 1) % scene.world + 1).split()
         done = tools.run([tools.path_of(tool), *words])
@@ -204,7 +196,6 @@ def _network(tool: str, line: str) -> Strike:
 
 
 def _partition(share: float) -> Strike:
-    """For so much of the deadline."""
     down, up = (_network("ip", f"link set eth0 {state}") for state in ("down", "up"))
 
     def happen(op: Op, scene: Scene) -> Op | None:
@@ -243,7 +234,7 @@ def _store_gone(op: Op, scene: Scene) -> Op:
 
 
 def _store_gone_before_death(op: Op, scene: Scene) -> Op:
-    """All ranks have had the time to find the store again: the death has to be named as any other."""
+    """Kill the store, then this rank once all others have found the store again: the death has to be named."""
     _store_gone(op, scene)
     time.sleep(2.5 * AWAY_SECONDS)
     scene.tell(type(op).__name__)

@@ -20,8 +20,6 @@ _LATEST = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Chance:
-    """One fault of a schedule."""
-
     number: int
     scheme: str
     kind: str

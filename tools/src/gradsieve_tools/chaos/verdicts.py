@@ -23,8 +23,6 @@ NAMED, HARMLESS, SILENT, HUNG = "named", "harmless", "silent loss", "hung"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One fault and what came of it."""
-
     number: int
     seed: int
     scheme: str
@@ -59,7 +57,7 @@ def digests_of(ending: Ending) -> dict[int, list[int]]:
 
 
 def is_resumed(endings: Sequence[Ending], clean: Clean, at: int) -> bool:
-    """Whether all ranks loaded what an undisturbed run had."""
+    """Return whether all ranks loaded what an undisturbed run had."""
     return all(digests_of(ending).get(at) == list(clean[at][rank]) for rank, ending in enumerate(endings))
 
 
@@ -72,7 +70,7 @@ class Kept:
 
 
 def read_back(folder: Path) -> Kept:
-    """Every file of it, with its size and SHA-256."""
+    """Read every file of a checkpoint, with its size and SHA-256."""
     try:
         manifest = files.read_manifest(folder)
         for rank in range(manifest.world):
@@ -172,7 +170,6 @@ def _silent_losses(endings: Sequence[Ending], clean: Clean, until: int) -> list[
 
 
 def _outcome(chance: Chance, endings: Sequence[Ending], clean: Clean, kept_at: int) -> str:
-    """In one word, or all that is wrong."""
     hung = [
         f"rank {rank} {HUNG} at {e.stacks[-1500:]}" for rank, e in enumerate(endings) if e.exit_code is None
     ]
@@ -218,7 +215,7 @@ _MAY_PASS = (*_UNDISTURBED, Must.DAMAGE, Must.DIVERGE)
 
 
 def _unsaid(ending: Ending, chance: Chance, kept_at: int) -> list[str]:
-    """What every rank has to report, also where none fails."""
+    """Return what every rank has to report, also where none fails."""
     if chance.must is Must.SURVIVE and not ending.message("refused"):
         return ["refused nothing"]
     if chance.must is Must.NOTICE and ending.message("left").get("step") != kept_at:

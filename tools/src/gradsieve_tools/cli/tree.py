@@ -57,7 +57,6 @@ def output(names: str, help: str, metavar: str = "FILE", **more: Any) -> Option:
 
 
 def picture(names: str, help: str, **more: Any) -> Option:  # noqa: A002
-    """The same, drawn by matplotlib."""
     written = output(names, help, "FILE.png", **more)
     return Option(written.names, written.settings, is_written=True, is_picture=True)
 

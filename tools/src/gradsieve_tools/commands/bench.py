@@ -309,7 +309,6 @@ def accuracy(args: argparse.Namespace) -> int:
 
 
 def _train(todo: Sequence[Case], args: argparse.Namespace) -> None:
-    """Those that are not there yet."""
     from gradsieve_tools.bench.accuracy import measure
 
     missing = measure.missing(todo, args.folder, args.record)

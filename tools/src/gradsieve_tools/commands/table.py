@@ -48,7 +48,7 @@ def densities_of(default: str) -> Option:
 
 
 def syncs(default: str) -> Option:
-    """What a bench on a lab network compares."""
+    """Return what a bench on a lab network compares."""
     known = "schemes, auto, fp16 and powersgd; settings of a scheme follow a colon, with + between them; "
     known += "exchange settings follow an @: spardl:teams=2, exdyna@paper, exdyna@steps:every=2"
     return option("--syncs", known, "LIST", default=default)

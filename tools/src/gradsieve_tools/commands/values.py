@@ -14,7 +14,6 @@ def words(text: str) -> list[str]:
 
 
 def sizes(text: str) -> list[int]:
-    """In order, each once."""
     return sorted({size(part) for part in text.split(",")})
 
 
@@ -51,7 +50,7 @@ def tasks(text: str) -> list[str]:
 
 
 def codecs(text: str) -> list[str]:
-    """How values travel."""
+    """Return how values travel."""
     from gradsieve.schemes import VALUE_CODECS
 
     names = VALUE_CODECS if text == "all" else text.split(",")
@@ -59,7 +58,6 @@ def codecs(text: str) -> list[str]:
 
 
 def lossy(text: str) -> list[str]:
-    """As `schemes`; `all` leaves out what sends nothing or everything."""
     from gradsieve.schemes import SCHEMES
 
     if text == "all":

@@ -42,7 +42,6 @@ def threads(facts: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def quota(facts: Sequence[Facts]) -> Iterator[Finding]:
-    """A container's limit, which torch does not look at."""
     for each in facts:
         if not 0 < each.quota < each.threads:
             continue
@@ -83,7 +82,7 @@ def versions(facts: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def torch_names(facts: Sequence[Facts]) -> Iterator[Finding]:
-    """What gradsieve reaches of torch beyond its public names, where a torch does not have it."""
+    """Return what gradsieve reaches of torch beyond its public names, where a torch does not have it."""
     lost: dict[str, list[int]] = {}
     for each in facts:
         for what in each.lacks:

@@ -94,7 +94,7 @@ def _between_hosts(
 
 
 def _best(both: Mapping[tuple[int, int], float], better: Callable[[float, float], float]) -> dict[int, float]:
-    """Each rank's best figure with any other."""
+    """Return each rank's best figure with any other."""
     best: dict[int, float] = {}
     for pair, value in both.items():
         for rank in pair:

@@ -57,7 +57,7 @@ class Facts:
 
     @property
     def asked(self) -> str:
-        """What GLOO_SOCKET_IFNAME says; empty where it is not set."""
+        """Return what GLOO_SOCKET_IFNAME says; empty where it is not set."""
         return self.environment.get("GLOO_SOCKET_IFNAME", "")
 
     def interface(self, name: str) -> Interface | None:
@@ -116,7 +116,7 @@ def _interface(name: str) -> Interface:
 
 
 def _asked(name: str, request: int) -> bytes:
-    """What the kernel answers about an interface, after its name; empty where it has no such thing."""
+    """Return what the kernel answers about an interface, after its name; empty where it has no such thing."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         return fcntl.ioctl(any_socket.fileno(), request, struct.pack("16s24x", name.encode()[:15]))[16:]
     return b""

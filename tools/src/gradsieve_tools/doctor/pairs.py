@@ -34,8 +34,6 @@ WAIT = timedelta(seconds=15)  # for a partner; a silent pair is given up
 
 @dataclass(slots=True)
 class Seen:
-    """By one rank, of its partners."""
-
     latency: dict[int, float] = field(default_factory=dict)
     incoming: dict[int, float] = field(default_factory=dict)  # bit/s from that rank to this one
     failed: dict[int, str] = field(default_factory=dict)

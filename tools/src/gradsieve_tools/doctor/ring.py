@@ -20,7 +20,7 @@ _WORD = 4
 
 
 def measure(world: int) -> Links | None:
-    """The same on all ranks; None for one alone. RuntimeError where one does not answer."""
+    """Return the same on all ranks; None for one alone. Raise RuntimeError if a rank does not answer."""
     if world < 2:
         return None
     latency = _seconds(_WORD * world, SHORT_TRIES)

@@ -103,7 +103,6 @@ def _spots(topology: Topology) -> dict[str, Spot]:
 
 
 def _is_second(topology: Topology, switch: str) -> bool:
-    """Of another network than all hosts' first."""
     return topology.networks[switch] != topology.ports[0].network
 
 

@@ -35,8 +35,6 @@ _QUEUE_SECONDS = 0.1  # a packet that waits longer than this for a link is dropp
 
 @dataclass(frozen=True)
 class Network:
-    """What to build, and under whose name."""
-
     pid: int
     topology: Topology
 
@@ -51,7 +49,6 @@ class Network:
 
     @property
     def quotas(self) -> dict[str, float]:
-        """Of the hosts that have one."""
         hosts = zip(self.hosts, self.topology.hosts, strict=True)
         return {name: host.cpus for name, host in hosts if host.cpus is not None}
 
@@ -128,7 +125,7 @@ def host_egress_lines(topology: Topology, ports: list[Port], is_relayed: bool) -
 
 
 def egress(device: str, link: Link) -> list[str]:
-    """How fast packets leave into a link, and when they arrive; the same at both of its ends."""
+    """Set how fast packets leave into a link, and when they arrive; the same at both ends."""
     if link.delay is not None:
         return [f"qdisc add dev {device} root {netem(link.rate, link.delay)}"]
     return [] if link.rate is None else [f"qdisc add dev {device} root {tbf(link.rate)}"]

@@ -61,8 +61,6 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """Where a host is joined to a link."""
-
     host: int
     interface: str
     link: int
@@ -81,7 +79,6 @@ class Topology:
 
     @cached_property
     def ports(self) -> tuple[Port, ...]:
-        """Of all hosts, in their order."""
         return tuple(
             Port(number, f"eth{i}", link, self.networks[self.links[link].end])
             for number, host in enumerate(self.hosts)
@@ -106,7 +103,6 @@ class Topology:
 
     @property
     def addresses(self) -> list[str]:
-        """Of each host's eth0."""
         return [port.address for port in self.ports if port.interface == "eth0"]
 
     def slowest(self, network: int) -> int | None:
@@ -244,8 +240,6 @@ def _check_ports(table: Table, topology: Topology, number: int) -> None:
 
 
 class _Heads:
-    """Which switches are joined, by one of them that stands for all (union-find)."""
-
     def __init__(self, names: Iterable[str]) -> None:
         self._above = {name: name for name in names}
 

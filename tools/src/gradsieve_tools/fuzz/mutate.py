@@ -32,7 +32,6 @@ def mutant(source: Random, entry: EntryPoint) -> bytearray:
 
 
 def edit(source: Random, frame: bytearray, entry: EntryPoint) -> None:
-    """One alteration of a message, which keeps its length."""
     one_of(source, _EDITS)(source, frame, entry)
 
 

@@ -161,7 +161,6 @@ def _name(code: int) -> str:
 
 
 def fuzz(target: str, count: int, seed: int, advance: Callable[[float, str], None]) -> Report:
-    """With as many processes as there are processors for them."""
     processes = max(1, min(len(os.sched_getaffinity(0)), count // 10_000))
     command = [sys.executable, "-m", "gradsieve_tools.fuzz.worker", target, str(seed)]
     return Fuzz(command, advance).run(count, processes)

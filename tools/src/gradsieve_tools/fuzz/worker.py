@@ -76,7 +76,6 @@ class Cap:
         resource.setrlimit(resource.RLIMIT_AS, (self._before + 3 * length, self._most))
 
     def lift(self) -> None:
-        """Whoever alters a message may take what it likes."""
         resource.setrlimit(resource.RLIMIT_AS, (self._most, self._most))
 
 

@@ -49,8 +49,6 @@ _SURELY = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is trained, on one rank."""
-
     parameters: int
     forward: float
     backward: float
@@ -84,7 +82,7 @@ Step: TypeAlias = Callable[[Option], float]  # seconds of a step with an option
 
 
 def every_option(model: Model, costs: Costs, density: float, step: Step) -> list[Option]:
-    """Each scheme once, with the codec, unit size and teams whose `step` is shortest."""
+    """Return each scheme once, with the codec, unit size and teams whose `step` is shortest."""
     chosen = [_best(list(_of_scheme(name, model, costs.world, density)), step) for name in _SCHEMES]
     budgets = [with_budget(model, costs, bits) for bits in BUDGETS]
     periods = [automatic(model, costs, every) for every in (1, *EVERY)]
@@ -93,7 +91,7 @@ def every_option(model: Model, costs: Costs, density: float, step: Step) -> list
 
 
 def named(sync: str, model: Model, costs: Costs, density: float) -> Option:
-    """One that `gradsieve bench step` measures under this name, with the settings it has there."""
+    """Return one that `gradsieve bench step` measures under this name, with the settings it has there."""
     torchs = dict(zip(["dense", "fp16", "powersgd"], _of_torch(model), strict=True))
     if sync in torchs:
         return torchs[sync]
@@ -170,7 +168,7 @@ def with_budget(model: Model, costs: Costs, bits: float) -> Option:
 
 
 def gradients_in_four_bits(model: Model) -> Option:
-    """All of them in every step, bucket by bucket behind backward (ADR 49)."""
+    """Return all of them in every step, bucket by bucket behind backward (ADR 49)."""
     scheme, n, units = Stripes(density=1.0, values="int4"), model.parameters, model.units(UNIT_CAP_MB)
     return Option(
         "gradients, 8 bits",

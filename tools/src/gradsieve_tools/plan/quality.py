@@ -116,7 +116,6 @@ def _between(measured: Mapping[float, float], bits: float) -> float:
 
 
 def of_auto(bits: float, ranks: int) -> Gap:
-    """Of a budget that is found while training runs."""
     gap = of_bits(bits, ranks)
     return gap if gap.steps is None else replace(gap, steps=_AUTO_STEPS)
 

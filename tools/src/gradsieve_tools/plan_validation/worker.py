@@ -85,7 +85,6 @@ class Alone:
         self.adapter = adapt(parameters, [self._optimizer], scheme, exchange, engine.rank, engine.world)
 
     def renew(self) -> None:
-        """What the next exchange is about."""
         for parameter in self.adapter.parameters.values():
             parameter.grad = torch.randn_like(parameter)
         if self.adapter.pipeline.exchanges_steps:

@@ -144,7 +144,6 @@ def _shown(chart: Chart) -> str:
 
 
 def charts(training: Training) -> list[Chart]:
-    """Those for which there are figures."""
     header, columns = training.header, training.columns
     has_target = header.density < 1.0 and not header.scheme.startswith("stripes")  # they may have a budget
     target = header.density if has_target else None
@@ -312,7 +311,7 @@ def _stages(training: Training) -> Chart | None:
 
 
 def _timeline(training: Training) -> list[Chart | None]:
-    """Which rank waited for whom."""
+    """Draw which rank waited for whom."""
     waits = training.waits
     if not np.isfinite(waits).any():
         return []

@@ -50,8 +50,6 @@ class Platform:
 
 @dataclass(slots=True)
 class Carried:
-    """What some calls took."""
-
     seconds: float = 0.0
     rounds: int = 0
     sent: float = 0.0  # bytes of the busiest rank of each round
@@ -167,7 +165,6 @@ def python_with_simgrid() -> str | None:
 
 
 def require() -> str:
-    """The same, or an error that says what to install."""
     python = python_with_simgrid()
     if python is not None:
         return python

@@ -15,7 +15,6 @@ _MARKERS = "os^Dv<>P*X"
 
 
 def draw(rows: Sequence[Row], title: str, path: Path) -> None:
-    """As PNG, SVG or PDF, by the path's ending."""
     figure(rows, title).savefig(path, dpi=150)
 
 

@@ -131,7 +131,6 @@ class SoakTraining:
 
 
 def be_rank(rank: int, soak: Soak, pipe: Any) -> None:
-    """With the kernels that users have."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     sys.exit(SoakTraining(rank, soak, teller(pipe)).run())

@@ -41,7 +41,6 @@ class Node:
         return self.process.poll() is None
 
     def workers(self) -> list[int]:
-        """Of the generation that is running."""
         found: list[int] = []
         with contextlib.suppress(OSError):  # the agent has ended meanwhile
             for task in Path(f"/proc/{self.process.pid}/task").iterdir():
@@ -49,7 +48,7 @@ class Node:
         return found
 
     def kill_worker(self) -> bool:
-        """Whether there was one."""
+        """Kill a worker, and return whether there was one."""
         workers = self.workers()
         for pid in workers:
             kill(pid)
@@ -69,8 +68,6 @@ class Node:
 
 
 class Nodes:
-    """All nodes of one training, those that have gone too."""
-
     def __init__(
         self, folder: Path, script: Sequence[str], count: str, environment: Mapping[str, str] | None = None
     ) -> None:
@@ -106,7 +103,7 @@ class Nodes:
         return [node for node in self.all if node.is_running]
 
     def start(self) -> Node:
-        """One more."""
+        """Start one more node."""
         log = self._folder / f"node-{len(self.all)}.log"
         command = [*self._command, "--rdzv-id", f"job-{self._job}", *self._script]
         with log.open("wb") as out:
@@ -146,7 +143,7 @@ def kill(pid: int) -> None:
 
 
 def wait_for(nodes: Sequence[Node], seconds: float) -> bool:
-    """Whether all of these have ended by themselves, and well, within that time."""
+    """Return whether all of these have ended by themselves, and well, within that time."""
     deadline = time.monotonic() + seconds
     while any(node.is_running for node in nodes) and time.monotonic() < deadline:
         time.sleep(0.05)

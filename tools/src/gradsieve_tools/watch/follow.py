@@ -21,8 +21,6 @@ _MOST_FILES = 1024
 
 @dataclass(slots=True)
 class Rank:
-    """What is known of one rank."""
-
     header: Header
     changed: float  # time.time() of the last growth
     lines: deque[Line] = field(default_factory=lambda: deque(maxlen=WINDOW))

@@ -73,7 +73,6 @@ def _training(ranks: Sequence[Rank]) -> list[RenderableType]:
 
 
 def _step_seconds(ranks: Sequence[Rank]) -> float | None:
-    """For one exchange, the median."""
     gaps = [
         (after.at - before.at) / (after.step - before.step)
         for rank in ranks

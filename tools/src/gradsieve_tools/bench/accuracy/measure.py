@@ -38,8 +38,6 @@ _LOOK_SECONDS = 1.0  # between two looks at how far the trainings are
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One training, in words: what its file is named by."""
-
     task: str
     sync: str
     treatment: str = "default"
@@ -229,7 +227,6 @@ def _add(done: Synchronized[int], work: int) -> None:
 
 
 def run_case(case: Case, folder: Path, record: Path | None = None) -> None:
-    """In a process of the pool."""
     course = train(case, partial(_add, _Worker.done, case.world), record)
     training = {"case": asdict(case), "versions": versions(), "course": _plain(asdict(course))}
     part = folder / (case.file + ".part")
@@ -272,7 +269,7 @@ def _plain(course: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(folder: Path) -> Found:
-    """All trainings of a folder."""
+    """Return all trainings of a folder."""
     return [_read(path) for path in sorted(folder.glob("*.json"))]
 
 
@@ -352,7 +349,7 @@ def _or_nan(value: float | None) -> float:
 
 
 def _gap(task: str, value: float, dense: float) -> float:
-    """How much worse than dense: points of accuracy, or per cent of the loss. Below 0: better."""
+    """Return how much worse than dense: points of accuracy, or per cent of the loss. Below 0: better."""
     if tasks.TASKS[task].metric == "accuracy":
         return 100 * (dense - value)
     return 100 * (value - dense) / dense
@@ -381,7 +378,7 @@ def _is_like(case: Case, key: Case) -> bool:
 
 
 def _mean(values: Sequence[float], digits: int) -> float | None:
-    """None where one of them diverged: the mean of the others would flatter."""
+    """Return None if one of them diverged: the mean of the others would flatter."""
     return round(statistics.mean(values), digits) if values and all(map(math.isfinite, values)) else None
 
 
@@ -392,5 +389,4 @@ def _spread(values: Sequence[float], digits: int) -> float | None:
 
 
 def _mean_of(members: Found, name: str) -> float | None:
-    """Over every look that found it finite."""
     return _mean([value for _, course in members for value in course[name] if math.isfinite(value)], 3)

@@ -42,8 +42,6 @@ _COURSE = "course.json"
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """One of torch's hooks, with its setting."""
-
     name: str
     rank: int = POWERSGD_RANK  # columns of both factors of a matrix (PowerSGD)
 
@@ -60,7 +58,6 @@ class Hook:
         ddp.register_comm_hook(*hook)
 
     def bytes_sent(self, shapes: Shapes, world: int, steps: int) -> float:
-        """By the busiest rank, a step; as `Course` has it."""
         if self.name == "fp16":
             return all_reduce_bytes(2 * elements(shapes), world)
         whole = min(steps, POWERSGD_FROM)

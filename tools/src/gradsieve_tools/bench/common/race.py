@@ -21,8 +21,6 @@ PATIENCE = 2  # budgets of steps after which a training that has not reached the
 
 @dataclass(slots=True)
 class Curve:
-    """What was reached when, by evaluation."""
-
     metric: Metric
     steps: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -50,8 +48,6 @@ class Curve:
 
 @dataclass(slots=True)
 class Run:
-    """One training with one seed."""
-
     name: str
     seed: int
     target: float

@@ -69,7 +69,7 @@ def attached(
     optimizer: Optimizer,
     density: float,
 ) -> DdpSync:
-    """One of ours. `auto`: what a user gets who asks for nothing."""
+    """Attach one of our syncs; `auto` is what a user gets who asks for nothing."""
     if sync == "auto":
         return DdpSync(ddp, optimizer)
     scheme, exchange = treated(sync, density)

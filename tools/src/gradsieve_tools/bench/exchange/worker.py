@@ -98,7 +98,7 @@ def _noted(program: Program[Result], ops: list[Op]) -> Program[Result]:
 
 
 def ask(ops: Sequence[Op]) -> Program[list[Tensor]]:
-    """One op after the other; the replies."""
+    """Ask for the ops in order and return the replies."""
     replies = []
     for op in ops:
         replies.append((yield op))

@@ -62,7 +62,6 @@ _SCHEMES = "schemes --models transformer --world 2,4,8,16 --densities 0.01 --jso
 
 
 def _course(shows: str, column: str, axis: str, log: bool = False, smooth: bool = False) -> Kind:
-    """Of something that every step of a training has."""
     how = partial(draw.over_steps, column=column, label=axis, log=log, smooth=smooth)
     return Kind(shows, _TRAIN, data.records, how)
 
@@ -169,7 +168,7 @@ def named(name: str) -> Figure:
 
 
 def listing() -> str:
-    """Every figure, its source and how its data are made."""
+    """Return every figure, its source and how its data are made."""
     return "\n\n".join(
         f"{figure.name}\n  {figure.kind.shows}, {figure.source}\n  {figure.command}\n"
         f"  gradsieve figure {figure.name} {_files(figure)} --out {figure.name}.png"

@@ -80,8 +80,6 @@ def labels(trainings: Sequence[Training]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a bench's JSON."""
-
     sync: str
     world: int
     figures: dict[str, Any]
@@ -111,7 +109,6 @@ class Curve:
 
 
 def curves(paths: Sequence[Path]) -> list[Curve]:
-    """Of `bench time-to-accuracy`, the first seed of each sync."""
     found = []
     for path in paths:
         result = _result(path)
@@ -140,7 +137,6 @@ class Tried:
 
 
 def budgets(paths: Sequence[Path]) -> list[Tried]:
-    """Of `bench step` with `auto`."""
     found = []
     for path in paths:
         result = _result(path)

@@ -103,7 +103,6 @@ def breakdown(axes: Any, trainings: Sequence[Training]) -> None:
 
 
 def against_ranks(axes: Any, rows: Sequence[Row], column: str, label: str) -> None:
-    """One line a scheme."""
     for number, (sync, own) in enumerate(_by_sync(rows, column).items()):
         worlds = [row.world for row in own]
         values = [row.figures[column] for row in own]

@@ -46,7 +46,6 @@ class Log:
 
     @property
     def key(self) -> Key:
-        """Of the target that it races for."""
         return self.facts["size"], self.facts["link"], self.seed
 
     @property
@@ -71,7 +70,7 @@ def path_of(folder: Path, size: str, link: str, name: str, seed: int) -> Path:
 
 
 def read(path: Path) -> Log | None:
-    """None if it has no end: its run was interrupted."""
+    """Return None if it has no end: its run was interrupted."""
     curve = Curve("loss")
     try:
         first, *lines = map(json.loads, path.read_text().splitlines())
@@ -85,7 +84,6 @@ def read(path: Path) -> Log | None:
 
 
 def read_all(folder: Path) -> list[Log]:
-    """In the order of the links in the rules, others after them."""
     found = [log for log in map(read, sorted(folder.glob("*.jsonl"))) if log is not None]
     known = [*LINKS, *(log.facts["link"] for log in found)]
     found.sort(key=lambda log: (log.facts["size"], known.index(log.facts["link"])))
@@ -95,7 +93,6 @@ def read_all(folder: Path) -> list[Log]:
 
 
 def targets(logs: Iterable[Log]) -> dict[Key, float]:
-    """Of each size, link and seed."""
     dense = (log for log in logs if log.name == "dense" and log.end != "failed")
     return {log.key: log.last for log in dense}
 

@@ -48,8 +48,6 @@ def entry(text: str) -> tuple[str, list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What all entries have alike."""
-
     text: Path
     size: str
     hosts: int

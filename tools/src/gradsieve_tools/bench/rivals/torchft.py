@@ -27,8 +27,6 @@ _PATIENCE = timedelta(minutes=5)
 
 @dataclass(frozen=True, slots=True)
 class Torchft:
-    """Its settings are those of `local-sgd` and `diloco`, which virtual ranks run."""
-
     name: str
     every: int = 50
     rate: float = 0.7

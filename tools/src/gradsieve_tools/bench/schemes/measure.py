@@ -49,8 +49,6 @@ COLUMNS = [
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of all ranks; words, rounds and time are the busiest rank's."""
-
     words: float  # sent or received, the larger, of one op after the other
     times_k: float  # `words` over k (P-1)/P
     rounds: float
@@ -63,8 +61,6 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure: all models x worlds x densities x schemes."""
-
     models: Sequence[str]
     schemes: Sequence[str]
     worlds: Sequence[int]
@@ -133,7 +129,7 @@ class Fleet:
         return self.scheme.exchange(self.residuals[rank], self.states[rank], ctx)
 
     def missing(self) -> Tensor:
-        """What is neither applied nor in a residual."""
+        """Return what is neither applied nor in a residual."""
         return self.given - self.applied - _over_ranks(self.residuals)
 
     def lost(self) -> float:
@@ -193,7 +189,7 @@ def measure(scheme: Scheme[Any], recording: Recording, world: int, density: floa
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> str:
-    """One table for every model, world and density."""
+    """Return a table for every model, world and density."""
     blocks = groupby(map(_short, rows), key=itemgetter("model", "n", "world", "density"))
     return "\n\n".join(
         f"{model}, {n:,} parameters, {world} ranks, density {density:g}\n{table(list(block), COLUMNS)}"

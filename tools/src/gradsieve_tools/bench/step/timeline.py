@@ -34,8 +34,6 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One training step with one sync."""
-
     sync: str
     ranks: list[list[Event]]
 
@@ -92,7 +90,6 @@ def from_all_ranks(events: list[Event]) -> list[list[Event]]:
 
 
 def read(events: Iterable[Sequence[Any]]) -> list[Event]:
-    """From JSON, which knows no names."""
     return [Event(*event) for event in events]
 
 

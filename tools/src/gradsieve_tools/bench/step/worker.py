@@ -54,8 +54,6 @@ _TURN_SECONDS, _MOST_STEPS = 1.5, 50  # shorter turns would measure the schedule
 
 
 class Laps:
-    """What a training loop did when."""
-
     def __init__(self) -> None:
         self.spans: list[Span] = []
         self._since = time.perf_counter()
@@ -95,8 +93,6 @@ class ClockedRecorder(Recorder):
 
 
 class Contestant:
-    """One sync: its hook on its arena, and what was measured of it."""
-
     def __init__(
         self, name: str, arena: Arena, density: float, record: Path | None = None, spins: bool = False
     ) -> None:
@@ -258,7 +254,6 @@ def _copy(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
 
 
 def _sums(*values: float) -> list[float]:
-    """Over ranks."""
     tensor = torch.tensor(values, dtype=torch.float64, device="cpu")
     dist.all_reduce(tensor)
     return tensor.tolist()

@@ -46,8 +46,6 @@ _EVALUATED_AT_ONCE = 512
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """One task, ready to train; the same for every sync."""
-
     name: str
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -73,7 +71,7 @@ class Training:
         return value
 
     def evaluate_as_is(self) -> float:
-        """The same in whichever mode the model is."""
+        """Return the metric without a change of the model's mode."""
         total = 0.0
         with torch.no_grad():
             for begin in range(0, len(self.test), _EVALUATED_AT_ONCE):
@@ -152,8 +150,6 @@ def rate_at(step: int, steps: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a task is trained; called with a seed, it makes one ready."""
-
     name: str
     model: Callable[[], nn.Module]
     data: Callable[[], DataSet]

@@ -43,8 +43,6 @@ _EVALUATIONS = 30  # within one budget
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that a measurement depends on but the machine."""
-
     hosts: int
     rate: str | None
     delay: str | None
@@ -99,7 +97,7 @@ class Plan:
 
 
 def measure(plan: Plan) -> list[Run]:
-    """All syncs with all seeds on a lab; needs root."""
+    """Train all syncs with all seeds on a lab, as root."""
     plan.recipe.data()  # or every rank would say that it is missing
     rows = rows_from_hosts("gradsieve_tools.bench.time_to_accuracy.worker", asdict(plan))
     runs = [Run(**{**row, "curve": Curve(**row["curve"])}) for row in rows]
@@ -109,7 +107,7 @@ def measure(plan: Plan) -> list[Run]:
 
 
 def summary(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """One row a sync: means over its seeds, and the runs themselves."""
+    """Return one row a sync: means over its seeds, and the runs themselves."""
     by_name = {
         name: [run for run in runs if run.name == name] for name in dict.fromkeys(run.name for run in runs)
     }

@@ -119,7 +119,7 @@ def learn(learner: Learner, target: float | None) -> Run:
 
 
 def measure(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every sync with every seed; the runs, the same on every rank."""
+    """Train every sync with every seed, and return the runs, the same on every rank."""
     plan = Plan(**config)
     for sync in plan.syncs:
         with closing(Learner(sync, replace(plan, record=None), 0)) as first:

@@ -61,7 +61,7 @@ def _answer(rank: int, request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _device(name: str, rank: int) -> torch.device:
-    """Each rank its own one where there are enough."""
+    """Return each rank its own one where there are enough."""
     if not name:
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         name = "cpu" if found is None else found.type
@@ -83,7 +83,7 @@ def _backend(device: torch.device, world: int) -> str:
 
 
 def _words(error: Exception) -> str:
-    """What and where, without the paths of this machine."""
+    """Return what and where, without the paths of this machine."""
     frames = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
     where = ", ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames)
     inner = getattr(error, "errors", [])  # of torch's sanitizer: each with its kernels and streams

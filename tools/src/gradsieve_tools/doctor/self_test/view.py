@@ -40,7 +40,7 @@ def _findings(report: Report) -> str:
 
 
 def _kernels(report: Report) -> str:
-    """All of them by name: the table has the slowest one alone."""
+    """Return all of them by name: the table has the slowest one alone."""
     figures = next((each.figures for each in report.findings if each.check == "bandwidth"), {})
     if not figures:
         return ""

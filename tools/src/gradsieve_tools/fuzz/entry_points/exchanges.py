@@ -49,16 +49,12 @@ _VARIANTS = (
 
 @dataclass(frozen=True)
 class Heard:
-    """What the victim asked for and was sent."""
-
     op: Op
     reply: Tensor
 
 
 @dataclass(frozen=True)
 class Victim:
-    """One rank in the middle of training, and how its next step went."""
-
     scheme: Scheme[Any]
     acc: Tensor
     state: Any
@@ -66,7 +62,7 @@ class Victim:
     heard: list[Heard]
 
     def step(self, number: int, forged: bytearray) -> Outcome[Any]:
-        """The same step with the liar's part of reply `number` as forged."""
+        """Return the same step with the liar's part of reply `number` as forged."""
         program = self.scheme.exchange(self.acc, self.state, self.ctx)
         outcome: Outcome[Any] = replayed(program, self.heard, number, forged)
         return outcome
@@ -131,7 +127,7 @@ def trained(scheme: Scheme[Any], steps: int) -> Victim:
 
 
 def overheard(program: Program[Any], heard: list[Heard]) -> Program[Any]:
-    """The same program; what it is sent is written down."""
+    """Return the same program; what it is sent is written down."""
 
     def perform(op: Op) -> Program[Tensor]:
         reply: Tensor = yield op

@@ -72,7 +72,6 @@ class _Adapter(OptimizerAdapter):
 
 
 def loader(rank: Rank) -> Replica:
-    """As much of one as reading a checkpoint needs; no process group."""
     adapter, seat = _Adapter(rank), _Seat(rank.pipeline.rank, rank.pipeline.world)
     return Replica(cast("Engine", seat), adapter.parameters, adapter, SingleModel())
 
@@ -130,15 +129,12 @@ def _written(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def _enter_tensors(forged: bytearray) -> None:
-    """As many bytes as there are, each in one tensor."""
     header = 8 + int.from_bytes(forged[:8], "little")
     if header + sum(tensor.nbytes for tensor in tensors_in(forged).values()) != len(forged):
         raise AssertionError("bytes of no tensor, or of two")
 
 
 class _Folder:
-    """On a disk that is gone with this process."""
-
     def __init__(self) -> None:
         self._whole = tempfile.TemporaryDirectory(prefix="gradsieve-fuzz-")
         self._path = Path(self._whole.name)
