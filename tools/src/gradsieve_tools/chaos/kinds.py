@@ -234,7 +234,7 @@ def _store_gone(op: Op, scene: Scene) -> Op:
 
 
 def _store_gone_before_death(op: Op, scene: Scene) -> Op:
-    """Kill the store, then this rank once all others have found the store again: the death has to be named."""
+    """Kill the store, and this rank once the others have found the store again."""
     _store_gone(op, scene)
     time.sleep(2.5 * AWAY_SECONDS)
     scene.tell(type(op).__name__)

@@ -51,14 +51,21 @@ def flag(name: str, help: str) -> Option:  # noqa: A002
     return Option([name], {"help": help, "action": "store_true"})
 
 
-def output(names: str, help: str, metavar: str = "FILE", **more: Any) -> Option:  # noqa: A002
-    """A file that is written at the end: whether that is possible is found out before."""
-    return Option(names.split(), {"help": help, "metavar": metavar, "type": Path, **more}, is_written=True)
+def output(
+    names: str,
+    help: str,  # noqa: A002
+    metavar: str = "FILE",
+    is_picture: bool = False,
+    **more: Any,
+) -> Option:
+    """Return an option for a file that is written at the end; checked for that before the command runs."""
+    settings = {"help": help, "metavar": metavar, "type": Path, **more}
+    return Option(names.split(), settings, is_written=True, is_picture=is_picture)
 
 
 def picture(names: str, help: str, **more: Any) -> Option:  # noqa: A002
-    written = output(names, help, "FILE.png", **more)
-    return Option(written.names, written.settings, is_written=True, is_picture=True)
+    """Return an output that matplotlib draws."""
+    return output(names, help, "FILE.png", is_picture=True, **more)
 
 
 class Command:
@@ -69,18 +76,13 @@ class Command:
         examples: str = "",
         run: str = "",
         *options: Option,
-        module: str = "",
         inner: Mapping[str, Command] | None = None,
     ) -> None:
-        """Its call is `run`, as `module:function`. A `module` declares itself, by `fill(parser)`; `inner` are
-        commands below it."""
+        """Its call is `run`, as `module:function`; `inner` are commands below it."""
         self.summary, self.about, self.examples = summary, about, examples
-        self.run, self.options, self.module, self.inner = run, options, module, inner or {}
+        self.run, self.options, self.inner = run, options, inner or {}
 
     def fill(self, parser: argparse.ArgumentParser) -> None:
-        if self.module:
-            importlib.import_module(self.module).fill(parser)
-            return
         for each in self.options:
             each.add(parser)
         examples = "".join(f"\n  {line}" for line in self.examples.splitlines())

@@ -29,6 +29,22 @@ def worlds(text: str) -> list[int]:
     return found
 
 
+def world(text: str) -> int:
+    (found,) = worlds(str(size(text)))
+    return found
+
+
+def some(text: str) -> tuple[int, float]:
+    count, colon, factor = text.partition(":")
+    try:
+        found = int(count), float(factor)
+    except ValueError:
+        found = -1, 0.0
+    if not colon or found[0] < 0 or not 1 <= found[1] <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not COUNT:FACTOR, a factor of 1 or more, such as 2:10")
+    return found
+
+
 def numbers(text: str) -> list[float]:
     try:
         return list(dict.fromkeys(float(part) for part in text.split(",")))
