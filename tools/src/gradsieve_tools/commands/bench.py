@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from gradsieve_tools.cli import progress, results
 if TYPE_CHECKING:
     from gradsieve_tools.bench.accuracy.measure import Case
 
+MOST_ROWS = 32  # of a batch of `bench hsdp`, a rank
 WITHIN = 0.02  # of the undisturbed loss, that of a training whose replicas were killed
 
 
@@ -79,27 +81,28 @@ def overhead(args: argparse.Namespace) -> int:
 
 def exchange(args: argparse.Namespace) -> int:
     from gradsieve_tools.bench.common.syncs import treated
-    from gradsieve_tools.bench.exchange import measure
+    from gradsieve_tools.bench.common.workloads import check_size
 
     _check_densities(args.density)
     treated(args.scheme, args.density)  # refused here rather than by every host
-    plan = measure.Plan(
-        args.hosts[0], args.rate, args.delay, args.scheme, args.params, args.density, args.rounds
-    )
-    return _by_hosts(args, plan, measure.measure, measure.COLUMNS)
+    check_size("mlp", args.params)
+    return _on_hosts(args, "exchange", _given(args, "scheme", "params", "density", "rounds"))
+
+
+def collectives(args: argparse.Namespace) -> int:
+    return _on_hosts(args, "collectives", {"sizes": args.bytes, "rounds": args.rounds})
 
 
 def hsdp(args: argparse.Namespace) -> int:
-    from gradsieve_tools.bench.hsdp import measure
+    from gradsieve_tools.bench.common.workloads import check_size
 
-    _check_hosts([args.hosts])
-    plan = measure.Plan(
-        args.hosts, args.per_host, args.rate, args.delay, args.params, args.batch, args.rounds, args.steps
-    )
-    rows = measure.measure(plan)
-    print(results.table(rows, measure.COLUMNS))
-    print(f"Hosts had the same bits for {rows[-1]['replicas_equal_for']} steps.")
-    return _write(args, asdict(plan), rows)
+    check_size("mlp", args.params)
+    if args.hosts < 2:
+        raise ConfigError("two hosts at least: there is nothing to exchange otherwise")
+    if args.batch > MOST_ROWS:
+        raise ConfigError(f"a batch has 1 to {MOST_ROWS} rows a rank, not {args.batch}")
+    args.hosts = [args.hosts]
+    return _on_hosts(args, "hsdp", _given(args, "per_host", "params", "batch", "rounds", "steps"))
 
 
 def plan(args: argparse.Namespace) -> int:
@@ -141,13 +144,6 @@ def _against(args: argparse.Namespace) -> int:
     print(results.table(rows, against.COLUMNS))
     print(results.table([found], list(found)))
     return _write(args, {"source": cluster.source, **found}, rows)
-
-
-def collectives(args: argparse.Namespace) -> int:
-    from gradsieve_tools.bench.collectives import measure
-
-    plan = measure.Plan(args.hosts[0], args.rate, args.delay, args.bytes, args.rounds)
-    return _by_hosts(args, plan, measure.measure, measure.COLUMNS)
 
 
 def time_to_accuracy(args: argparse.Namespace) -> int:
@@ -399,20 +395,19 @@ def _check_hosts(hosts: Sequence[int], *files: Path | None) -> None:
         raise ConfigError("a picture, trace or record is of one number of hosts: give one to --hosts")
 
 
-def _by_hosts(
-    args: argparse.Namespace,
-    plan: Any,
-    measure: Callable[[Any], Sequence[results.Row]],
-    columns: Sequence[str],
-) -> int:
-    """A table for each number of hosts, and the rows of all in one file."""
+def _on_hosts(args: argparse.Namespace, bench: str, config: dict[str, Any]) -> int:
+    """Run `bench` on hosts of a lab: a table for each number of hosts, and the rows of all in one file."""
+    from gradsieve_tools.bench.common.in_lab import rows_from_hosts
+
     _check_hosts(args.hosts)
+    worker = f"gradsieve_tools.bench.{bench}"
+    config = _given(args, "rate", "delay") | config
     every: list[results.Row] = []
     for hosts in args.hosts:
-        rows = measure(replace(plan, hosts=hosts))
+        rows = [{"hosts": hosts, **row} for row in rows_from_hosts(worker, {"hosts": hosts, **config})]
         every += rows
-        print(results.table(rows, columns))
-    return _write(args, asdict(plan) | results.hosts_of(args.hosts), every)
+        print(results.table(rows, importlib.import_module(worker).COLUMNS))
+    return _write(args, config | results.hosts_of(args.hosts), every)
 
 
 def _write(args: argparse.Namespace, config: dict[str, Any], rows: Sequence[results.Row]) -> int:

@@ -774,7 +774,7 @@ gradsieve doctor --self-test --device cuda""",
         option("--heat-map", "draw bandwidth and latency of all pairs, PNG or SVG", "FILE", Path),
         option("--profile", "write what was measured there: TOML, to predict from", "FILE", Path),
         option("--model", "a function that returns your model, or it and a function that takes it and "
-            "returns a loss: counts parameters and units, times forward and backward, looks for hooks in the way",
+            "returns a loss: counts parameters, times forward and backward, looks for hooks in the way",
             "MODULE:FACTORY"),
         option("--timeout", "that your training gives to init_process_group (default: torch's 1800)",
             "SECONDS", float),

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradsieve_tools.bench.exchange import worker as exchange_worker
+from gradsieve_tools.bench import exchange as exchange_worker
 from gradsieve_tools.bench.step import worker as step_worker
 from gradsieve_tools.bench.step.worker import Arena, Contestant
 

@@ -32,6 +32,8 @@ from gradsieve_tools.bench.common.in_lab import bytes_out, most_anywhere, run_ra
 from gradsieve_tools.bench.common.syncs import treated
 from gradsieve_tools.bench.common.workloads import build
 
+COLUMNS = ["hosts", "what", "ms", "ratio", "bytes_sent"]
+
 _WARM, _STEPS = 10, 5  # steps until the threshold is found, and timed steps
 _REPEATED = 10  # exchanges in a turn
 _CPU = torch.device("cpu")
