@@ -37,6 +37,7 @@ def ended(rank: int, error: str, seconds: float, said: str) -> dict[str, Any]:
     }
 
 
+SAID = "AllGather of int32 (3,) for unit 0 of 1 in step 2 failed after 0.0 s"
 UNDISTURBED = (Must.GO_ON, Must.SURVIVE, Must.NOTICE)
 AFTER_A_DEADLINE = (Must.STALL, Must.CUT, Must.VANISH, Must.FENCED)
 ERRORS = {
@@ -59,7 +60,7 @@ def endings(kind: str) -> list[Ending]:
             (
                 "PeerError",
                 PEER_FAILED,
-                "AllGather of int32 (3,) for unit 0 of 1 in step 2 failed after 0.0 s",
+                SAID,
             ),
         )
         messages["ended"] = ended(rank, error, 3.2 if must in AFTER_A_DEADLINE else 0.1, said)
