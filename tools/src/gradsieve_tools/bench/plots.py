@@ -21,6 +21,7 @@ Row = Mapping[str, Any]
 
 # matplotlib's but for its gray, which is too near to dense's black
 _COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "C8", "C9")
+REFERENCES = ("dense", "noop")
 _STYLES = ("-", "--", ":", "-.")
 _MARKS = "osD^vP"
 
@@ -34,13 +35,17 @@ class Panel:
 
 
 def draw(panels: Sequence[Panel], path: Path, title: str = "", across: int = 3) -> None:
-    """Draw panels, `across` in a row, and a legend of all their labels."""
+    figure(panels, title, across).savefig(path, dpi=150)
+
+
+def figure(panels: Sequence[Panel], title: str = "", across: int = 3) -> Any:
+    """Return panels, `across` in a row, and a legend of all their labels as a figure of matplotlib."""
     from matplotlib.figure import Figure  # the `plot` extra, not needed to measure
 
     across = min(across, len(panels))
     down = math.ceil(len(panels) / across)
-    figure = Figure(figsize=(3.5 + 5.0 * across, 1 + 4.5 * down), layout="constrained")
-    places = list(figure.subplots(down, across, squeeze=False).flat)
+    made = Figure(figsize=(3.5 + 5.0 * across, 1 + 4.5 * down), layout="constrained")
+    places = list(made.subplots(down, across, squeeze=False).flat)
     labelled: dict[str, Any] = {}
     for axes, panel in zip(places, panels, strict=False):
         panel.draw(axes)
@@ -53,16 +58,16 @@ def draw(panels: Sequence[Panel], path: Path, title: str = "", across: int = 3) 
         labelled |= dict(zip(names, handles, strict=True))
     for axes in places[len(panels) :]:
         axes.set_axis_off()
-    figure.suptitle(title, size=11)
-    figure.legend(labelled.values(), labelled.keys(), loc="outside right upper", fontsize=8)
-    figure.savefig(path, dpi=150)
+    made.suptitle(title, size=11)
+    made.legend(labelled.values(), labelled.keys(), loc="outside right upper", fontsize=8)
+    return made
 
 
 def look(name: str, names: Sequence[str]) -> dict[str, Any]:
-    """Return a colour and a style of line that no other of the names has; dense is black."""
-    if name.split(",")[0] == "dense":
-        return {"color": "black", "linewidth": 3}
-    number = [each for each in names if each.split(",")[0] != "dense"].index(name)
+    """Return a colour and a style of line that no other of the names has; dense and noop are black."""
+    if name.split(",")[0] in REFERENCES:
+        return {"color": "black", "linewidth": 2.5, "linestyle": "-" if name.startswith("dense") else "--"}
+    number = [each for each in names if each.split(",")[0] not in REFERENCES].index(name)
     style = _STYLES[number // len(_COLOURS) % len(_STYLES)]
     return {"color": _COLOURS[number % len(_COLOURS)], "linewidth": 1.6, "linestyle": style}
 

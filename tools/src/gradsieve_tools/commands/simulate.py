@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     from gradsieve_tools.simulate import study
     from gradsieve_tools.simulate.network import require
     from gradsieve_tools.simulate.page import page
-    from gradsieve_tools.simulate.picture import draw
+    from gradsieve_tools.simulate.picture import figure
 
     plan = _plan(args)
     require()
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         results.write(args.json, asdict(plan), rows)
     if args.plot is not None:
-        draw(rows, title, args.plot)
+        figure(rows, title).savefig(args.plot, dpi=150)
     if args.html is not None:
         args.html.write_text(page(rows, title, _settings(plan)))
     return 0

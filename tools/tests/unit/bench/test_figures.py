@@ -46,14 +46,10 @@ def files(tmp_path: Path) -> dict[str, list[Path]]:
     ]
     curve = {"metric": "loss", "steps": [1, 2], "seconds": [0.5, 1.0], "values": [3.0, None]}
     times = [{"sync": "dense", "runs": [{"curve": curve}]}]
-    tried = [{"scheme": "auto", "budgets": [[0.0, 1], [0.5, 1], [1.0, 1]]}]
-    idle = {"rate": "1gbit", "delay": None, "ahead": True, "spins": False}
-    for name, content, config in (("rows", rows, {}), ("curves", times, {}), ("budgets", tried, idle)):
-        (tmp_path / f"{name}.json").write_text(json.dumps({"config": config, "rows": content}))
+    for name, content in (("rows", rows), ("curves", times)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"config": {}, "rows": content}))
     trainings = [a_record(tmp_path, "a", "exdyna"), a_record(tmp_path, "b", "dense")]
-    return {"records": trainings} | {
-        name: [tmp_path / f"{name}.json"] for name in ("rows", "curves", "budgets")
-    }
+    return {"records": trainings} | {name: [tmp_path / f"{name}.json"] for name in ("rows", "curves")}
 
 
 KINDS = {id(figure.kind): figure for figure in FIGURES.values()}

@@ -109,13 +109,6 @@ _RANKS = Kind(
     data.rows,
     draw.gap_against_ranks,
 )
-_BUDGETS = Kind(
-    "Budgets that are tried",
-    "step --workload idle --compute 300ms --hosts 2 --rate 1gbit --json idle.json --syncs {}",
-    data.budgets,
-    draw.by_trial,
-)
-
 _LIKE = "a figure of the kind in"
 _EXDYNA = f"{_LIKE} ExDyna (CCGrid 2024)"
 _MICRO = f"{_LIKE} MiCRO (HiPC 2023)"
@@ -156,7 +149,6 @@ _ALL = [
     Figure("study-equal-bytes", _STUDY, _GAPS, "dense,local-sgd:every=64,diloco:every=9+values=int4,cser"),
     Figure("study-held-out", "the held-out task", _HELD_OUT, "dense,stripes,streaming,muloco"),
     Figure("study-ranks", _STUDY, _RANKS, "dense,stripes"),
-    Figure("study-budgets", "ADR 48", _BUDGETS, "noop,auto"),
 ]
 FIGURES = {figure.name: figure for figure in _ALL}
 

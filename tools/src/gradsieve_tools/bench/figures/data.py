@@ -128,31 +128,6 @@ def curves(paths: Sequence[Path]) -> list[Curve]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """Budgets in the order in which a training tried them, in bits a parameter and step."""
-
-    name: str
-    bits: list[float]
-
-
-def budgets(paths: Sequence[Path]) -> list[Tried]:
-    found = []
-    for path in paths:
-        result = _result(path)
-        try:
-            config = result["config"]
-            name = ", ".join(str(config[each]) for each in ("rate", "delay") if config[each])
-            name += ", the host runs ahead" * config["ahead"] + ", a wait that spins" * config["spins"]
-            tried = [row["budgets"] for row in result["rows"] if row.get("budgets")]
-            found += [Tried(name, [float(bits) for bits, *_ in each if bits]) for each in tried]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{path} is no result of `gradsieve bench step --json`: {error!r}") from error
-    if not found:
-        raise ConfigError("no budget was tried in any of these files: add auto to --syncs")
-    return found
-
-
 def _result(path: Path) -> dict[str, Any]:
     try:
         result = json.loads(path.read_text())
