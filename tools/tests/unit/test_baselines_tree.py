@@ -91,12 +91,6 @@ def test_gtopk_as_published_loses_what_was_dropped() -> None:
     assert [elements(out.spent) for out in outcomes] == [{0: 9}, {2: 3}, {2: 20}, {2: 5}]
 
 
-@pytest.mark.parametrize("world", [3, 5, 6, 7, 13])
-def test_gtopk_hears_every_rank_of_a_group_that_is_no_power_of_two(world: int) -> None:
-    outcomes = exchanged(GTopK(density=0.125), vectors(8, *[{5: 2.0**rank} for rank in range(world)]))
-    assert elements(outcomes[-1].update) == {5: 2.0**world - 1}
-
-
 @pytest.mark.parametrize(("liar", "turn_of_its_message"), [(1, 0), (2, 1), (3, 0), (4, 2), (6, 1), (0, 3)])
 def test_gtopk_refuses_a_forged_message_on_every_level_of_the_tree(
     liar: int, turn_of_its_message: int

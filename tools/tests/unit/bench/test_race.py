@@ -58,14 +58,6 @@ def test_the_command_prints_it_and_draws(folder: Path, capsys: pytest.CaptureFix
     assert picture.stat().st_size > 10_000
 
 
-def test_a_run_without_an_end_is_left_out(folder: Path) -> None:
-    path = logs.path_of(folder, "1M", "100mbit", "auto", 0)
-    path.write_text("\n".join(path.read_text().splitlines()[:-1]))
-    assert logs.read(path) is None
-    (row,) = [row for row in logs.table(logs.read_all(folder)) if row["entry"] == "auto"]
-    assert row["reached"] == "1 of 1"
-
-
 def test_what_is_no_log_is_refused(folder: Path) -> None:
     (folder / "other.jsonl").write_text('{"entry": "x"}\n{"step": 1}\n')
     with pytest.raises(ConfigError, match=r"other\.jsonl is no log of `gradsieve bench race`"):

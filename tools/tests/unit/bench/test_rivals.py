@@ -101,6 +101,7 @@ TRANSCRIBED: dict[str, tuple[Transcript, str]] = {
 """Each with a rival that its transcript is not of."""
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("text", TRANSCRIBED)
 def test_a_rival_is_its_transcript(text: str) -> None:
     wanted, (transcript, other) = trained(text), TRANSCRIBED[text]
@@ -118,6 +119,7 @@ def test_every_rival_has_a_transcript() -> None:
     assert {text.partition(":")[0] for text in TRANSCRIBED} == set(RIVALS)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", ["length", "momentum", "preview", "turns", "feedback", "lateness"])
 def test_every_part_of_the_default_can_be_left_out(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With AdamW: steps of SGD have their length already."""
@@ -164,6 +166,7 @@ def test_nothing_is_lost_but_by_declaration(text: str, monkeypatch: pytest.Monke
 # -- bytes ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("text", "growth"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 
 import pytest
@@ -11,9 +10,6 @@ from gradsieve.pipeline.frame import Span
 from gradsieve_tools.bench.step.timeline import (
     EXCHANGING,
     TRAINING,
-    Event,
-    Step,
-    chrome_trace,
     events_of,
     hidden,
 )
@@ -55,30 +51,3 @@ def test_hidden_is_the_exchange_behind_forward_and_backward() -> None:
 )
 def test_hidden_wherever_the_exchange_lies(start: float, stop: float, behind: float) -> None:
     assert hidden(events_of(LAPS, [Span("exchange", 0, start, stop)])) == (behind, stop - start)
-
-
-def two_ranks(sync: str, late: float = 0.0) -> Step:
-    events = events_of(LAPS, PIPELINE)
-    later = [replace_times(event, 0.5) for event in events]
-    return Step(sync, [[replace_times(event, late) for event in rank] for rank in (events, later)])
-
-
-def replace_times(event: Event, by: float) -> Event:
-    return event._replace(start=event.start + by, stop=event.stop + by)
-
-
-def test_a_trace_has_a_process_a_rank_and_a_row_a_thread() -> None:
-    trace = chrome_trace([two_ranks("exdyna", late=1e4)])
-    named = {
-        (e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"
-    }
-    assert named["process_name", 1, 0] == "rank 1"
-    assert [named["thread_name", 0, tid] for tid in (0, 1)] == [TRAINING, EXCHANGING]
-    complete = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    exchange = [event for event in complete if event["name"] == "exchange"]
-    assert [(e["pid"], e["tid"], e["ts"], e["dur"]) for e in exchange] == [
-        (0, 1, 4e6, 3e6),
-        (1, 1, 4.5e6, 3e6),
-    ]
-    assert len(complete) == 2 * (len(events_of(LAPS, PIPELINE)) + 1)
-    assert json.loads(json.dumps(trace, allow_nan=False)) == trace

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import subprocess
@@ -70,17 +69,6 @@ def test_a_setting_that_cannot_work_ends_with_2_and_one_line(
     assert said in error
     assert error.startswith("gradsieve: ")
     assert error.count("\n") == 1
-
-
-def test_an_interruption_while_arguments_are_read_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(tree.Command, "fill", interrupted)  # where torch is loaded
-    code = None
-    with contextlib.suppress(KeyboardInterrupt):  # which would end all tests
-        code = main(["bench", "step"])
-    assert code == 130
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:

@@ -160,23 +160,11 @@ def test_a_slow_pair_is_named() -> None:
     assert found(group(), figures) == [("warning", "slow-pair", (1, 2))]
 
 
-def test_two_sites_are_a_note() -> None:
-    across = {(a, b): 1e8 for a in (0, 1) for b in (2, 3)}
-    finding = only(group(), measured(bandwidth=square(4, 1e9, across)))
-    assert (finding.severity, finding.rule) == ("note", "sites")
-    assert "ranks 0, 1; ranks 2, 3" in finding.what
-
-
 def test_a_far_rank_is_named() -> None:
     far = {(2, other): 0.03 for other in (0, 1, 3)}
     assert found(group(), measured(latency=square(4, 1e-4, far))) == [("warning", "far-rank", (2,))]
     noise = {(2, other): 0.0012 for other in (0, 1, 3)}
     assert found(group(), measured(latency=square(4, 1e-4, noise))) == []
-
-
-def test_who_cannot_talk_is_named_once() -> None:
-    figures = measured(failed={0: {2: "timed out"}, 2: {0: "timed out"}}, errors={3: "no process group"})
-    assert found(group(), figures) == [("error", "no-connection", (3,)), ("error", "no-connection", (0, 2))]
 
 
 # --- hosts
@@ -218,14 +206,6 @@ def test_another_version_is_named(name: str, severity: str) -> None:
 
 
 # --- time-outs and the model
-
-
-def test_a_time_out_is_measured_by_what_an_exchange_takes() -> None:
-    figures = measured(model=ModelFigures(10**9, 1))  # 48 s at 1 Gbit/s, four ranks
-    assert found(group(), figures, timeout=60.0) == [("warning", "short-timeout", ())]
-    assert found(group(), figures, timeout=500.0) == []
-    assert found(group(), timeout=1800.0) == [("note", "long-timeout", ())]
-    assert "seconds=480" in only(group(), figures, timeout=60.0).fix
 
 
 def test_a_conflict_of_hooks_is_told_with_its_mend() -> None:

@@ -2,16 +2,14 @@
 
 import argparse
 import re
-import signal
-from collections.abc import Iterator
 
 import pytest
 
 from gradsieve.errors import ConfigError
 from gradsieve_tools.cli import main
-from gradsieve_tools.emulation import available, names, signals, tools
+from gradsieve_tools.emulation import available, names, tools
 from gradsieve_tools.emulation.relay import Relay
-from gradsieve_tools.emulation.units import parse_delay, parse_rate
+from gradsieve_tools.emulation.units import parse_rate
 from gradsieve_tools.errors import LabError
 
 ADDRESS_OFFSET = 26  # destination address: virtio header (10 bytes) + 16 bytes into the IPv4 header
@@ -42,20 +40,6 @@ def test_a_rate_is_read_as_bits_per_second(text: str | None, bits: int | None) -
 def test_what_is_not_a_rate_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"rate {text!r} is not a link rate")):
         parse_rate(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("5ms", 0.005), ("250us", 0.00025), ("1s", 1.0), ("1.5ms", 0.0015), ("0ms", None), (None, None)],
-)
-def test_a_delay_is_read_as_seconds(text: str | None, seconds: float | None) -> None:
-    assert parse_delay(text) == (None if seconds is None else pytest.approx(seconds))
-
-
-@pytest.mark.parametrize("text", ["", "5", "ms", "5 ms", "-5ms", "5m", "5ms\n", "11s", "5ms limit 1"])
-def test_what_is_not_a_delay_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"delay {text!r} is not a one-way delay")):
-        parse_delay(text)
 
 
 # --- names
@@ -99,31 +83,12 @@ def arrivals(relay: Relay) -> list[tuple[float, int, int]]:
     return [(pytest.approx(time), route[0], packet[-1]) for time, _, route, packet in sorted(relay.held)]
 
 
-def test_the_relay_delays_each_packet_and_keeps_order() -> None:
-    relay = relay_of(2, delay=0.005, rate=0, queue=0.1)
-    for mark in range(3):
-        relay.accept(0, packet_to(1, mark=mark), now=1.0)
-    assert arrivals(relay) == [(1.005, 1, 0), (1.005, 1, 1), (1.005, 1, 2)]
-
-
 def test_the_relay_sends_one_packet_at_a_time_down_a_line() -> None:
     relay = relay_of(3, delay=0.005, rate=8_000_000, queue=0.1)  # 1,000 bytes take 1 ms
     relay.accept(0, packet_to(1, mark=1), now=1.0)
     relay.accept(0, packet_to(1, mark=2), now=1.0)
     relay.accept(0, packet_to(2, mark=3), now=1.0)  # another line, so it need not wait
     assert arrivals(relay) == [(1.006, 1, 1), (1.006, 2, 3), (1.007, 1, 2)]
-
-
-def test_a_packet_under_way_does_not_keep_others_from_the_line_it_will_need() -> None:
-    lines = [(0, 0.050), (8_000_000, 0.0)]  # a long way, then the receiver's line
-    address = bytes([198, 18, 0, 2])
-    relay = Relay([0, 1, 2], lines, {(0, address): (1, (0, 1)), (2, address): (1, (1,))}, queue=0.1)
-    relay.accept(0, packet_to(1, mark=1), now=1.0)
-    relay.accept(2, packet_to(1, mark=2), now=1.01)
-    assert arrivals(relay) == [(1.011, 1, 2), (1.05, 1, 1)]  # the first has its last line still before it
-    relay.held = [entry for entry in relay.held if entry[3][-1] == 1]
-    relay.deliver(now=1.0505)
-    assert arrivals(relay) == [(1.051, 1, 1)]
 
 
 def test_the_relay_drops_what_would_wait_longer_than_the_queue_holds() -> None:
@@ -151,30 +116,6 @@ def test_the_relay_drops_packets_for_nobody(address: list[int]) -> None:
 
 
 # --- signals
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """As at a terminal: a process that a script started in the background is born deaf to SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interruptible")
-def test_signals_held_back_take_effect_when_the_block_ends() -> None:
-    steps = []
-
-    def interrupted() -> None:
-        with signals.held_back():
-            signal.raise_signal(signal.SIGINT)
-            steps.append("the block went on")
-        steps.append("what follows it did not")
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert steps == ["the block went on"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 # --- what is missing

@@ -10,10 +10,9 @@ import pytest
 
 from gradsieve.comm.links import Links
 from gradsieve_tools.cli.main import main
-from gradsieve_tools.costs import Costs, Host, dense_seconds, with_rings
-from gradsieve_tools.link_costs import seconds_a_bit
+from gradsieve_tools.costs import Costs, Host, with_rings
 from gradsieve_tools.plan.choose import Plan, make_plan, recommendation
-from gradsieve_tools.plan.options import Model, between_sites, dense, every_option
+from gradsieve_tools.plan.options import Model, every_option
 from gradsieve_tools.plan.predict import predict
 from gradsieve_tools.plan.quality import (
     BETWEEN_SITES,
@@ -21,7 +20,6 @@ from gradsieve_tools.plan.quality import (
     FP16,
     GRADIENTS_IN_FOUR_BITS,
     Gap,
-    measured_with,
     of_auto,
     of_bits,
     of_scheme,
@@ -81,17 +79,6 @@ def test_plain_ddp_where_nothing_is_to_be_gained(case: str, made: "object") -> N
     assert recommendation(best).startswith("Use plain DDP")
 
 
-def test_an_exchange_hides_behind_as_many_steps_as_it_may() -> None:
-    costs = group(100e6, world=4, latency=40e-3)
-    model = Model(2_000_000, 0.03, 0.07)
-    sites = between_sites(model, costs)
-    link, computed = sites.price(costs).link, sites.price(costs).computed
-    assert model.compute < link < 3 * model.compute
-    assert predict(sites, model, costs).step == pytest.approx(model.compute + computed / 3)
-    waits = predict(replace(sites, overlap=1), model, costs).step
-    assert waits == pytest.approx((2 * model.compute + model.forward + link + computed) / 3)
-
-
 @pytest.mark.parametrize(
     "links",
     [
@@ -126,16 +113,6 @@ def test_gaps_are_never_better_than_measured() -> None:
     middle = BY_RANKS[4][4.0][0]
     assert BY_RANKS[4][0.75][0] < best < middle
     assert of_bits(0.75, 4).above == pytest.approx(middle), "fewer bits that ended lower by chance"
-
-
-@pytest.mark.parametrize(("ranks", "near"), [(2, 4), (8, 4), (9, 16), (16, 16), (17, 64), (500, 64)])
-def test_whoever_has_many_ranks_is_told_what_as_many_ended_with(ranks: int, near: int) -> None:
-    assert of_bits(0.75, ranks).above == pytest.approx(
-        max(gap for bits, (gap, _) in BY_RANKS[near].items() if bits >= 0.75)
-    )
-    assert (near == 4) == ("budgets with" not in measured_with(ranks))
-    assert (near == 4) == (of_bits(0.75, ranks).steps is not None)
-    assert ("Nothing was measured" in measured_with(ranks)) == (ranks > 64)
 
 
 MEASURED = {4: "ranks-4-2000-2026-11-19", 16: "ranks-16-2026-11-19", 64: "ranks-64-2026-11-19"}
@@ -182,14 +159,6 @@ def test_steps_to_denses_loss_are_those_of_their_files(file: str, sync: str, gap
     path = ROOT / "benchmarks" / "results" / f"time-to-accuracy-transformer-{file}.json"
     steps = {row["sync"]: row["steps"] for row in json.loads(path.read_text())["rows"]}
     assert gap.steps == pytest.approx(steps[sync] / steps["dense"])
-
-
-def test_on_the_link_a_bit_takes_what_it_carries_and_a_dense_exchange_its_words() -> None:
-    links, n = Links(1e-3, 32 / 1e9), 1_000_000
-    assert seconds_a_bit(links, n) == pytest.approx(n / 1e9)
-    host = replace(LAPTOP, memory=1e15, message=0.0)  # sockets for nothing: the link alone
-    whole = dense(Model(n, 0.1, 0.2)).price(Costs(8, with_rings(links, 8), host))  # one bucket
-    assert whole.link == pytest.approx(dense_seconds(n, links, 8), rel=1e-6)
 
 
 LINKS = ["--world", "8", "--rate", "100mbit", "--delay", "5ms"]

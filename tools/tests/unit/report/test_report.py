@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gradsieve.errors import ConfigError, Malformed
+from gradsieve.errors import Malformed
 from gradsieve_tools.cli.main import main
 from gradsieve_tools.records import Tail, read, text_of
 from gradsieve_tools.report.findings import findings
@@ -94,24 +94,6 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 # -- what is read -----------------------------------------------------------------------------------------
-
-
-def test_files_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
-    paths = write(tmp_path / "rec")
-    twin = tmp_path / "twin.jsonl"
-    twin.write_text(paths[0].read_text())
-    with pytest.raises(Malformed, match="both are rank 0"):
-        gather([*paths, twin])
-    twin.write_text(text_of(replace(HEADER, world=9, rank=8)) + text_of(line_of(1)))
-    with pytest.raises(Malformed, match="different sizes"):
-        gather([*paths, twin])
-    with pytest.raises(ConfigError, match="fewer than two steps"):
-        gather([twin])
-    twin.write_text("")
-    with pytest.raises(Malformed, match="empty"):
-        gather([twin])
-    with pytest.raises(Malformed, match="cannot be read"):
-        gather([tmp_path / "nowhere"])
 
 
 @pytest.mark.parametrize(
