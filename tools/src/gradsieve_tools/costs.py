@@ -102,8 +102,7 @@ class Costs:
         return replace(links, word=slower * links.word)
 
     def of_ops(self, ops: Iterable[Op], ours: bool = True) -> Cost:
-        """What they cost one after the other, besides the scheme's own computing; `ours`: through our engine,
-        which has other ways than the group's own."""
+        """Return the cost of ops in sequence, without the scheme's computing; `ours`: through our engine."""
         cost = Cost()
         for op in ops:
             meter = Meter(0, self.world)

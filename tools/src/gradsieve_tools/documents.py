@@ -62,8 +62,6 @@ def document(text: str, name: str) -> Table:
 
 
 class Table:
-    """One table of a document. Each reader says what is wrong with a value, and in which line."""
-
     def __init__(self, name: str, lines: dict[Place, int], place: Place, values: dict[str, Any]) -> None:
         self._name, self._lines, self._place = name, lines, place
         self.values = values
@@ -136,7 +134,7 @@ class Table:
 
 
 def _lines(text: str) -> dict[Place, int]:
-    """Where each key stands first, as far as one line tells; a list of tables has a place for each."""
+    """Find the line of each key, as far as one line tells; a list of tables has a place for each."""
     lines: dict[Place, int] = {}
     counts: dict[Place, int] = {}
     table: Place = ()

@@ -74,7 +74,6 @@ def _seconds(op: Op, links: Links, world: int, ours: bool) -> float:
 
 
 def seconds_a_bit(links: Links, n: int) -> float:
-    """That one more bit for each of n parameters takes on the links."""
     return links.word * n / (8 * WORD)
 
 

@@ -68,13 +68,13 @@ class Profile:
 
 
 def by_hand(device: str, world: int, rate: float, latency: float) -> Profile:
-    """Of hosts that nobody measured: by the table of devices, on links that are all alike."""
+    """Return a profile from the table of devices, on links that are all alike."""
     links = Profile(world, world, latency, rate, MESSAGE, latency, rate, memory=1.0, selection=1.0)
     return computing_on(device, links)
 
 
 def computing_on(device: str, profile: Profile) -> Profile:
-    """Its links, and a device of the table. Its ring was gloo's, which devices do not use."""
+    """Replace the hosts' figures by a device's. The ring was gloo's, which devices do not use."""
     each = DEVICES[device]
     return replace(profile, memory=each.memory, selection=each.selection, launch=each.launch, ring=None)
 

@@ -51,8 +51,6 @@ class Header:
 
 @dataclass(slots=True, kw_only=True)
 class Line:
-    """One step of one rank; None where there is no such figure, or nobody looked."""
-
     step: int
     at: float  # seconds since the recording began; in a record that was read, since the first one's
     density: float
@@ -196,8 +194,7 @@ class Record:
 
 
 def read(path: Path) -> Record:
-    """All lives, from all pieces. Of steps that were taken again the later ones: the model that went on comes
-    from these, and the others were undone when a checkpoint was loaded."""
+    """Read all runs from all pieces; of steps that were taken again the later lines."""
     whole, lines = Whole(path), list[Line]()
     for line in whole.each():
         while lines and lines[-1].step >= line.step:
@@ -256,8 +253,7 @@ class Joined:
             self._begins = True
 
     def _place_in_time(self, path: Path, line: Line) -> None:
-        """A life's clock starts at 0. Here it goes on from the last one's end: the time between two lives is
-        nobody's, that of steps which were taken again was spent."""
+        """Continue the clock of the run before: the time between two runs does not count."""
         before = self._last
         if self._first is None or (self._begins and line.step <= self._first):
             self._first, self._shift = line.step, 0.0

@@ -47,7 +47,6 @@ def writable(path: Path | None) -> None:
 
 
 def hosts_of(hosts: Sequence[int]) -> dict[str, Any]:
-    """For a config: the one number of hosts, or all; rows have their own."""
     return {"hosts": hosts[0] if len(hosts) == 1 else list(hosts)}
 
 

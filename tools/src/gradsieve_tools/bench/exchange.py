@@ -67,7 +67,7 @@ def measure(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _real_steps(engine: Engine, config: dict[str, Any]) -> tuple[list[Op], list[Turn]]:
-    """Of the whole pipeline on random gradients; the ops of the last one, with tensors of zeros."""
+    """Run the pipeline on random gradients, and return the last step's ops with tensors of zeros."""
     torch.manual_seed(dist.get_rank())
     parameters = dict(build("mlp", config["params"]).named_parameters())
     optimizer = torch.optim.SGD(parameters.values(), lr=0.01)

@@ -120,7 +120,6 @@ def taken_over(members: Sequence[Member], run: Run, stretch: int) -> list[Member
 
 
 def _waits(members: Sequence[Member]) -> torch.Tensor:
-    """Over all ranks, as the shared model will move by it; dense slots included."""
     total: torch.Tensor | None = None
     for member in members:
         kept = member.pipeline.kept()

@@ -275,8 +275,7 @@ def settled_after(steps: Sequence[Step]) -> int | None:
 
 
 def has_settled(steps: Sequence[Step]) -> bool:
-    """Whether f and words, in the mean of a window, have stayed where they were for several windows. Exact
-    steps are left out: some windows have one more of them than others."""
+    """Return whether imbalance and words stayed for several windows; exact steps are left out."""
     if len(steps) < WINDOW * WINDOWS or len(steps) % WINDOW:
         return False
     starts = range(len(steps) - WINDOW * WINDOWS, len(steps), WINDOW)

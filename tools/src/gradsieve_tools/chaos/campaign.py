@@ -49,8 +49,6 @@ def missing() -> dict[str, str]:
 
 
 class Campaign:
-    """One at a time in a process. As a block: what it makes is gone afterwards."""
-
     def __init__(self, seed: int, chances: Sequence[Chance], life: Callable[..., None] = be_rank) -> None:
         """`life` is what a rank's process runs."""
         self.seed, self.chances, self._life = seed, chances, life
@@ -177,8 +175,7 @@ class Campaign:
         return checkpoints.read_manifest(self._folder(scheme)).step
 
     def _too_much(self, scheme: str, has_saved: bool) -> list[str]:
-        """What a save leaves in which a rank died is removed by the next one; more than that is not there. A
-        checkpoint is a file a rank, two of a manifest and the claim of a term."""
+        """Return files beyond those of a checkpoint and of the saves that faults broke off since."""
         self._unsaved[scheme] = 1 if has_saved else 1 + self._unsaved[scheme]
         names = sorted(each.name for each in self._folder(scheme).iterdir())
         return names if len(names) > (WORLD + 3) * (1 + self._unsaved[scheme]) else []

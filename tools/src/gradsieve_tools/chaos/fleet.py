@@ -149,7 +149,6 @@ class _Case:
         self.endings[rank].exit_code = self.processes[rank].exitcode
 
     def _read(self, rank: int) -> None:
-        """What it said; the pipe holds it all, also that of a rank which died since."""
         try:
             while rank not in self.silent and self.pipes[rank].poll():
                 message = json.loads(self.pipes[rank].recv_bytes(_LONGEST_MESSAGE))

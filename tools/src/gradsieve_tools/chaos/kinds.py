@@ -126,7 +126,7 @@ def _ends(kind: str) -> Strike:
 
 
 def flipped(op: Op, scene: Scene) -> Op | None:
-    """But for what the backend adds up itself: nobody can check that (`pipeline/frame.py`)."""
+    """Flip a bit, but not in what the backend adds up itself: no check can see that (`pipeline/frame.py`)."""
     if not op.tensor.numel() or isinstance(op, AllReduce):
         return None
     content = op.tensor.contiguous().clone()
@@ -145,7 +145,7 @@ def replayed(op: Op, scene: Scene) -> Op | None:
 
 
 def truncated(op: Op, scene: Scene) -> Op | None:
-    """Its second half is not sent any more: the connections end. `rank.py` does it."""
+    """Break off the message and end the connections; `rank.py` does it."""
     return op if op.tensor.numel() > 1 else None
 
 
@@ -154,7 +154,7 @@ def _summed(op: Op, scene: Scene) -> Op | None:
 
 
 def _spoil(total: Tensor, scene: Scene) -> None:
-    """On this rank alone, and before the words piggybacked at the end: ranks would disagree at once."""
+    """Alter this rank's sum alone, before the trailing words: otherwise ranks disagree at once."""
     total.view(-1).view(torch.int32)[scene.bit % min(total.numel(), 16)] ^= 1 << 20
 
 
@@ -249,7 +249,7 @@ def _store_reset(op: Op, scene: Scene) -> Op:
 
 
 def _in_file(begin: str, operations: Sequence[str], happen: Callable[[Scene], None]) -> Strike:
-    """In one of these operations, the first or second one of its sort, on a file whose name begins so."""
+    """Strike in the first or second operation of a kind on a file whose name begins with `begin`."""
 
     def prepare(op: Op, scene: Scene) -> Op:
         which, left = operations[scene.bit % len(operations)], scene.bit // len(operations) % 2

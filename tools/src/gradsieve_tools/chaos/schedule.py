@@ -44,7 +44,7 @@ class Chance:
 
 
 def schedule(seed: int, faults: int, kinds: Sequence[str]) -> list[Chance]:
-    """Every kind as often as any other, in random order; a longer one begins with the shorter one's."""
+    """Draw kinds equally often in random order; a longer schedule begins with the shorter one."""
     chance, out = random.Random(seed), list[Chance]()
     while len(out) < faults:
         for name in chance.sample([*kinds], len(kinds)):

@@ -224,8 +224,7 @@ def _unsaid(ending: Ending, chance: Chance, kept_at: int) -> list[str]:
 
 
 def _is_over(chance: Chance, endings: Sequence[Ending], kept_at: int) -> bool:
-    """Whether a fault that was to come later came when all ranks' last step was saved: nobody was left to
-    need the victim."""
+    """Return whether a delayed fault came after all ranks had saved their last step."""
     others = [ending for rank, ending in enumerate(endings) if rank != chance.rank]
     is_saved = all(ending.message("step").get("step") == kept_at for ending in endings)
     return chance.delay > 0.0 and is_saved and all(ending.exit_code == DONE for ending in others)

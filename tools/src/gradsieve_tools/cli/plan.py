@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _profile(args: argparse.Namespace) -> Profile:
-    """Of the file, by hand, or of the file with figures by hand in place of its own."""
+    """Return the file's profile, one by hand, or the file's with figures by hand in place of its own."""
     from gradsieve_tools.profiles import by_hand, computing_on, read
 
     latency = None if args.delay is None else _WAYS * args.delay + _OVERHEAD

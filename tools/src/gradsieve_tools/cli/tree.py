@@ -78,7 +78,7 @@ class Command:
         *options: Option,
         inner: Mapping[str, Command] | None = None,
     ) -> None:
-        """Its call is `run`, as `module:function`; `inner` are commands below it."""
+        """Set `run`, as `module:function`, or `inner` commands."""
         self.summary, self.about, self.examples = summary, about, examples
         self.run, self.options, self.inner = run, options, inner or {}
 
@@ -107,7 +107,7 @@ def _loaded(place: str) -> Any:
 def grow(
     parser: argparse.ArgumentParser, commands: Mapping[str, Command], words: Sequence[str] | None
 ) -> None:
-    """All commands by name; but for the one that `words` ask for, without arguments; None asks for all."""
+    """Add all commands by name, but options only for the one in `words`; None: for all."""
     asked = next((word for word in words or () if not word.startswith("-")), None)
     branches = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, command in commands.items():

@@ -386,7 +386,7 @@ def _check_densities(*densities: float) -> None:
 
 
 def _check_hosts(hosts: Sequence[int], *files: Path | None) -> None:
-    """Before minutes of measuring: no lab has so many, or a picture or record is of one number of hosts."""
+    """Refuse before minutes of measuring what no lab or picture can have."""
     from gradsieve_tools.emulation.topology import MOST_HOSTS
 
     if max(hosts) > MOST_HOSTS:

@@ -18,7 +18,7 @@ def sizes(text: str) -> list[int]:
 
 
 def ways(text: str) -> list[list[int]]:
-    """Of numbers of ranks: `4,4-2-4`."""
+    """Parse numbers of ranks such as `4,4-2-4`."""
     return [[size(part) for part in way.split("-")] for way in text.split(",")]
 
 
@@ -82,7 +82,7 @@ def lossy(text: str) -> list[str]:
 
 
 def talking(text: str) -> list[str]:
-    """As `schemes`, in the order of the registry; `all` leaves out what exchanges nothing."""
+    """Parse as `schemes`, in the registry's order; `all` leaves out what exchanges nothing."""
     from gradsieve.schemes import SCHEMES
 
     if text == "all":

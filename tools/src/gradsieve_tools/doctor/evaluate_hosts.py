@@ -127,7 +127,7 @@ def timeout(measured: Measured, world: int, timeout: float) -> Iterator[Finding]
 
 
 def dense_seconds(measured: Measured, world: int) -> float:
-    """A ring's all-reduce of the model as float32 over the slowest pair; 0 where no model is known."""
+    """Return the seconds of a ring all-reduce of the model over the slowest pair; 0: no model is known."""
     slowest = min((bits for row in measured.bandwidth for bits in row if bits), default=0.0)
     if measured.model is None or not slowest:
         return 0.0

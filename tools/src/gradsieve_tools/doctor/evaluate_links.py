@@ -33,8 +33,7 @@ def failed(facts: Sequence[Facts], measured: Measured) -> Iterator[Finding]:
 
 
 def slow(facts: Sequence[Facts], measured: Measured, explained: Set[int] = frozenset()) -> Iterator[Finding]:
-    """By the slower direction of each pair, against what most ranks have at best. Pairs of ranks that talk
-    over another network, which is known by now, say nothing about the links of this one."""
+    """Compare the slower direction of each pair with what most ranks have at best, on one network alone."""
     everybody = _between_hosts(facts, measured.bandwidth, min)
     both = {pair: bits for pair, bits in everybody.items() if explained.isdisjoint(pair)}
     best = _best(both, max)

@@ -70,7 +70,7 @@ def _odd(world: int) -> int:
 def measure(
     rank: int, world: int, together: Callable[[str], bool], tell: Callable[[str], None] = lambda _: None
 ) -> Seen:
-    """All rounds, on every rank at once. `together` waits for all ranks; `tell` is called after each."""
+    """Measure all rounds, on every rank at once. `together` waits for all ranks."""
     seen = Seen()
     used, spent, messages = rounds(world), 0.0, 0
     for turn, number in enumerate(used, 1):

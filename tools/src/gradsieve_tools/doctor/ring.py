@@ -33,7 +33,6 @@ def measure(world: int) -> Links | None:
 
 
 def _seconds(size: int, tries: int) -> float:
-    """Of the quickest sum of so many bytes, on the rank that took longest."""
     vector = torch.zeros(size // _WORD, dtype=torch.float32, device="cpu")
     quickest = torch.full((1,), torch.inf, dtype=torch.float64, device="cpu")
     for _ in range(tries):

@@ -135,7 +135,6 @@ def _around(meeting: Board, tell: Tell) -> Links | None:
 
 
 def _own_address(fd: int) -> str:
-    """Of this end of a connection; empty where it is none any more."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as one:
         return str(one.getsockname()[0]).removeprefix("::ffff:")
     return ""

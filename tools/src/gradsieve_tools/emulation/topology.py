@@ -111,10 +111,8 @@ class Topology:
         return min((rate for rate in rates if rate is not None), default=None)
 
     def ways(self, source: Port) -> Iterator[tuple[Port, list[tuple[int, bool]]]]:
-        """To every other port of the network: links in order, and whether each is passed from start to end.
-
-        There is one way only, for switches form a tree.
-        """
+        """Yield the one way to every other port: links in order, and whether each is passed from start to
+        end."""
         reached = {self.links[source.link].end: [(source.link, True)]}
         waiting = list(reached)
         while waiting:
@@ -214,7 +212,6 @@ def _check_tree(topology: Topology, entries: list[Table]) -> None:
 
 
 def _check_joined(table: Table, topology: Topology) -> None:
-    """Nobody left out, all hosts in one network over eth0, at most once in each."""
     linked = {name for link in topology.links for name in link.ends}
     for host in topology.hosts:
         if host.name not in linked:

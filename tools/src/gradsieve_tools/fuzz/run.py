@@ -50,8 +50,6 @@ class Report:
 
 
 class Worker:
-    """One process and the messages it has to hand in, from `first` up to `stop`."""
-
     def __init__(self, command: Sequence[str], first: int, stop: int, folder: Path) -> None:
         self.stop = stop
         self._place = folder / f"place-{first}"

@@ -118,7 +118,7 @@ def dense(model: Model) -> Option:
 
 
 def _in_buckets(op: AllReduce, buckets: int, costs: Costs) -> Cost:
-    """By torch itself, a few at once: they share the link, and wait for their rings' latency together."""
+    """Price torch's buckets: a few at once share the link and wait for latency together."""
     all_of_them = costs.of_ops([op], ours=False).times(buckets)
     together = buckets - math.ceil(buckets / (1 if costs.host.launch else AT_ONCE))
     return replace(all_of_them, link=all_of_them.link - together * costs.around.sum)
@@ -182,7 +182,6 @@ def gradients_in_four_bits(model: Model) -> Option:
 
 
 def between_sites(model: Model, costs: Costs) -> Option:
-    """For links on which an exchange takes longer than a step: what arrives late costs quality."""
     fits = with_budget(model, costs, SITES_BITS).price(costs).link <= model.compute
     scheme = Stripes().at_bits(SITES_EVERY * SITES_BITS, costs.world)
     exchange = f"gradsieve.Steps(every={SITES_EVERY}, overlap={SITES_EVERY})"
@@ -198,9 +197,7 @@ _ALLOWED = 0.05  # part of a step that nobody misses
 
 
 def automatic(model: Model, costs: Costs, every: int) -> Option:
-    """What `attach(ddp, optimizer)` chooses, about: as many bits as quality needs, or as backward
-    hides, on the link and on the processor. Where rounds alone take longer, the period is as long as they
-    need, unless the user chose one."""
+    """Model what `attach(ddp, optimizer)` chooses: bits as needed or as backward hides, else a period."""
     ask = "" if every == 1 else f", exchange=gradsieve.Steps(every={every})"
     name = "auto" if every == 1 else f"auto, every {every} steps"
     silent = costs.of_scheme(Stripes(density=1e-6), model.parameters, model.units(UNIT_CAP_MB), 0.0).link

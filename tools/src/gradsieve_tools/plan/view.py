@@ -125,7 +125,6 @@ def _drawn(plan: Plan, most_above: float) -> list[Option]:
 
 
 def _at(option: Option, plan: Plan, rate: float) -> Option:
-    """What finds its budget finds another one on other links, and its period where nobody chose one."""
     if option.name.startswith("auto"):
         every = 1 if option.name == "auto" else option.every
         return automatic(plan.model, _with_rate(plan.costs, rate), every)

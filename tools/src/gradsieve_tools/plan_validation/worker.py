@@ -75,7 +75,7 @@ def _of_ours(sync: str, engine: Engine, config: dict[str, Any]) -> Iterator[Exch
 
 
 class Alone:
-    """A sync's exchange without a training: random gradients, and what an optimizer does with them."""
+    """A sync's exchange without a training: random gradients, and the optimizer's part of it."""
 
     def __init__(self, sync: str, params: int, density: float, engine: Engine) -> None:
         self._sync, self._engine = sync, engine

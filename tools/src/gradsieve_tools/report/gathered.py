@@ -90,7 +90,7 @@ class Training:
 
     @cached_property
     def is_virtual(self) -> bool:
-        """All ranks ran round robin in one process: only there is xi known, and seconds say nothing there."""
+        """Return whether one process ran all ranks: only then is xi known, and seconds say nothing."""
         return bool(np.isfinite(self.columns["xi"]).any())
 
     @cached_property

@@ -176,7 +176,6 @@ def charts(training: Training) -> list[Chart]:
 
 
 def _sparse(training: Training, values: Array) -> Array:
-    """Without the flush at the end of a training, which would flatten all that was before it."""
     if not _has_flush(training):
         return values
     kept: Array = values.copy()
@@ -255,7 +254,6 @@ def _over_steps(
 
 
 def _now_and_then(training: Training, title: str, unit: str, figures: dict[str, Array]) -> Chart | None:
-    """Of figures that need a pass over the model, which a record takes every so many steps."""
     every, last = training.header.every, int(training.steps[-1])
     if last >= 2 * every:
         return _over_steps(training, title, unit, figures, from_zero=True)

@@ -101,7 +101,6 @@ def _thinner(scheme: Scheme[Any], n: int, world: int) -> Size:
 
 
 def effort(scheme: Scheme[Any]) -> float:
-    """Of a rank's step at a thousand ranks, about, against others': for a progress bar."""
     if scheme.lossless or scheme.no_comm:
         return 0.1
     return 1.0 if builds_up(scheme) or (scheme.reads_parts and not scheme.round_robin) else 4.0

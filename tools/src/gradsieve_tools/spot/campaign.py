@@ -224,7 +224,6 @@ def damage(folder: Path) -> str:
 
 
 def _generations(nodes: Nodes) -> list[int]:
-    """With which step each began, in their order: the steps only grow."""
     return sorted(int(step) for node in nodes.all for step in _BEGINS.findall(node.log))
 
 

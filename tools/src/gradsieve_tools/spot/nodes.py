@@ -55,7 +55,7 @@ class Node:
         return bool(workers)
 
     def kill(self) -> None:
-        """As a host that loses its power, except that the kernel closes connections."""
+        """Kill a node as a power loss would, except that the kernel closes connections."""
         workers = self.workers()
         self.process.kill()
         for pid in workers:
@@ -63,7 +63,7 @@ class Node:
         self.process.wait()
 
     def give_notice(self) -> None:
-        """As who takes spot nodes back does. torchrun hands it on to its workers, waits and ends."""
+        """Send SIGTERM to the agent; torchrun hands it on to its workers, waits and ends."""
         self.process.send_signal(signal.SIGTERM)
 
 
@@ -114,7 +114,7 @@ class Nodes:
         return self.all[-1]
 
     def begin_anew(self) -> None:
-        """As whoever schedules jobs does when a launcher has failed: with no agent of before."""
+        """Start all nodes again, without the agents of before."""
         for node in self.running:
             node.kill()
         self._job += 1

@@ -27,7 +27,6 @@ class Rank:
     kept: dict[str, float] = field(default_factory=dict)  # last values of figures that only some steps have
 
     def take(self, line: Line) -> None:
-        """Of a step that was taken again after a restart the later line."""
         while self.lines and self.lines[-1].step >= line.step:
             self.lines.pop()
         if not self.lines:

@@ -44,7 +44,6 @@ def frame(folder: Folder) -> RenderableType:
 
 
 def plain(text: str, most: int = 120) -> str:
-    """Of a name from a file: no more than fits a line."""
     return printable(text)[:most]
 
 

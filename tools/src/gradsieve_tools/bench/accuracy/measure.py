@@ -71,7 +71,6 @@ class Case:
 
     @property
     def work(self) -> int:
-        """In the unit of the progress bar: steps of one rank."""
         return self.steps * self.world
 
 
@@ -91,8 +90,7 @@ def cases(
     batch: int | None = None,
     rates: Sequence[float] = (1.0,),
 ) -> list[Case]:
-    """All combinations, with densities or with budgets; dense and rivals have neither, nor exchange
-    settings. A sync with settings of its own, `exdyna@paper`, has no others."""
+    """Return all combinations; dense and rivals have neither densities, budgets nor exchange settings."""
     found: dict[Case, None] = {}
     amounts: list[tuple[float, float | None]] = [(1.0, bits) for bits in budgets]
     amounts = amounts or [(density, None) for density in densities]
@@ -130,8 +128,7 @@ def cases(
 
 
 def at_own_rates(todo: Iterable[Case], found: Found) -> list[Case]:
-    """Of the trainings those with the rate at which their sync ended best with the first seed; and dense at
-    the task's own rate, which all are compared with."""
+    """Keep trainings at the rate that ended best with the first seed, and dense at the task's own."""
     by_rate: dict[Case, dict[float, float]] = {}
     for case, course in found:
         if case.seed == 0 and not math.isnan(final := course["values"][-1]):
@@ -149,7 +146,7 @@ def at_own_rates(todo: Iterable[Case], found: Found) -> list[Case]:
 
 
 def missing(todo: Iterable[Case], folder: Path, record: Path | None = None) -> list[Case]:
-    """Those that the folder does not have yet, or that were not recorded where they are to be."""
+    """Return cases whose training or record is not there yet."""
     return [
         case
         for case in todo
@@ -210,8 +207,6 @@ def _expect_good(future: Future[None], case: Case) -> None:
 
 
 class _Worker:
-    """What a process of the pool has from its start: shared memory cannot be handed over later."""
-
     done: Synchronized[int]  # work of all processes together
 
     @classmethod
@@ -261,7 +256,7 @@ def train(case: Case, after_step: Callable[[], None], record: Path | None = None
 
 
 def _plain(course: dict[str, Any]) -> dict[str, Any]:
-    """As JSON can have it: null for what is not finite, because the training diverged."""
+    """Return what JSON can have: null for what is not finite, because the training diverged."""
     return {
         name: [each if math.isfinite(each) else None for each in value] if isinstance(value, list) else value
         for name, value in course.items()

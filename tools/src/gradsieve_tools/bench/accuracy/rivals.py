@@ -85,7 +85,8 @@ def powersgd_bytes(shapes: Shapes, rank: int, world: int) -> float:
 
 
 def _powersgd_elements(shape: Sequence[int], rank: int) -> int:
-    """As torch's hook: all dimensions but the first are a matrix's columns, and factors have to halve it."""
+    """Count as torch's hook does: dimensions after the first are columns, and factors have to halve the
+    matrix."""
     rows, columns = shape[0], math.prod(shape[1:])
     factors = min(rows, columns, rank) * (rows + columns)
     return factors if 2 * factors < rows * columns else rows * columns
@@ -113,7 +114,7 @@ def _rank(rank: int, run: RivalRun, folder: str, after_step: Callable[[], None])
 
 
 def learn(run: RivalRun, after_step: Callable[[], None]) -> Course:
-    """One rank's part, in a process group; on rank 0, which is the one that is evaluated, the course."""
+    """Train one rank in a process group; rank 0 evaluates and returns the course."""
     rank, course = dist.get_rank(), Course(density=1.0)
     rival = run.rival
     assert isinstance(rival, Hook | Torchft)

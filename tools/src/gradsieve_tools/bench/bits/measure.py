@@ -61,7 +61,6 @@ class Plan:
         return self.steps + self.every * (self.snapshots - 1)
 
     def work(self) -> float:
-        """In the unit of the progress bar: exchanges of one rank."""
         exchanges = sum(case.exchanges for case in self.cases()) * self.snapshots
         return len(self.tasks) * self.world * (_STEP * self.trained + exchanges)
 

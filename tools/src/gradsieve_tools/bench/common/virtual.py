@@ -172,8 +172,6 @@ def end(members: list[Member], tensors: list[dict[str, Tensor]]) -> None:
 
 
 class Watch:
-    """What can be seen of a training, some of it only where all ranks are in one process."""
-
     def __init__(self, members: list[Member]) -> None:
         self.members, self.course = members, Course()
         units = members[0].pipeline.units
@@ -226,7 +224,6 @@ class Watch:
         self.course.fidelity.append(captured((left + spent).sum(0), update))
 
     def _note_xi(self, step: int) -> None:
-        """In lines that have norms. What is new is what did not wait after the step before."""
         recorders = [member.recorder for member in self.members if member.recorder is not None]
         pipelines = [member.pipeline for member in self.members]
         if not recorders or pipelines[0].scheme.lossless or step % RECORD_EVERY not in (0, RECORD_EVERY - 1):

@@ -176,8 +176,8 @@ class Campaign:
             yield number, message
 
     def is_over(self) -> bool:
-        """All that made the last exchange and live have ended. Who came back too late for it waits in vain,
-        and one that was killed right after it is present there and ends never."""
+        """Return whether all replicas that made the last exchange and live have ended; latecomers wait in
+        vain."""
         living = {one.name for one in self.running.values()}
         ended = {one.name: one.ended for one in self.running.values() if one.ended is not None}
         last = {name for message in ended.values() for name in message["present"]}

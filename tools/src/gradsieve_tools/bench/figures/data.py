@@ -44,7 +44,7 @@ class Training:
         return {name: statistics.fmean(line.seconds.get(name, 0.0) for line in lines) for name in names}
 
     def step_seconds(self) -> float:
-        """From one step to the next; the median, since a bench runs others in between, round robin."""
+        """Return the median time from one step to the next; a bench runs others in between."""
         gaps = [after.at - before.at for record in self.ranks for before, after in pairwise(_settled(record))]
         return statistics.median(gaps) if gaps else 0.0
 
@@ -65,7 +65,7 @@ def records(paths: Sequence[Path]) -> list[Training]:
 
 
 def labels(trainings: Sequence[Training]) -> list[str]:
-    """Of each: its scheme, and what else distinguishes it from the others."""
+    """Name each training by its scheme and what distinguishes it from the others."""
     headers = [training.header for training in trainings]
     shown: list[Callable[[Header], str]] = [lambda header: header.scheme]
     for field, text in (("density", "density {:g}"), ("world", "{} ranks"), ("exchange", "{}")):
@@ -86,7 +86,6 @@ class Row:
 
 
 def rows(paths: Sequence[Path]) -> list[Row]:
-    """Of `bench traffic`, `bench schemes` or `bench step`, of one file or of several."""
     found = []
     for path in paths:
         result = _result(path)

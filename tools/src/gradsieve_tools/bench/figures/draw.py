@@ -27,7 +27,7 @@ def over_steps(
     log: bool = False,
     smooth: bool = False,
 ) -> None:
-    """One line a training, against steps; the steps themselves are faint where a running mean is drawn."""
+    """Draw a line a training against steps; single steps are faint beside a running mean."""
     drawn, names = False, labels(trainings)
     for training, name in zip(trainings, names, strict=True):
         steps, values = training.column(column)
@@ -54,7 +54,6 @@ def over_steps(
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Of the last `window` values, and of all as long as there are fewer."""
     window = max(1, window)
     sums = list(accumulate(values, initial=0.0))
     return [(sums[end] - sums[max(0, end - window)]) / min(end, window) for end in range(1, len(values) + 1)]
@@ -139,8 +138,7 @@ def against_teams(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def gap_against_bits(axes: Any, rows: Sequence[Row]) -> None:
-    """One line a sync through its settings that no other of it beats with as many bits, each at the best of
-    its rates and with the spread over seeds; the other settings as points."""
+    """Draw for each sync the settings that no other of it beats with as many bits; the others as points."""
     best: dict[str, dict[tuple[str, float | None, float | None], Row]] = {}
     for row in rows:
         name, figures = row.sync.partition(":")[0], row.figures
@@ -201,7 +199,7 @@ def gap_against_ranks(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def _worth(row: Row) -> tuple[float, float]:
-    """Of two rows with one setting: more seeds say more, then the better rate."""
+    """Prefer more seeds, then the better rate."""
     return row.figures.get("seeds") or 1, -row.figures["gap"]
 
 

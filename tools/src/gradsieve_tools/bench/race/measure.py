@@ -36,7 +36,7 @@ def race(
     folder: Path,
     advance: Advance,
 ) -> None:
-    """All of them, dense first: the log of each run in `folder`. Progress is counted in steps."""
+    """Race all entries, dense first, and keep a log of each run. Progress is counted in steps."""
     folder.mkdir(parents=True, exist_ok=True)
     for link in links:
         for seed in range(seeds):

@@ -20,7 +20,7 @@ NAMES = ("dense", *_RIVALS, "auto")
 
 
 def trainer() -> Path:
-    """Of the repository, in which the race is started: an installed lab has no examples."""
+    """Return the trainer of the repository: an installed lab has no examples."""
     path = Path.cwd() / "examples" / "gpt" / "train.py"
     if not path.is_file():
         raise ConfigError(
@@ -78,8 +78,7 @@ class Plan:
         return self.steps if name == "dense" else PATIENCE * self.steps
 
     def told(self, name: str, seed: int) -> list[str]:
-        """What follows a command's own words. The rate rises and stays, so that nobody has to guess how many
-        steps it will take."""
+        """Return the options that follow a command's own words."""
         given = {
             "text": self.text.resolve(),
             "size": self.size,

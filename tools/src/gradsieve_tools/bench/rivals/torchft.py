@@ -43,7 +43,6 @@ class Torchft:
             )
 
     def bytes_sent(self, shapes: Shapes, world: int, steps: int) -> float:
-        """By the busiest rank, a step: all parameters once a period."""
         return all_reduce_bytes(4 * elements(shapes), world) / self.every
 
     def attach(self, ddp: DistributedDataParallel, optimizer: Optimizer, master: str = "127.0.0.1") -> Any:

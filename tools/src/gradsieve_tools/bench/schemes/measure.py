@@ -68,14 +68,12 @@ class Plan:
     steps: int
 
     def cases(self) -> Iterator[tuple[int, float, str]]:
-        """Of one model, as (world, density, scheme), in the order of the tables."""
         for world in self.worlds:
             for density in self.densities:
                 for scheme in self.schemes:
                     yield world, density, scheme
 
     def work(self) -> int:
-        """Of everything, in the unit of the progress bar: steps of one rank."""
         recording = _RECORDING * max(self.worlds) * (WARM_STEPS + self.steps)
         return len(self.models) * (recording + sum(world * self.steps for world, _, _ in self.cases()))
 
@@ -180,7 +178,7 @@ def _measure_model(
 
 
 def measure(scheme: Scheme[Any], recording: Recording, world: int, density: float) -> dict[str, float]:
-    """One row: a scheme on all recorded steps. `density` is what counts are compared with, also for dense."""
+    """Run a scheme on all recorded steps; counts are compared with `density`, also for dense."""
     fleet = Fleet(scheme, recording, world, density)
     steps = [asdict(fleet.step()) for _ in recording.gradients]
     seen = steps[len(steps) // 2 :]

@@ -141,13 +141,12 @@ class Contestant:
 
     @property
     def warm_steps(self) -> int:
-        """With periods one less than some whole ones: a turn is of whole ones, and its exchange begins in its
-        first step, so that none is pending in the turns of others."""
+        """Return whole periods less one step, so that no exchange is pending in the turns of others."""
         least = _WARM if self.name in ("noop", "dense", "fp16") else _WARM_STATEFUL
         return least if self.every == 1 else self.every * (1 + least // self.every) - 1
 
     def warm_up(self, batch: tuple[Tensor, Tensor]) -> float:
-        """Until what is found while training runs has been found; seconds of the last step."""
+        """Train until a budget is found, and return the seconds of the last step."""
         if self.name != "auto":
             self.run(batch, self.warm_steps - 1, measured=False)
             return self.run(batch, 1, measured=False)
@@ -161,8 +160,7 @@ class Contestant:
         return self.run(batch, self.every, measured=False)
 
     def turn_steps(self, seconds: float, longest: int) -> int:
-        """Of a turn, where one step takes so long, and the longest period of all syncs so many steps: the
-        limit's are as long, or the barriers at its ends would weigh more in it than in what it limits."""
+        """Return the steps of a turn, in whole periods of all syncs, so that barriers weigh alike."""
         steps = int(min(max(_TURN_SECONDS // seconds, 1), _MOST_STEPS))
         period = longest if self.name == "noop" else self.every
         return period * -(-steps // period)
@@ -248,7 +246,6 @@ def _keep_own_gradient(bucket: GradBucket) -> torch.futures.Future[Tensor]:
 
 @torch.no_grad()
 def _copy(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
-    """From the one to the other, where both are there: only our syncs have parameters of their own."""
     for one, other in zip(source, target, strict=False):
         other.copy_(one)
 

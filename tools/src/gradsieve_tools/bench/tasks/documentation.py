@@ -125,7 +125,6 @@ def _sha256(content: bytes) -> str:
 
 
 def tokens(text: Documentation, symbols: int = SYMBOLS) -> tuple[Tensor, Tensor]:
-    """Of the files to learn from, and of those held out, one after the other."""
     try:
         from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     except ImportError as error:

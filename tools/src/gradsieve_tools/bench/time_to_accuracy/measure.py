@@ -73,7 +73,6 @@ class Plan:
         return self.sized.of(self.sized.width(self.params))
 
     def facts(self) -> dict[str, Any]:
-        """For whoever reads a result: also what follows from the rest."""
         recipe = self.recipe
         return {
             **asdict(self),

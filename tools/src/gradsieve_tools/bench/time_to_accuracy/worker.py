@@ -98,7 +98,7 @@ class Learner:
 
 
 def learn(learner: Learner, target: float | None) -> Run:
-    """Until the target, or as far as this sync may go; dense, which sets the target, has none."""
+    """Train to the target, or to the end of the budget; dense sets the target."""
     curve, taken = Curve(learner.training.metric), 0
     evaluations = learner.plan.evaluations(learner.name)
     for step in evaluations:

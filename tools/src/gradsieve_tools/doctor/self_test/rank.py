@@ -76,7 +76,7 @@ def _device(name: str, rank: int) -> torch.device:
 
 
 def _backend(device: torch.device, world: int) -> str:
-    """As a user has it; but NCCL refuses two ranks on one device, and gloo takes CUDA's tensors."""
+    """Return the usual backend; but NCCL refuses two ranks on one device, and gloo takes CUDA's tensors."""
     if device.type == "cuda" and torch.accelerator.device_count() < world:
         return "gloo"
     return dist.get_default_backend_for_device(device.type)

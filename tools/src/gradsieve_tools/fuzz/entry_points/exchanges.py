@@ -102,7 +102,7 @@ def _doors_of(name: str, victim: Victim) -> Iterator[EntryPoint]:
 
 
 def trained(scheme: Scheme[Any], steps: int) -> Victim:
-    """After that many honest steps of all ranks, with what is sent to the victim in the next one."""
+    """Return a victim after that many valid steps, with the messages of its next step."""
     source = torch.Generator(device="cpu").manual_seed(7)
     residuals = [torch.zeros(N, dtype=torch.float32, device="cpu") for _ in range(WORLD)]
     states = [scheme.begin(N, WORLD) for _ in range(WORLD)]
@@ -184,7 +184,7 @@ def _shape(op: Op) -> torch.Size:
 
 
 def liars_part(heard: Heard) -> Tensor | None:
-    """Of a reply what a peer decides, contiguous; None where nobody but the victim does."""
+    """Return the part of a reply that a peer decides, contiguous; None: the victim decides all."""
     op, reply = heard.op, heard.reply
     match op:
         case AllGather():

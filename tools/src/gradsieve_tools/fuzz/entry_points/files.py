@@ -106,7 +106,6 @@ def of_folders() -> Iterator[EntryPoint]:
 
 
 def large() -> Iterator[EntryPoint]:
-    """In which a copy is worth more than the memory that anything may take."""
     one = {"rank0/own/x": torch.ones(_LARGE, dtype=torch.float32, device="cpu")}
     yield EntryPoint("a large file", (_written(one),), (_LARGE,), _enter_tensors)
 
@@ -186,7 +185,6 @@ def _listed(content: bytes | bytearray) -> str:
 
 
 def _check_candidate(replica: Replica, candidate: saving.LoadCandidate) -> None:
-    """What the vote would be on can be loaded: of the right kinds, shapes and types."""
     part, kept = candidate.part, replica.pipeline.kept()
     if {*part.memories} != {*kept} or part.step < 0 or not all(map(math.isfinite, part.figures.values())):
         raise AssertionError("not what this replica keeps")

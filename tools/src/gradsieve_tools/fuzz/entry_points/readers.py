@@ -92,7 +92,6 @@ def _enter_rows(
 
 
 def _index_codecs() -> Iterator[EntryPoint]:
-    """By themselves, with a count before the row that need not be true."""
     for capacity, span in ((1, 1), (7, 7), (24, 97), (5, 2**20), (3, 2**33)):
         picked = torch.linspace(0, span - 1, capacity, dtype=torch.float64, device="cpu").long()
         for codec in indices.INDEX_CODECS:
