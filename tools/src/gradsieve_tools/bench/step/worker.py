@@ -110,9 +110,6 @@ class Contestant:
         self.sync: DdpSync | None = None
         self.recorder: ClockedRecorder | None = None
         self.own: list[Tensor] = []  # the parameters as one of our syncs left them
-        # Bits a parameter and step, steps to an exchange, and seconds of the last three kinds, whenever the
-        # first changed
-        self.budgets: list[tuple[float, ...]] = []
         self._laps = Laps()
         self.hook = self._hook(density, record, spins)
 
@@ -183,7 +180,6 @@ class Contestant:
             if self.sync is not None and self.sync.pipeline.stats is not last:
                 seen.append((spans, self.sync.pipeline.stats))
                 spans = []
-                self._note_budget(self.sync)
         dist.barrier()
         seconds = (time.perf_counter() - start) / steps
         if measured:
@@ -197,12 +193,6 @@ class Contestant:
             self.sync.leave()
         _copy(self.arena.parameters, self.own)
         return seconds
-
-    def _note_budget(self, sync: DdpSync) -> None:
-        if (budget := sync.pipeline.budget) is not None:
-            now = round(budget.bits, 3), budget.every
-            if not self.budgets or self.budgets[-1][:2] != now:
-                self.budgets.append(now)
 
     def _step(self, inputs: Tensor, target: Tensor) -> None:
         laps = self._laps = Laps()
@@ -331,7 +321,8 @@ def _row(contestant: Contestant, contestants: list[Contestant]) -> dict[str, Any
         taken = contestant.recorder.seconds / contestant.recorder.steps
         row["recorder_ms"] = round(1e3 * most_anywhere(taken), 3)
     if contestant.sync is not None:
-        row["budgets"] = contestant.budgets
+        budget = contestant.sync.pipeline.budget
+        row["budget"] = None if budget is None else [round(budget.bits, 3), budget.every]
         behind, exchange = _sums(contestant.behind, contestant.exchange)
         # Where gradients are exchanged, DDP waits for them inside of backward.
         is_sent = exchange and contestant.sync.exchanges_steps
