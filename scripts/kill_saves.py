@@ -31,8 +31,8 @@ from typing import Any
 import torch
 from saving_ranks import BEGIN, END, KINDS, WORLDS, Case, be_rank
 
+from gradsieve_tools.chaos.fleet import Ending, Fleet
 from gradsieve_tools.emulation.stores import store_at
-from gradsieve_tools.faults.fleet import Ending, Fleet
 
 Call = tuple[str, int]
 _LIMIT = 45.0

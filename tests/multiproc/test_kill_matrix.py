@@ -17,54 +17,41 @@ from gradsieve.comm.engine import Engine
 from gradsieve.comm.ops import AllReduce
 from gradsieve.errors import PeerError
 from gradsieve.types import Program
-from gradsieve_tools.faults.fleet import Ending
-from gradsieve_tools.faults.kinds import STOP, Fault
-from gradsieve_tools.faults.matrix import WORLD, Clean, Matrix
-from gradsieve_tools.faults.trained import DONE, PEER_FAILED
-
-DEADLINE = 2.0
-
-
-@pytest.fixture(scope="module")
-def matrix() -> Matrix:
-    return Matrix()
+from gradsieve_tools.chaos.campaign import Campaign
+from gradsieve_tools.chaos.fleet import DONE, PEER_FAILED, Ending, Fleet
+from gradsieve_tools.chaos.kinds import SHORT_STOP, STOP
+from gradsieve_tools.chaos.rank import Episode, be_rank
+from gradsieve_tools.chaos.schedule import Chance
+from gradsieve_tools.chaos.verdicts import HARMLESS, NAMED
+from gradsieve_tools.emulation.stores import store_at
 
 
-@pytest.fixture(scope="module")
-def clean(matrix: Matrix) -> Clean:
-    return matrix.clean("exdyna")
+def chance(kind: str, rank: int, op: int) -> Chance:
+    return Chance(0, "exdyna", kind, rank, step=1, op=op, delay=0.0, bit=0)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [Fault("SIGKILL", 0, 1, 0), Fault("exit 0", 2, 1, 1), Fault(STOP, 1, 1, 1)],
-    ids=lambda fault: fault.kind,
-)
-def test_every_survivor_names_the_rank_in_time_and_keeps_nothing(
-    matrix: Matrix, clean: Clean, fault: Fault
-) -> None:
-    (line,) = matrix.run(clean, [fault])
-    assert line.outcome == "named", line
+def test_every_survivor_names_the_rank_in_time_and_keeps_nothing() -> None:
+    """A stop of half the deadline is no failure."""
+    faults = [chance("SIGKILL", 0, 0), chance("exit 0", 2, 1), chance(STOP, 1, 1), chance(SHORT_STOP, 1, 0)]
+    with Campaign(1, faults) as campaign:
+        lines = list(campaign.run())
+    assert [line.outcome for line in lines] == [NAMED] * 3 + [HARMLESS], lines
+    assert campaign.recovered.total() == 3
 
 
-def test_a_fault_that_does_not_happen_is_seen(matrix: Matrix, clean: Clean) -> None:
-    clean.ops[1].append("no such op")
-    (line,) = matrix.run(clean, [Fault("SIGKILL", 0, 1, len(clean.ops[1]) - 1)])
-    clean.ops[1].pop()
-    assert "the fault did not happen" in line.outcome
-    assert "rank 1: raised nothing" in line.outcome
+@pytest.fixture
+def fleet() -> Fleet:
+    return Fleet(be_rank.__module__)
 
 
-def test_a_stop_of_half_the_deadline_is_no_failure(matrix: Matrix, clean: Clean) -> None:
-    endings = matrix.endings("exdyna", DEADLINE, Fault(STOP, 1, 1, 0), stop_seconds=DEADLINE / 2)
-    ended = [ending.message("ended") for ending in endings]
-    assert [ending.exit_code for ending in endings] == [DONE] * WORLD, ended
-    assert [each["digests"] for each in ended] == [clean.digests] * WORLD
-    assert ended[0]["at"] - endings[1].message("fired")["at"] > DEADLINE / 2, "it was stopped"
-
-
-def test_a_rank_with_fewer_batches_is_named_as_such(matrix: Matrix) -> None:
-    endings = matrix.endings("exdyna", 60.0, None, steps=(6, 3, 6))
+def test_a_rank_with_fewer_batches_is_named_as_such(fleet: Fleet) -> None:
+    store = ("127.0.0.1", (server := store_at("127.0.0.1")).port)
+    lives = [
+        (rank, Episode("exdyna", steps, 60.0, 1, store, "case", "", fresh=True, saves=False))
+        for rank, steps in enumerate((6, 3, 6))
+    ]
+    endings = fleet.run(be_rank, lives, 20.0)
+    del server
     assert [ending.exit_code for ending in endings] == [PEER_FAILED, DONE, PEER_FAILED]
     for rank in (0, 2):
         ended = endings[rank].message("ended")
@@ -100,8 +87,8 @@ def port() -> int:
         return int(free.getsockname()[1])
 
 
-def test_a_dead_rank_that_had_the_store_is_named(matrix: Matrix, port: int) -> None:
-    endings: list[Ending] = matrix.fleet.run(wait_for_the_host, [(0, port), (1, port)], 20.0)
+def test_a_dead_rank_that_had_the_store_is_named(fleet: Fleet, port: int) -> None:
+    endings: list[Ending] = fleet.run(wait_for_the_host, [(0, port), (1, port)], 20.0)
     assert [ending.exit_code for ending in endings] == [-signal.SIGKILL, 0], endings
     assert endings[1].message("ended")["ranks"] == [0]
     assert "store" in endings[1].message("ended")["said"]

@@ -47,8 +47,6 @@ APART = 1.3
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One rank's, while all others work too."""
-
     memory: float  # bytes a second, read and written
     selection: float  # elements a second that are compared with a threshold
     message: float  # processor seconds of a message
@@ -58,14 +56,12 @@ class Host:
 
     @property
     def unit(self) -> Cost:
-        """What a unit of ours takes besides all passes over it."""
+        """Return what a unit of ours takes besides all passes over it."""
         return Cost(link=LAUNCHES * self.launch) if self.launch else Cost(computed=HANDLED / self.memory)
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one exchange, on the busiest rank; costs add up."""
-
     # Seconds that leave to forward and backward what they compute on: on the link, and of an accelerator's
     # host that launches kernels
     link: float = 0.0
@@ -87,8 +83,6 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What things cost in one group."""
-
     world: int
     links: Links
     host: Host
@@ -96,12 +90,11 @@ class Costs:
 
     @property
     def carrying(self) -> Links:
-        """What the links are to messages of ours."""
+        """Return what the links are to messages of ours."""
         return self._carried(self.links)
 
     @property
     def around(self) -> Links:
-        """That torch's own sums go over."""
         return self._carried(self.rings or self.links)
 
     def _carried(self, links: Links) -> Links:
@@ -109,8 +102,7 @@ class Costs:
         return replace(links, word=slower * links.word)
 
     def of_ops(self, ops: Iterable[Op], ours: bool = True) -> Cost:
-        """What they cost one after the other, besides the scheme's own computing; `ours`: through our engine,
-        which has other ways than the group's own."""
+        """Return the cost of ops in sequence, without the scheme's computing; `ours`: through our engine."""
         cost = Cost()
         for op in ops:
             meter = Meter(0, self.world)
@@ -148,11 +140,10 @@ def _merged(op: Op, world: int) -> float:
 
 
 def with_rings(links: Links, world: int) -> Links:
-    """What the engine's own collectives cost at least, where nobody measured it: gloo's rings."""
+    """Return what the engine's own collectives cost at least, where nobody measured it: gloo's rings."""
     hops = links.latency * (world - 1)
     return replace(links, gather=links.gather or hops, sum=links.sum or 2 * hops)
 
 
 def dense_seconds(words: int, links: Links, world: int) -> float:
-    """That a dense exchange of so many words takes on the links."""
     return link_seconds(formulas.asks(Dense(), words, world), with_rings(links, world), world)

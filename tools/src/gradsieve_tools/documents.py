@@ -62,14 +62,11 @@ def document(text: str, name: str) -> Table:
 
 
 class Table:
-    """One table of a document. Each reader says what is wrong with a value, and in which line."""
-
     def __init__(self, name: str, lines: dict[Place, int], place: Place, values: dict[str, Any]) -> None:
         self._name, self._lines, self._place = name, lines, place
         self.values = values
 
     def error(self, cause: str, *keys: str | int) -> ConfigError:
-        """To be raised, about what stands at this key of the table."""
         place = (*self._place, *keys)
         while place and place not in self._lines:
             place = place[:-1]
@@ -111,7 +108,6 @@ class Table:
         return list(values)
 
     def parsed(self, key: str, parse: Callable[[str], T]) -> T:
-        """By a function that raises ConfigError for what it cannot read."""
         try:
             return parse(self.text(key))
         except ConfigError as error:
@@ -138,7 +134,7 @@ class Table:
 
 
 def _lines(text: str) -> dict[Place, int]:
-    """Where each key stands first, as far as one line tells; a list of tables has a place for each."""
+    """Find the line of each key, as far as one line tells; a list of tables has a place for each."""
     lines: dict[Place, int] = {}
     counts: dict[Place, int] = {}
     table: Place = ()

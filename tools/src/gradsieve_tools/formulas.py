@@ -137,7 +137,6 @@ def _stripes_rounds(scheme: Stripes, n: int, world: int, state: Any) -> int:
 
 
 def _union_words(scheme: SchemeAny, n: int, world: int, state: Any) -> float:
-    """Without a state, as if no two ranks chose the same element."""
     union = state.union if state else min(n, scheme.k(n) * world)
     return float(scheme.k(n) * (world - 1) + 2.0 * union * (world - 1) / world)
 
@@ -155,7 +154,6 @@ def _exclusive_words(scheme: SchemeAny, n: int, world: int, state: Any) -> float
 
 
 def _exclusive_band(scheme: SchemeAny, n: int, world: int, state: Any) -> tuple[float, float]:
-    """From values alone, a byte each, up: packed, an index needs a part of its word in the formula."""
     expected = _exclusive_words(scheme, n, world, state)
     return expected / 6.0, 1.1 * expected
 
@@ -259,7 +257,6 @@ def _norms_and_own_part(scheme: SchemeAny, world: int) -> float:
 
 
 def _hard_words(scheme: HardThreshold, n: int, world: int, state: Any) -> float:
-    """Without a state, as if every rank picked k elements that no other picked."""
     k = scheme.k(n)
     longest, union = (state.longest, state.union) if state else (k, min(n, k * world))
     return float((longest + 2.0 * union / world) * (world - 1))

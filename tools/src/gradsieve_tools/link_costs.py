@@ -62,12 +62,10 @@ def with_piggyback(ops: list[Op], scheme: Scheme[Any], n: int, world: int) -> li
 
 
 def link_seconds(ops: Iterable[Op], links: Links, world: int, ours: bool = True) -> float:
-    """On links whose rings are known."""
     return sum(_seconds(op, links, world, ours) for op in ops)
 
 
 def _seconds(op: Op, links: Links, world: int, ours: bool) -> float:
-    """That `op` takes, the way it goes."""
     if isinstance(op, AllGather | AllReduce | AllToAll):
         return seconds_by_route(op, world, links)[route(op, world, links if ours else None)]
     meter = Meter(0, world)
@@ -76,7 +74,6 @@ def _seconds(op: Op, links: Links, world: int, ours: bool) -> float:
 
 
 def seconds_a_bit(links: Links, n: int) -> float:
-    """That one more bit for each of n parameters takes on the links."""
     return links.word * n / (8 * WORD)
 
 

@@ -59,29 +59,28 @@ class Profile:
 
     @property
     def links(self) -> Links:
-        """Of the median pair, in the terms of the model of costs."""
         return Links.at(self.latency, self.bandwidth)
 
     @property
     def slowest_links(self) -> Links:
-        """What a ring waits for."""
+        """Return what a ring waits for."""
         return Links.at(self.slowest_latency, self.slowest_bandwidth)
 
 
 def by_hand(device: str, world: int, rate: float, latency: float) -> Profile:
-    """Of hosts that nobody measured: by the table of devices, on links that are all alike."""
+    """Return a profile from the table of devices, on links that are all alike."""
     links = Profile(world, world, latency, rate, MESSAGE, latency, rate, memory=1.0, selection=1.0)
     return computing_on(device, links)
 
 
 def computing_on(device: str, profile: Profile) -> Profile:
-    """Its links, and a device of the table. Its ring was gloo's, which devices do not use."""
+    """Replace the hosts' figures by a device's. The ring was gloo's, which devices do not use."""
     each = DEVICES[device]
     return replace(profile, memory=each.memory, selection=each.selection, launch=each.launch, ring=None)
 
 
 def read(path: Path) -> Profile:
-    """What is not a profile is refused, with its line."""
+    """Read a profile, or refuse what is none, with its line."""
     table = open_document(path)
     table.need("version")
     version = table.whole("version", 1, 2**31)

@@ -20,7 +20,7 @@ _NUMBER_AND_UNIT = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([a-zA-Z/]{1,4})", re.ASC
 
 
 def parse(text: str, units: Units) -> float | None:
-    """In the base unit; None where it is no number with one of these units, without a space."""
+    """Return the value in the base unit; None: no number with one of these units, without a space."""
     match = _NUMBER_AND_UNIT.fullmatch(text)
     if match is None or match[2] not in units:
         return None
@@ -28,7 +28,7 @@ def parse(text: str, units: Units) -> float | None:
 
 
 def whole_number(text: str) -> int | None:
-    """Of "1000", "25e6", "124M" or "1.3B", exactly; None where it is no whole number, or an absurd one."""
+    """Parse "1000", "25e6", "124M" or "1.3B" exactly; None: no whole number, or an absurd one."""
     power = _COUNTS.get(text[-1:].lower(), 0)
     try:
         number = Decimal(text[:-1] if power else text)
@@ -41,18 +41,15 @@ def whole_number(text: str) -> int | None:
 
 
 def write(value: float, units: Units, digits: int = 4) -> str:
-    """As `parse` reads it."""
     return "".join(_parts(value, units, digits))
 
 
 def spoken(value: float, units: Units, digits: int = 4) -> str:
-    """For a sentence: "20 ms", "1 Gbit/s"."""
     number, unit = _parts(value, units, digits)
     return f"{number} {_SPOKEN.get(unit, unit)}"
 
 
 def _parts(value: float, units: Units, digits: int) -> tuple[str, str]:
-    """In the largest unit of which it is at least one."""
     unit = next((name for name in reversed(units) if value >= units[name]), next(iter(units)))
     number = value / units[unit]
     text = f"{number:.{max(0, digits - len(str(int(number))))}f}"

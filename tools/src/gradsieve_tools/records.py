@@ -31,8 +31,6 @@ _LARGEST = 1 << 53  # up to here a float has every whole number
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What holds for all lines of a file."""
-
     name: str
     scheme: str  # with its settings, as `gradsieve bench` takes it
     exchange: str  # `steps` or `gradients`
@@ -53,8 +51,6 @@ class Header:
 
 @dataclass(slots=True, kw_only=True)
 class Line:
-    """One step of one rank; None where there is no such figure, or nobody looked."""
-
     step: int
     at: float  # seconds since the recording began; in a record that was read, since the first one's
     density: float
@@ -72,7 +68,7 @@ class Line:
 
 
 def text_of(entry: Header | Line) -> str:
-    """One line of a file, as a recorder writes it."""
+    """Return one line of a file, as a recorder writes it."""
     mark = {MARK: VERSION} if isinstance(entry, Header) else {}
     return record_file.text_of(mark | asdict(entry))
 
@@ -84,7 +80,7 @@ def differences(one: Header, other: Header) -> list[str]:
 
 
 def numbered(path: Path) -> list[tuple[int, Path]]:
-    """What was moved away from there, the oldest first: `path`.1, `path`.2, ..."""
+    """Return files that were moved away from `path`, the oldest first: `path`.1, `path`.2, ..."""
     pattern = re.compile(re.escape(path.name) + r"\.(\d{1,9})")
     try:
         names = os.listdir(path.parent)
@@ -107,7 +103,6 @@ def pieces(path: Path) -> list[Path]:
 
 
 def header_of(path: Path) -> Header:
-    """Its first one."""
     try:
         with path.open("rb") as file:
             return header_in(path, file.readline(LONGEST).decode())
@@ -158,7 +153,7 @@ def entry_of(kind: type[Entry], found: dict[str, Any], where: str) -> Entry:
 
 
 def _fits(value: Any, kind: str) -> bool:
-    """Whether a value is what the annotation of its field says."""
+    """Return whether a value is what the annotation of its field says."""
     if kind.startswith("Mapping"):
         return isinstance(value, dict) and all(_fits(each, "float") for each in value.values())
     if value is None:
@@ -175,7 +170,7 @@ _MOST_LETTERS = 500
 
 
 def _in_range(name: str, value: Any) -> bool:
-    """Whether a recorder could have seen it. The loss and what is found in vectors are not checked."""
+    """Return whether a recorder could have seen it. The loss and what is found in vectors are not checked."""
     if name in _LEAST:
         return bool(_LEAST[name] <= value <= _LARGEST)
     if name in _SHARES:
@@ -199,8 +194,7 @@ class Record:
 
 
 def read(path: Path) -> Record:
-    """All lives, from all pieces. Of steps that were taken again the later ones: the model that went on comes
-    from these, and the others were undone when a checkpoint was loaded."""
+    """Read all runs from all pieces; of steps that were taken again the later lines."""
     whole, lines = Whole(path), list[Line]()
     for line in whole.each():
         while lines and lines[-1].step >= line.step:
@@ -247,7 +241,6 @@ class Joined:
         self.torn.append(f"{where} was not finished (a full disk, or a kill): what was recorded ends there")
 
     def loosen(self) -> None:
-        """What comes next need not come after what was read."""
         self._last, self._unfinished = None, None
 
     def _begin(self, path: Path, header: Header) -> None:
@@ -260,8 +253,7 @@ class Joined:
             self._begins = True
 
     def _place_in_time(self, path: Path, line: Line) -> None:
-        """A life's clock starts at 0. Here it goes on from the last one's end: the time between two lives is
-        nobody's, that of steps which were taken again was spent."""
+        """Continue the clock of the run before: the time between two runs does not count."""
         before = self._last
         if self._first is None or (self._begins and line.step <= self._first):
             self._first, self._shift = line.step, 0.0
@@ -324,7 +316,6 @@ class Tail:
         return list(self.each())
 
     def each(self) -> Iterator[Line]:
-        """The same, one at a time."""
         for text in self._texts():
             self.place += 1
             if self.place == 1 and not self._is_part:

@@ -29,7 +29,7 @@ def write(path: Path, config: Mapping[str, Any], rows: Sequence[Row]) -> None:
 
 
 def origin() -> dict[str, Any]:
-    """How a result came about."""
+    """Return how a result came about."""
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return {"command": list(sys.argv), "date": date, "versions": versions()}
 
@@ -47,7 +47,6 @@ def writable(path: Path | None) -> None:
 
 
 def hosts_of(hosts: Sequence[int]) -> dict[str, Any]:
-    """For a config: the one number of hosts, or all; rows have their own."""
     return {"hosts": hosts[0] if len(hosts) == 1 else list(hosts)}
 
 

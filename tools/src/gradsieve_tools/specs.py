@@ -68,7 +68,6 @@ def _settable(kind: type[Any]) -> dict[str, list[Any]]:
 
 
 def _plain(hint: Any) -> list[Any]:
-    """Those alternatives of a type that a word can be read as."""
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return [part for part in parts if part in _PLAIN or get_origin(part) is Literal]
 
@@ -86,5 +85,5 @@ def _read(value: str, types: list[Any], what: str) -> Any:
 
 
 def _words(kind: Any) -> dict[str, Any]:
-    """All values of a type that has few."""
+    """Return all values of a type that has few."""
     return {"true": True, "false": False} if kind is bool else {str(value): value for value in get_args(kind)}

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradsieve.errors import ConfigError
 from gradsieve_tools.bench.accuracy import measure as accuracy
 from gradsieve_tools.bench.accuracy import rivals
 from gradsieve_tools.bench.accuracy.measure import Case
@@ -86,6 +84,7 @@ def test_fp16_on_real_ranks_is_dense_on_virtual_ones_but_for_rounding(
     assert other.values == []  # rank 0 is the one that is evaluated
 
 
+@pytest.mark.nightly
 def test_powersgd_learns_and_moves_what_is_said_of_it(two: Ranks, dense: virtual.Course) -> None:
     answers = {rank: two.run(learn, f"powersgd:rank={rank}")[0] for rank in (1, 10)}
     shapes = [(64, 40), (64,), (64,), (64,), (3, 64), (3,)]
@@ -99,17 +98,6 @@ def test_powersgd_learns_and_moves_what_is_said_of_it(two: Ranks, dense: virtual
     assert answers[1][0].bytes_sent < answers[10][0].bytes_sent < dense.bytes_sent
 
 
-def test_a_rival_is_measured_like_any_other_sync_and_steps_are_reported(tmp_path: Path) -> None:
-    case = Case(task="recommender", sync="powersgd", world=2, steps=3)
-    reported: list[float] = []
-    accuracy.measure([case], tmp_path, 1, lambda work, _: reported.append(work))
-    ((found, course),) = accuracy.read(tmp_path)
-    assert found == case
-    assert course["steps"] == [3]
-    assert sum(reported) == case.work
-    assert [path.name for path in tmp_path.iterdir()] == [case.file]
-
-
 def nothing() -> None:
     """After a step; spawned ranks have to find it by name."""
 
@@ -119,14 +107,10 @@ def ended(sync: str) -> float:
     return course.values[-1]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["local-sgd", "diloco"])
 def test_what_torchft_ships_ends_as_its_namesake_on_virtual_ranks(name: str) -> None:
     pytest.importorskip("torchft", reason="torchft is not installed")
     theirs = ended(f"torchft-{name}:every=2")
     assert theirs == pytest.approx(ended(f"{name}:every=2"), rel=1e-6)
     assert theirs != pytest.approx(ended(f"{name}:every=3"), rel=1e-6)  # the period matters
-
-
-def test_torchft_needs_a_period_that_ends_with_the_training() -> None:
-    with pytest.raises(ConfigError, match="every=4 has to divide 6 steps"):
-        ended("torchft-local-sgd:every=4")

@@ -38,6 +38,7 @@ def alike_after(rank: int, name: str) -> list[int]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", rivals.ATTACH)
 def test_one_model_at_every_evaluation(two: Ranks, name: str) -> None:
     if name == "diloco":

@@ -7,7 +7,7 @@ import pytest
 
 from gradsieve_tools.cli.main import main
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.nightly]
 
 STEPS = 12
 SYNCS = ["dense", "fp16", "powersgd", "auto"]

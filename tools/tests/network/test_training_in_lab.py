@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradsieve
 from gradsieve_tools.emulation import Lab
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.nightly]
 
 HOSTS, STEPS, DRIFTING, ODD = 4, 30, 120, 2
 SCHEMES = ["oktopk", "exdyna", "stripes"]

@@ -13,7 +13,7 @@ from gradsieve.comm.links import Links
 from gradsieve.errors import ConfigError
 from gradsieve_tools import profiles
 from gradsieve_tools.profiles import ModelProfile, Pairs, Profile
-from gradsieve_tools.quantities import BITS, BYTES_A_SECOND, ELEMENTS_A_SECOND, SECONDS, parse, spoken, write
+from gradsieve_tools.quantities import BITS, BYTES_A_SECOND, ELEMENTS_A_SECOND, SECONDS, parse, write
 
 WHOLE = Profile(
     world=2,
@@ -64,11 +64,6 @@ def test_what_is_written_is_read_again(profile: Profile, tmp_path: Path) -> None
         assert found.pairs.bandwidth[0][0] is None
 
 
-def test_costs_are_in_the_terms_of_links() -> None:
-    assert WHOLE.links.seconds(rounds=3, words=1000) == pytest.approx(3e-4 + 32_000 / 9.4e8)
-    assert WHOLE.slowest_links.word == pytest.approx(32 / 9.1e8)
-
-
 @pytest.mark.parametrize(
     ("old", "new", "cause"),
     [
@@ -93,22 +88,9 @@ def test_what_is_no_profile_is_refused_with_its_line(old: str, new: str, cause: 
     assert cause in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "rows", ["[[0, 1]]", "[[0, 1], [1]]", "[[0, 1], [-1, 0]]", "[[0, nan], [1, 0]]", '"x"']
-)
-def test_pairs_are_a_square_of_numbers(rows: str, tmp_path: Path) -> None:
-    text = profiles.text_of(PLAIN) + f"[pairs]\nlatency_us = {rows}\nbandwidth_mbit = [[0, 1], [1, 0]]\n"
-    with pytest.raises(ConfigError, match="line 20: latency_us has"):
-        profiles.read(written(tmp_path, text))
-
-
 @given(st.floats(1e-6, 1e11), st.sampled_from([BITS, SECONDS, BYTES_A_SECOND, ELEMENTS_A_SECOND]))
 def test_what_is_written_with_a_unit_is_read_again(number: float, units: dict[str, float]) -> None:
     value = number * min(units.values())
     if value < 1e8 * max(units.values()):
         read = parse(write(value, units), units)
         assert read == pytest.approx(value, rel=1e-3, abs=1e-3 * min(units.values()))
-
-
-def test_quantities_are_spoken_with_a_space() -> None:
-    assert [spoken(1e9, BITS), spoken(0.02, SECONDS)] == ["1 Gbit/s", "20 ms"]

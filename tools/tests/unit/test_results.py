@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gradsieve.errors import ConfigError
-from gradsieve_tools.results import table, writable, write
+from gradsieve_tools.results import writable, write
 
 
 def test_a_result_reads_back_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,29 +44,3 @@ def test_a_place_that_cannot_be_written_is_known_at_once(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="no-such-folder"):
         writable(tmp_path / "no-such-folder" / "result.json")
     writable(None)
-
-
-def test_asking_whether_a_file_is_writable_leaves_it_alone(tmp_path: Path) -> None:
-    path = tmp_path / "result.json"
-    path.write_text("kept")
-    writable(path)
-    assert path.read_text() == "kept"
-
-
-def test_numbers_stand_to_the_right_and_names_to_the_left() -> None:
-    rows = [
-        {"name": "a", "words": 1234567, "share": 0.25, "after": None},
-        {"name": "longer", "words": 8, "share": 12345.6, "after": 3},
-    ]
-    assert table(rows, ["name", "words", "share", "after"]).splitlines() == [
-        "name        words   share  after",
-        "------  ---------  ------  -----",
-        "a       1,234,567    0.25      -",
-        "longer          8  12,346      3",
-    ]
-
-
-def test_a_table_shows_only_the_columns_asked_for_and_dashes_for_missing_ones() -> None:
-    assert table([{"a": True, "b": 2}], ["a", "c"]).splitlines()[-1] == "True  -"
-    assert table([{"a": [0.5, 1200]}], ["a"]).splitlines()[-1] == "0.5 to 1,200"
-    assert table([], ["a"]).splitlines() == ["a", "-"]

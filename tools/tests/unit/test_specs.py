@@ -10,7 +10,6 @@ import pytest
 from gradsieve.errors import ConfigError
 from gradsieve.schemes import SCHEMES, ExDyna, make
 from gradsieve.schemes.baselines.noop import Noop
-from gradsieve_tools.bench.traffic import Case
 from gradsieve_tools.specs import parse
 
 
@@ -79,9 +78,3 @@ def test_settings_are_read_by_the_types_of_their_fields() -> None:
 def test_what_cannot_be_read_is_refused_by_name(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse(text)
-
-
-def test_bench_traffic_takes_settings_too() -> None:
-    case = Case("exdyna:blocks_per_partition=8", 2, 1000, 0.1)
-    assert not case.stateless
-    assert str(case) == "exdyna:blocks_per_partition=8, 2 ranks"

@@ -99,7 +99,6 @@ def select(acc: Tensor, k: int, stages: int, fit: str) -> Tensor:
 
 
 def _magnitudes(acc: Tensor, alive: int) -> Tensor:
-    """Of the elements that are not zero, in memory of its own."""
     magnitude = acc.abs()
     return magnitude if alive == acc.numel() else magnitude[magnitude != 0]
 
@@ -133,7 +132,7 @@ FITS = {"exponential": _exponential, "gamma": _gamma, "pareto": _pareto}
 
 
 def gamma_quantile(shape: float, share: float) -> float:
-    """What a gamma variable of scale 1 exceeds with probability `share`, by bisection."""
+    """Return what a gamma variable of scale 1 exceeds with probability `share`, by bisection."""
 
     def exceeded(x: float) -> bool:
         both = torch.tensor([shape, x], dtype=torch.float64, device="cpu")

@@ -37,7 +37,7 @@ _WIDTH = 2048  # layers of 2048 x 2048, the shape that bench step's MLP has
 
 
 def measure(scheme: str, optimizer: str, world: int, params: int, density: float) -> dict[str, Any]:
-    """One row; raises if a rank fails."""
+    """Return one row; raise if a rank fails."""
     # Parameters, gradients, what a sync keeps and what a step needs; with AdamW two moments and two more.
     needed = (9 if optimizer == "AdamW" else 5) * params * _FLOAT * world
     check_fits(needed, f"{world} ranks with {params:,} parameters", "lower --params or --world")

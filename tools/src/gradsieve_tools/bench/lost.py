@@ -60,7 +60,7 @@ def on_a_grid(recording: Recording) -> Recording:
 
 
 def measure(scheme: Scheme[Any], recording: Recording) -> dict[str, float]:
-    """One scheme over all steps, every rank recorded."""
+    """Run a scheme over all steps, every rank recorded, and return its row."""
     steps, world, _ = recording.gradients.shape
     fleet = Fleet(scheme, recording, world, scheme.density)
     of_target = sum(fleet.step().of_target for _ in range(steps)) / steps

@@ -116,14 +116,12 @@ def _parameters(params: int) -> dict[str, nn.Parameter]:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Of one rank in one step."""
-
     seconds: float
     stages: dict[str, float]
 
 
 def step(ranks: Sequence[Rank]) -> list[Work]:
-    """All ranks exchange; what each of them did for it."""
+    """Let all ranks exchange, and return the work of each."""
     clocks = [Clock() for _ in ranks]
     tensors = [clock.call(rank.adapter.tensors) for clock, rank in zip(clocks, ranks, strict=True)]
     members = list(zip(ranks, tensors, clocks, strict=True))
@@ -166,7 +164,7 @@ class Round:
 
 @torch.no_grad()
 def measure(case: Case, advance: Callable[[float, str], None]) -> list[dict[str, Any]]:
-    """One row a kernel. Kernels run round robin, each next to a bare run of its own."""
+    """Return one row a kernel. Kernels run round robin, each next to a bare run of its own."""
     with one_thread():
         ranks = [Rank(case, rank) for rank in range(case.world)]
         noise = torch.randn(2 * ranks[0].gradients[0].numel(), dtype=torch.float32, device=_CPU)

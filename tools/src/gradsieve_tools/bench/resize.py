@@ -100,7 +100,7 @@ def train(run: Run, way: Sequence[int], after_step: Callable[[], None]) -> tuple
 
 
 def taken_over(members: Sequence[Member], run: Run, stretch: int) -> list[Member]:
-    """As many new members as the run has ranks, who go on where these stopped."""
+    """Return as many new members as the run has ranks, who go on where these stopped."""
     old, parts = len(members), [capture(member.pipeline) for member in members]
     new = [Member(run, rank) for rank in range(run.world)]
     mergers = [Merger(member.pipeline, old) for member in new]
@@ -120,7 +120,6 @@ def taken_over(members: Sequence[Member], run: Run, stretch: int) -> list[Member
 
 
 def _waits(members: Sequence[Member]) -> torch.Tensor:
-    """Over all ranks, as the shared model will move by it; dense slots included."""
     total: torch.Tensor | None = None
     for member in members:
         kept = member.pipeline.kept()

@@ -31,6 +31,7 @@ from torch import Tensor
 from gradsieve.schemes import Ctx, Program, make
 from gradsieve.testing import Meter, lockstep
 from gradsieve_tools import formulas
+from gradsieve_tools.bench import plots
 from gradsieve_tools.bench.common.machine import check_fits, one_thread
 from gradsieve_tools.bench.common.models import Transformer
 from gradsieve_tools.bench.tasks.data import CONTEXT
@@ -76,8 +77,6 @@ COLUMNS = [
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of all ranks; words and rounds are the busiest rank's."""
-
     words: float  # sent or received, whichever is more, of one op after the other
     words_sent: float
     words_received: float
@@ -98,8 +97,6 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row to come."""
-
     scheme: str
     world: int
     n: int
@@ -119,7 +116,6 @@ class Case:
 
     @property
     def steps(self) -> int:
-        """At most."""
         if self.stateless:
             return 1
         if self.settles:
@@ -128,7 +124,6 @@ class Case:
 
     @property
     def work(self) -> int:
-        """Of a step, in the unit of the progress bar."""
         return self.world * (_SELECTING if self.stateless else 1)
 
     def __str__(self) -> str:
@@ -208,7 +203,7 @@ class Fleet:
         )
 
     def _commit(self, rank: int) -> Program[int]:
-        """One rank's step; how many elements the update has."""
+        """Take one rank's step, and return how many elements the update has."""
         acc = self.residuals[rank if len(self.residuals) > 1 else 0]
         if self.scheme.lossless:
             acc.zero_()
@@ -280,8 +275,7 @@ def settled_after(steps: Sequence[Step]) -> int | None:
 
 
 def has_settled(steps: Sequence[Step]) -> bool:
-    """Whether f and words, in the mean of a window, have stayed where they were for several windows. Exact
-    steps are left out: some windows have one more of them than others."""
+    """Return whether imbalance and words stayed for several windows; exact steps are left out."""
     if len(steps) < WINDOW * WINDOWS or len(steps) % WINDOW:
         return False
     starts = range(len(steps) - WINDOW * WINDOWS, len(steps), WINDOW)
@@ -297,40 +291,6 @@ def _fits(case: Case) -> None:
     check_fits(needed, f"residuals of {case} with {case.n:,} parameters", "lower --params or --world")
 
 
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c564b")
-_STYLES = ("-", "--", ":")
-
-
 def plot(rows: Sequence[dict[str, Any]], n: int, density: float, path: Path) -> None:
-    """Words against P, a line a scheme in the order of the legend, crosses where its formula says.
-
-    Beyond eight schemes colours come again, with another style of line.
-    """
-    from matplotlib.figure import Figure  # the `plot` extra, not needed to measure
-
-    figure = Figure(figsize=(10, 6), layout="constrained")
-    axes = figure.add_subplot()
-    shown = [row for row in rows if row["words"] > 0]  # noop has no place on a logarithmic axis
-    by_scheme: dict[str, list[dict[str, Any]]] = {}
-    for row in sorted(shown, key=lambda row: int(row["world"])):
-        by_scheme.setdefault(row["scheme"], []).append(row)
-    highest_first = sorted(by_scheme.items(), key=lambda item: -float(item[1][-1]["words"]))
-    for number, (scheme, own) in enumerate(highest_first):
-        worlds = [row["world"] for row in own]
-        color, style = _COLOURS[number % len(_COLOURS)], _STYLES[number // len(_COLOURS) % len(_STYLES)]
-        axes.plot(worlds, [row["words"] for row in own], style, label=scheme, color=color, marker="o")
-        axes.plot(worlds, [row["formula_words"] for row in own], "x", color=color, markersize=9)
-    worlds = sorted({row["world"] for row in shown})
-    dense = [formulas.words(make("dense"), n, world) for world in worlds]
-    axes.plot(worlds, dense, color="lightgray", linewidth=5, zorder=0, label="dense, by its formula")
-    axes.plot([], [], "x", color="gray", markersize=9, label="formula of each scheme")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(worlds, [f"{world:,}" for world in worlds])
-    axes.minorticks_off()
-    axes.set_xlabel("ranks P")
-    axes.set_ylabel("4-byte words moved by the busiest rank in a step")
-    axes.set_title(f"Traffic on skewed gradients, {n:,} parameters, density {density:g}")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.savefig(path, dpi=150)
+    title = f"Traffic on skewed gradients, {n:,} parameters, density {density:g}"
+    plots.traffic(rows, lambda world: formulas.words(make("dense"), n, world), title, path)

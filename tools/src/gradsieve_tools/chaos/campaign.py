@@ -14,8 +14,9 @@ from typing import Any
 from gradsieve.checkpoint import files as checkpoints
 from gradsieve.errors import GradsieveError
 from gradsieve_tools.chaos import ground as grounds
+from gradsieve_tools.chaos.fleet import DONE, FOLDER, Ending, Fleet
 from gradsieve_tools.chaos.ground import Ground
-from gradsieve_tools.chaos.kinds import KINDS, SHORT_STOP, ZOMBIE, Needs
+from gradsieve_tools.chaos.kinds import KINDS, SHORT_STOP, STOP, ZOMBIE, Needs
 from gradsieve_tools.chaos.rank import Episode, be_rank
 from gradsieve_tools.chaos.schedule import DEADLINE_OF_DEATHS, STEPS, WORLD, Chance
 from gradsieve_tools.chaos.verdicts import (
@@ -23,15 +24,12 @@ from gradsieve_tools.chaos.verdicts import (
     Clean,
     Line,
     acknowledged,
+    digests_of,
     is_resumed,
-    noted,
     read_back,
     verdict_of,
 )
 from gradsieve_tools.emulation import tools
-from gradsieve_tools.faults.fleet import FOLDER, Ending, Fleet
-from gradsieve_tools.faults.kinds import STOP
-from gradsieve_tools.faults.trained import DONE, Task
 
 _LIMIT = 25.0
 _CLEAN_LIMIT = 300.0
@@ -51,8 +49,6 @@ def missing() -> dict[str, str]:
 
 
 class Campaign:
-    """One at a time in a process. As a block: what it makes is gone afterwards."""
-
     def __init__(self, seed: int, chances: Sequence[Chance], life: Callable[..., None] = be_rank) -> None:
         """`life` is what a rank's process runs."""
         self.seed, self.chances, self._life = seed, chances, life
@@ -92,7 +88,7 @@ class Campaign:
         self._stack.close()
 
     def remains(self) -> list[str]:
-        """What is still there and should not be, once the block has ended."""
+        """Return what is still there and should not be, once the block has ended."""
         own = f"gs{os.getpid()}-"
         spaces = Path("/var/run/netns")
         names = (
@@ -110,6 +106,13 @@ class Campaign:
             *(f"process {pid}" for pid in self._fleet.ranks()),
         ]
 
+    def ops_of_a_step(self, scheme: str) -> int:
+        """Return the most ops of a step after the first, without a fault."""
+        endings = self._episode(scheme, None, steps=6, fresh=True, saves=False)
+        self._must_be_done(scheme, endings)
+        ops: dict[str, int] = endings[0].message("ended")["ops"]
+        return max(count for step, count in ops.items() if int(step) > 0)
+
     def run(self) -> Iterator[Line]:
         counts = Counter(chance.scheme for chance in self.chances)
         counts.update(chance.scheme for chance in self.chances if chance.kind == ZOMBIE)  # and successors
@@ -126,7 +129,7 @@ class Campaign:
         """The undisturbed run, and the checkpoint of step 0."""
         endings = self._episode(scheme, None, steps=steps, fresh=True, saves=False, limit=_CLEAN_LIMIT)
         self._must_be_done(scheme, endings)
-        ranks = [noted(ending) for ending in endings]
+        ranks = [digests_of(ending) for ending in endings]
         self._clean[scheme] = {step: [each[step] for each in ranks] for step in ranks[0]}
         if any(each[0] != ranks[0][0] for ranks in self._clean[scheme].values() for each in ranks):
             raise GradsieveError(f"{scheme}, undisturbed: ranks do not share one model")
@@ -172,8 +175,7 @@ class Campaign:
         return checkpoints.read_manifest(self._folder(scheme)).step
 
     def _too_much(self, scheme: str, has_saved: bool) -> list[str]:
-        """What a save leaves in which a rank died is removed by the next one; more than that is not there. A
-        checkpoint is a file a rank, two of a manifest and the claim of a term."""
+        """Return files beyond those of a checkpoint and of the saves that faults broke off since."""
         self._unsaved[scheme] = 1 if has_saved else 1 + self._unsaved[scheme]
         names = sorted(each.name for each in self._folder(scheme).iterdir())
         return names if len(names) > (WORLD + 3) * (1 + self._unsaved[scheme]) else []
@@ -207,12 +209,10 @@ class Campaign:
         ground = (None if chance is None else self._grounds.get(KINDS[chance.kind].needs)) or self._loopback
         deadline = DEADLINE_OF_DEATHS if chance is None else chance.deadline
         self._cases += 1
-        case = f"case{self._cases}"
-        task = Task(scheme, steps, deadline, self.seed, ground.store_port, case, ground.host)
-        namespaces = tuple(ground.namespace(rank) for rank in range(WORLD))
         folder = self._folder(scheme)
         episode = Episode(
-            *(task, str(folder), WORLD, ground.interface, namespaces, chance),
+            *(scheme, steps, deadline, self.seed, (ground.host, ground.store_port), f"case{self._cases}"),
+            *(str(folder), ground.interface, tuple(ground.namespace(rank) for rank in range(WORLD)), chance),
             store_pid=ground.store_pid,
             **how,
         )

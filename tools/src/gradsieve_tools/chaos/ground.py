@@ -36,7 +36,6 @@ class Ground:
         self.store_port, self.host = self.store.port, host
 
     def namespace(self, rank: int) -> str | None:
-        """To enter, by its path."""
         return None
 
     def fix(self) -> None:
@@ -93,7 +92,7 @@ def _serve(host: str, port: int, pipe: Any) -> None:
 
 
 class Hosts(Ground):
-    """A lab's; the store is at its switch, as a rendezvous of its own would be."""
+    """Ranks on hosts of a lab; the store is at its switch."""
 
     def __init__(self, lab: Lab, world: int) -> None:
         self._lab, self._world = lab, world
@@ -143,7 +142,6 @@ def hosts(world: int) -> Iterator[Ground]:
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
-    """Of a few MB, at that folder."""
     _mount(["mount", "-t", "tmpfs", "-o", f"size={_DISK}", "gradsieve-chaos", str(folder)])
     try:
         yield
@@ -158,7 +156,6 @@ def _mount(argv: list[str]) -> None:
 
 
 def cpu_group(folder: Path) -> Path:
-    """Of the training that has its checkpoints in this folder, of which there is one on a machine."""
     return _CPU_GROUPS / f"{folder.parent.name}-{folder.name}"
 
 

@@ -27,20 +27,25 @@ from gradsieve_tools.chaos.ground import AWAY_SECONDS, FULL, cpu_group
 from gradsieve_tools.chaos.writes import OPERATIONS, tap
 from gradsieve_tools.emulation import tools
 from gradsieve_tools.errors import LabError
-from gradsieve_tools.faults.kinds import KINDS as ENDINGS
-from gradsieve_tools.faults.kinds import STOP, strike
 
 BATCH_BYTES = 1 << 26  # allocated for every batch and never touched
 _LEFT_BYTES = 1 << 23  # left by the memory cap beyond what is allocated
 _SLOW_RATE = "2mbit"
 _HOUR = 3600.0
 NOTICE = signal.SIGUSR2  # SIGTERM ends a rank, SIGUSR1 shows where it hangs
+STOP = "SIGSTOP"
+# exit codes, negative for a signal
+DEATHS = {
+    "SIGKILL": -signal.SIGKILL,
+    "SIGTERM": -signal.SIGTERM,
+    "exit 0": 0,
+    "exit 1": 1,
+    "abort": -signal.SIGABRT,
+}
 ZOMBIE, SHORT_STOP, MIXED = "late waker", "short SIGSTOP", "mixed releases"
 
 
 class Must(Enum):
-    """What has to come of a fault."""
-
     DEATH = "all others name the rank within 6 s"
     FAIL = "the rank fails by itself, all others name it within 6 s"
     STALL = "all others name the rank within the deadline and 1 s"
@@ -57,8 +62,6 @@ class Must(Enum):
 
 
 class Needs(Enum):
-    """Of the machine."""
-
     NOTHING = "nothing"
     STORE = "a store in a process of its own"
     LINKS = "network namespaces"
@@ -68,8 +71,6 @@ class Needs(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Where a fault happens."""
-
     rank: int
     world: int
     folder: Path
@@ -99,6 +100,19 @@ class Kind:
     spoils: Callable[[Tensor, Scene], None] | None = None  # alters the op's result
 
 
+def strike(kind: str) -> None:
+    """End or stop this process. Return only after a stop that was continued."""
+    match kind:
+        case "SIGKILL" | "SIGSTOP" | "SIGTERM":
+            os.kill(os.getpid(), signal.Signals[kind])
+        case "exit 0" | "exit 1":
+            os._exit(int(kind[-1]))
+        case "abort":
+            os.abort()
+    if kind != STOP:
+        time.sleep(60.0)  # another thread may take the signal, a moment later
+
+
 def form(op: Op) -> tuple[object, ...]:
     return type(op), op.tensor.shape, op.tensor.dtype
 
@@ -112,7 +126,7 @@ def _ends(kind: str) -> Strike:
 
 
 def flipped(op: Op, scene: Scene) -> Op | None:
-    """But for what the backend adds up itself: nobody can check that (`pipeline/frame.py`)."""
+    """Flip a bit, but not in what the backend adds up itself: no check can see that (`pipeline/frame.py`)."""
     if not op.tensor.numel() or isinstance(op, AllReduce):
         return None
     content = op.tensor.contiguous().clone()
@@ -123,7 +137,7 @@ def flipped(op: Op, scene: Scene) -> Op | None:
 
 
 def replayed(op: Op, scene: Scene) -> Op | None:
-    """What was sent last in the same form, if that was something else."""
+    """Return what was sent last in the same form, if that was something else."""
     before = scene.earlier.get(form(op))
     if before is None or isinstance(op, AllReduce) or torch.equal(before, op.tensor):
         return None
@@ -131,7 +145,7 @@ def replayed(op: Op, scene: Scene) -> Op | None:
 
 
 def truncated(op: Op, scene: Scene) -> Op | None:
-    """Its second half is not sent any more: the connections end. `rank.py` does it."""
+    """Break off the message and end the connections; `rank.py` does it."""
     return op if op.tensor.numel() > 1 else None
 
 
@@ -140,7 +154,7 @@ def _summed(op: Op, scene: Scene) -> Op | None:
 
 
 def _spoil(total: Tensor, scene: Scene) -> None:
-    """On this rank alone, and before the words piggybacked at the end: ranks would disagree at once."""
+    """Alter this rank's sum alone, before the trailing words: otherwise ranks disagree at once."""
     total.view(-1).view(torch.int32)[scene.bit % min(total.numel(), 16)] ^= 1 << 20
 
 
@@ -171,8 +185,6 @@ def _slow_processor(op: Op, scene: Scene) -> Op:
 
 
 def _network(tool: str, line: str) -> Strike:
-    """With the addresses of this rank and of the next one."""
-
     def happen(op: Op, scene: Scene) -> Op:
         words = line.format(next=(scene.rank + 1) % scene.world + 1).split()
         done = tools.run([tools.path_of(tool), *words])
@@ -184,7 +196,6 @@ def _network(tool: str, line: str) -> Strike:
 
 
 def _partition(share: float) -> Strike:
-    """For so much of the deadline."""
     down, up = (_network("ip", f"link set eth0 {state}") for state in ("down", "up"))
 
     def happen(op: Op, scene: Scene) -> Op | None:
@@ -223,7 +234,7 @@ def _store_gone(op: Op, scene: Scene) -> Op:
 
 
 def _store_gone_before_death(op: Op, scene: Scene) -> Op:
-    """All ranks have had the time to find the store again: the death has to be named as any other."""
+    """Kill the store, and this rank once the others have found the store again."""
     _store_gone(op, scene)
     time.sleep(2.5 * AWAY_SECONDS)
     scene.tell(type(op).__name__)
@@ -238,7 +249,7 @@ def _store_reset(op: Op, scene: Scene) -> Op:
 
 
 def _in_file(begin: str, operations: Sequence[str], happen: Callable[[Scene], None]) -> Strike:
-    """In one of these operations, the first or second one of its sort, on a file whose name begins so."""
+    """Strike in the first or second operation of a kind on a file whose name begins with `begin`."""
 
     def prepare(op: Op, scene: Scene) -> Op:
         which, left = operations[scene.bit % len(operations)], scene.bit // len(operations) % 2
@@ -274,11 +285,7 @@ def _unreadable_once(op: Op, scene: Scene) -> Op:
 
 
 KINDS: dict[str, Kind] = {
-    **{
-        name: Kind(Must.DEATH, _ends(name), any_time=True)
-        for name, code in ENDINGS.items()
-        if code is not None
-    },
+    **{name: Kind(Must.DEATH, _ends(name), any_time=True) for name in DEATHS},
     STOP: Kind(Must.STALL, _ends(STOP), any_time=True),
     SHORT_STOP: Kind(Must.GO_ON, _ends(STOP)),
     "flipped": Kind(Must.DAMAGE, flipped, first_step=0),

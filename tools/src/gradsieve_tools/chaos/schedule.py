@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
-from gradsieve_tools.chaos.kinds import KINDS, Must
+from gradsieve_tools.chaos.kinds import DEATHS, KINDS, STOP, Must
 
 WORLD = 3
 STEPS = 4  # steps of an episode, from one fault to the next
@@ -19,8 +20,6 @@ _LATEST = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Chance:
-    """One fault of a schedule."""
-
     number: int
     scheme: str
     kind: str
@@ -45,7 +44,7 @@ class Chance:
 
 
 def schedule(seed: int, faults: int, kinds: Sequence[str]) -> list[Chance]:
-    """Every kind as often as any other, in random order; a longer one begins with the shorter one's."""
+    """Draw kinds equally often in random order; a longer schedule begins with the shorter one."""
     chance, out = random.Random(seed), list[Chance]()
     while len(out) < faults:
         for name in chance.sample([*kinds], len(kinds)):
@@ -63,3 +62,17 @@ def schedule(seed: int, faults: int, kinds: Sequence[str]) -> list[Chance]:
                 )
             )
     return out[:faults]
+
+
+def matrix(ops: Mapping[str, int]) -> list[Chance]:
+    """Return every death and a stop of every rank before every op of a step, given their number by scheme."""
+    kinds = [*DEATHS, STOP]
+    places = [
+        (scheme, op, kind, rank)
+        for scheme, count in ops.items()
+        for op, kind, rank in product(range(count), kinds, range(WORLD))
+    ]
+    return [
+        Chance(number, scheme, kind, rank, step=1, op=op, delay=0.0, bit=0)
+        for number, (scheme, op, kind, rank) in enumerate(places)
+    ]

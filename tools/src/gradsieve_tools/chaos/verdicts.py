@@ -12,12 +12,9 @@ from typing import Any
 
 from gradsieve.checkpoint import files
 from gradsieve.errors import Malformed
-from gradsieve_tools.chaos.kinds import KINDS, Must, Needs
+from gradsieve_tools.chaos.fleet import DONE, FAILED, PEER_FAILED, Ending
+from gradsieve_tools.chaos.kinds import DEATHS, KINDS, Must, Needs
 from gradsieve_tools.chaos.schedule import Chance
-from gradsieve_tools.faults.fleet import Ending
-from gradsieve_tools.faults.kinds import KINDS as ENDINGS
-from gradsieve_tools.faults.trained import DONE, FAILED, PEER_FAILED
-from gradsieve_tools.faults.verdicts import as_hex, longest_ms, quantiles, wrong_code
 
 # digests of the shared state and of all a rank has, by step and rank of an undisturbed run
 Clean = Mapping[int, Sequence[Sequence[int]]]
@@ -26,8 +23,6 @@ NAMED, HARMLESS, SILENT, HUNG = "named", "harmless", "silent loss", "hung"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One fault and what came of it."""
-
     number: int
     seed: int
     scheme: str
@@ -56,13 +51,14 @@ class Line:
         return asdict(self)
 
 
-def noted(ending: Ending) -> dict[int, list[int]]:
-    return {int(step): each for step, each in ending.message("step").get("noted", {}).items()}
+def digests_of(ending: Ending) -> dict[int, list[int]]:
+    """Return digests of the shared state and of all that the rank has, by step."""
+    return {int(step): each for step, each in ending.message("step").get("digests", {}).items()}
 
 
 def is_resumed(endings: Sequence[Ending], clean: Clean, at: int) -> bool:
-    """Whether all ranks loaded what an undisturbed run had."""
-    return all(noted(ending).get(at) == list(clean[at][rank]) for rank, ending in enumerate(endings))
+    """Return whether all ranks loaded what an undisturbed run had."""
+    return all(digests_of(ending).get(at) == list(clean[at][rank]) for rank, ending in enumerate(endings))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +70,7 @@ class Kept:
 
 
 def read_back(folder: Path) -> Kept:
-    """Every file of it, with its size and SHA-256."""
+    """Read every file of a checkpoint, with its size and SHA-256."""
     try:
         manifest = files.read_manifest(folder)
         for rank in range(manifest.world):
@@ -110,10 +106,11 @@ def verdict_of(
         outcome = "; ".join([*wrong, *([] if outcome in (NAMED, HARMLESS) else [outcome])])
     others = [ending.message("ended") for rank, ending in enumerate(endings) if rank != chance.rank]
     seconds = [message["at"] - fired["at"] for message in others if fired and message.get("error")]
+    detection = round(1000 * max(seconds), 1) if seconds else None
     last = [ending.message("step") for ending in endings]
     farthest = max([message.get("step", resumed_at) for message in last])
     ended = any(ending.exit_code != DONE for ending in endings)
-    reached = {noted(ending)[farthest][0] for ending in endings if farthest in noted(ending)}
+    reached = {digests_of(ending)[farthest][0] for ending in endings if farthest in digests_of(ending)}
     return Line(
         number=chance.number,
         seed=seed,
@@ -124,19 +121,23 @@ def verdict_of(
         op=fired.get("op", ""),
         delay_ms=round(1000 * chance.delay, 1),
         deadline=chance.deadline,
-        detection_ms=longest_ms(seconds),
+        detection_ms=detection,
         exit_codes=[ending.exit_code for ending in endings],
         errors=[ending.message("ended").get("said", "")[:400] for ending in endings],
         outcome=outcome,
-        digest=as_hex(reached),
+        digest=" ".join(f"{each % (1 << 64):016x}" for each in sorted(reached)),
         resumed_at=resumed_at,
         kept_at=kept_at,
         acknowledged_at=saved_at,
         lost_steps=max(0, farthest - kept_at) if ended else 0,
-        lost_mass=math.hypot(*(message.get("waiting", 0.0) for message in last))
+        lost_mass=math.hypot(*(message.get("residual", 0.0) for message in last))
         if ended and farthest > kept_at
         else 0.0,
     )
+
+
+def _wrong_code(ending: Ending, expected: int) -> list[str]:
+    return [] if ending.exit_code == expected else [f"exit code {ending.exit_code}, not {expected}"]
 
 
 def _wrong_with_checkpoint(kept: Kept, saved_at: int) -> list[str]:
@@ -160,7 +161,7 @@ def _silent_losses(endings: Sequence[Ending], clean: Clean, until: int) -> list[
     """The first of each rank, of steps up to that one."""
     wrong = []
     for rank, ending in enumerate(endings):
-        for step, each in noted(ending).items():
+        for step, each in digests_of(ending).items():
             if step <= until and each != list(clean[step][rank]):
                 what = "the shared model" if each[0] != clean[step][rank][0] else "what the rank has"
                 wrong.append(f"{SILENT}: rank {rank} took step {step} and {what} is another than undisturbed")
@@ -169,7 +170,6 @@ def _silent_losses(endings: Sequence[Ending], clean: Clean, until: int) -> list[
 
 
 def _outcome(chance: Chance, endings: Sequence[Ending], clean: Clean, kept_at: int) -> str:
-    """In one word, or all that is wrong."""
     hung = [
         f"rank {rank} {HUNG} at {e.stacks[-1500:]}" for rank, e in enumerate(endings) if e.exit_code is None
     ]
@@ -215,7 +215,7 @@ _MAY_PASS = (*_UNDISTURBED, Must.DAMAGE, Must.DIVERGE)
 
 
 def _unsaid(ending: Ending, chance: Chance, kept_at: int) -> list[str]:
-    """What every rank has to report, also where none fails."""
+    """Return what every rank has to report, also where none fails."""
     if chance.must is Must.SURVIVE and not ending.message("refused"):
         return ["refused nothing"]
     if chance.must is Must.NOTICE and ending.message("left").get("step") != kept_at:
@@ -224,8 +224,7 @@ def _unsaid(ending: Ending, chance: Chance, kept_at: int) -> list[str]:
 
 
 def _is_over(chance: Chance, endings: Sequence[Ending], kept_at: int) -> bool:
-    """Whether a fault that was to come later came when all ranks' last step was saved: nobody was left to
-    need the victim."""
+    """Return whether a delayed fault came after all ranks had saved their last step."""
     others = [ending for rank, ending in enumerate(endings) if rank != chance.rank]
     is_saved = all(ending.message("step").get("step") == kept_at for ending in endings)
     return chance.delay > 0.0 and is_saved and all(ending.exit_code == DONE for ending in others)
@@ -256,6 +255,8 @@ def _wrong_with_other(ending: Ending, chance: Chance, endings: Sequence[Ending])
         return wrong if error == "DivergenceError" else [*wrong, f"raised {error}: {said}"]
     if error != "PeerError" or ending.exit_code != PEER_FAILED:
         return [*wrong, f"raised {error}: {said}"]
+    if not re.search(r"\w+ of .* for .* failed after", said):
+        wrong.append(f"names no op: {said}")
     if chance.must is not Must.CUT and message["ranks"] != [chance.rank]:
         wrong.append(f"blames {message['ranks']}: {said}")
     return wrong
@@ -264,13 +265,13 @@ def _wrong_with_other(ending: Ending, chance: Chance, endings: Sequence[Ending])
 def _wrong_with_victim(ending: Ending, chance: Chance, endings: Sequence[Ending]) -> list[str]:
     match chance.must:
         case Must.DEATH:
-            return wrong_code(ending, ENDINGS.get(chance.kind, -signal.SIGKILL))
+            return _wrong_code(ending, DEATHS.get(chance.kind, -signal.SIGKILL))
         case Must.VANISH:
-            return wrong_code(ending, -signal.SIGKILL)
+            return _wrong_code(ending, -signal.SIGKILL)
         case Must.FENCED if ending.message("saved").get("step") == ending.message("fired").get("step"):
             return ["its save returned, after its successors'"]
         case Must.FAIL:
-            return wrong_code(ending, FAILED)
+            return _wrong_code(ending, FAILED)
         case Must.STALL | Must.FENCED:
             named = ending.exit_code == PEER_FAILED
             return (
@@ -280,6 +281,14 @@ def _wrong_with_victim(ending: Ending, chance: Chance, endings: Sequence[Ending]
             )
         case _:
             return _wrong_with_other(ending, chance, endings)
+
+
+def _quantiles(times: Sequence[float | None]) -> dict[str, float]:
+    known = sorted(each for each in times if each is not None)
+    if not known:
+        return {}
+    at = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+    return {name: round(known[min(len(known) - 1, int(share * len(known)))], 1) for name, share in at.items()}
 
 
 def summary(lines: Sequence[Line], recovered: Mapping[str, int], seconds: float) -> dict[str, Any]:
@@ -297,7 +306,7 @@ def summary(lines: Sequence[Line], recovered: Mapping[str, int], seconds: float)
             "hung": sum(HUNG in line.outcome for line in own),
             "lost_steps": sum(line.lost_steps for line in own),
             "lost_mass": round(sum(line.lost_mass for line in own), 3),
-            "detection_ms": quantiles([line.detection_ms for line in own]),
+            "detection_ms": _quantiles([line.detection_ms for line in own]),
         }
     deaths = [line.detection_ms for line in lines if KINDS[line.kind].must is Must.DEATH]
     totals = {key: sum(each[key] for each in kinds.values()) for key in (NAMED, HARMLESS, "recovered")}
@@ -306,7 +315,7 @@ def summary(lines: Sequence[Line], recovered: Mapping[str, int], seconds: float)
         "faults": len(lines),
         **totals,
         "read_back": sum(line.kept_at >= line.acknowledged_at for line in lines),
-        "deaths_ms": quantiles(deaths),
+        "deaths_ms": _quantiles(deaths),
         "seconds": round(seconds, 1),
         "kinds": kinds,
     }

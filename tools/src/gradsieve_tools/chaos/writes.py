@@ -32,7 +32,7 @@ class _Stream(io.BufferedWriter):
 
 
 def tap(within: Within) -> None:
-    """From now on, and for all files that are written as those of checkpoints are."""
+    """Call `within` for every file that is written as those of checkpoints are."""
     last = ""
     usual_fsync, usual_rename, usual_unlink = os.fsync, Path.rename, Path.unlink
 

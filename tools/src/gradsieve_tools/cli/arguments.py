@@ -20,7 +20,6 @@ def describe(
     description: str,
     example: str,
 ) -> None:
-    """What a sub-command does, and what says so: texts are shown as they are written."""
     parser.description, parser.epilog = description, example
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.set_defaults(call=call)

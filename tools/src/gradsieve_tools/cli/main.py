@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_read(output: TextIO) -> bool:
-    """Not after `| head` has seen enough: then nothing more is written, not even by Python at its end."""
+    """Return False after `| head` has seen enough, and make further output vanish."""
     look = select.poll()
     look.register(output.fileno(), 0)  # what a poll reports unasked: the other end of a pipe was closed
     if not any(event & select.POLLERR for _, event in look.poll(0)):
@@ -52,8 +52,7 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
 
 
 def parser_for(words: Sequence[str] | None) -> argparse.ArgumentParser:
-    """One that knows all commands by name, and the arguments of that which the words ask for; None: of all,
-    for those who list them."""
+    """Return a parser with all names and the options of the command in `words`; None: of all commands."""
     parser = argparse.ArgumentParser(
         prog="gradsieve", description="Sparse gradient exchange for PyTorch: check, plan, watch, report."
     )
@@ -73,8 +72,7 @@ def _complete() -> int:
 
 
 def _hear_interruption() -> None:
-    """Also where a script started this in its background: shells have such a process ignore SIGINT, and
-    whoever sends it to this process alone means it."""
+    """Handle SIGINT, which shells make background processes ignore."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -51,15 +51,21 @@ def flag(name: str, help: str) -> Option:  # noqa: A002
     return Option([name], {"help": help, "action": "store_true"})
 
 
-def output(names: str, help: str, metavar: str = "FILE", **more: Any) -> Option:  # noqa: A002
-    """A file that is written at the end: whether that is possible is found out before."""
-    return Option(names.split(), {"help": help, "metavar": metavar, "type": Path, **more}, is_written=True)
+def output(
+    names: str,
+    help: str,  # noqa: A002
+    metavar: str = "FILE",
+    is_picture: bool = False,
+    **more: Any,
+) -> Option:
+    """Return an option for a file that is written at the end; checked for that before the command runs."""
+    settings = {"help": help, "metavar": metavar, "type": Path, **more}
+    return Option(names.split(), settings, is_written=True, is_picture=is_picture)
 
 
 def picture(names: str, help: str, **more: Any) -> Option:  # noqa: A002
-    """The same, drawn by matplotlib."""
-    written = output(names, help, "FILE.png", **more)
-    return Option(written.names, written.settings, is_written=True, is_picture=True)
+    """Return an output that matplotlib draws."""
+    return output(names, help, "FILE.png", is_picture=True, **more)
 
 
 class Command:
@@ -70,18 +76,13 @@ class Command:
         examples: str = "",
         run: str = "",
         *options: Option,
-        module: str = "",
         inner: Mapping[str, Command] | None = None,
     ) -> None:
-        """Its call is `run`, as `module:function`. A `module` declares itself, by `fill(parser)`; `inner` are
-        commands below it."""
+        """Set `run`, as `module:function`, or `inner` commands."""
         self.summary, self.about, self.examples = summary, about, examples
-        self.run, self.options, self.module, self.inner = run, options, module, inner or {}
+        self.run, self.options, self.inner = run, options, inner or {}
 
     def fill(self, parser: argparse.ArgumentParser) -> None:
-        if self.module:
-            importlib.import_module(self.module).fill(parser)
-            return
         for each in self.options:
             each.add(parser)
         examples = "".join(f"\n  {line}" for line in self.examples.splitlines())
@@ -106,7 +107,7 @@ def _loaded(place: str) -> Any:
 def grow(
     parser: argparse.ArgumentParser, commands: Mapping[str, Command], words: Sequence[str] | None
 ) -> None:
-    """All commands by name; but for the one that `words` ask for, without arguments; None asks for all."""
+    """Add all commands by name, but options only for the one in `words`; None: for all."""
     asked = next((word for word in words or () if not word.startswith("-")), None)
     branches = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, command in commands.items():

@@ -7,49 +7,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradsieve.errors import ConfigError
-from gradsieve_tools.cli.arguments import describe
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from gradsieve_tools.watch.follow import Folder
 
-_DESCRIPTION = """\
-Watch a running job, from the records it writes (`gradsieve.record`, or --record of a bench).
-
-Only files are read: the job does not notice. The folder may still be empty, ranks may stop, last lines may be
-half written. q or Ctrl-C ends it.
-
-shown, of the last 50 steps, means over ranks:
-  steps/s               of training
-  loss                  if the training notes it
-  bits a parameter      moved by a rank in a step
-  density, threshold    share of the elements that is sent, and above which size
-  imbalance f(t)        longest selection over the mean; 1 is balanced
-  share of ranks cut    that could not send all they selected
-  age, norm             of the residual; taken every 50 steps, unless the recorder was given another number
-  exchange              ms a step by stage, and for how long the training waited
-  slowest               the rank that the others wait for in collectives
-"""
-_EXAMPLES = """\
-examples:
-  gradsieve watch rec
-  gradsieve watch rec --once >> job.log
-"""
 _LEAST = 0.1
-
-
-def fill(parser: argparse.ArgumentParser) -> None:
-    describe(parser, run, _DESCRIPTION, _EXAMPLES)
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the job writes its records")
-    parser.add_argument("--once", action="store_true", help="print one frame and end, for scripts")
-    parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks (default: 1)"
-    )
 
 
 def run(args: argparse.Namespace) -> int:

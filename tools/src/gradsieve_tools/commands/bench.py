@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradsieve.errors import ConfigError
+from gradsieve_tools.bench import plots
 from gradsieve_tools.cli import progress, results
 
 if TYPE_CHECKING:
     from gradsieve_tools.bench.accuracy.measure import Case
 
+MOST_ROWS = 32  # of a batch of `bench hsdp`, a rank
 WITHIN = 0.02  # of the undisturbed loss, that of a training whose replicas were killed
 
 
@@ -78,27 +81,28 @@ def overhead(args: argparse.Namespace) -> int:
 
 def exchange(args: argparse.Namespace) -> int:
     from gradsieve_tools.bench.common.syncs import treated
-    from gradsieve_tools.bench.exchange import measure
+    from gradsieve_tools.bench.common.workloads import check_size
 
     _check_densities(args.density)
     treated(args.scheme, args.density)  # refused here rather than by every host
-    plan = measure.Plan(
-        args.hosts[0], args.rate, args.delay, args.scheme, args.params, args.density, args.rounds
-    )
-    return _by_hosts(args, plan, measure.measure, measure.COLUMNS)
+    check_size("mlp", args.params)
+    return _on_hosts(args, "exchange", _given(args, "scheme", "params", "density", "rounds"))
+
+
+def collectives(args: argparse.Namespace) -> int:
+    return _on_hosts(args, "collectives", {"sizes": args.bytes, "rounds": args.rounds})
 
 
 def hsdp(args: argparse.Namespace) -> int:
-    from gradsieve_tools.bench.hsdp import measure
+    from gradsieve_tools.bench.common.workloads import check_size
 
-    _check_hosts([args.hosts])
-    plan = measure.Plan(
-        args.hosts, args.per_host, args.rate, args.delay, args.params, args.batch, args.rounds, args.steps
-    )
-    rows = measure.measure(plan)
-    print(results.table(rows, measure.COLUMNS))
-    print(f"Hosts had the same bits for {rows[-1]['replicas_equal_for']} steps.")
-    return _write(args, asdict(plan), rows)
+    check_size("mlp", args.params)
+    if args.hosts < 2:
+        raise ConfigError("two hosts at least: there is nothing to exchange otherwise")
+    if args.batch > MOST_ROWS:
+        raise ConfigError(f"a batch has 1 to {MOST_ROWS} rows a rank, not {args.batch}")
+    args.hosts = [args.hosts]
+    return _on_hosts(args, "hsdp", _given(args, "per_host", "params", "batch", "rounds", "steps"))
 
 
 def plan(args: argparse.Namespace) -> int:
@@ -142,17 +146,9 @@ def _against(args: argparse.Namespace) -> int:
     return _write(args, {"source": cluster.source, **found}, rows)
 
 
-def collectives(args: argparse.Namespace) -> int:
-    from gradsieve_tools.bench.collectives import measure
-
-    plan = measure.Plan(args.hosts[0], args.rate, args.delay, args.bytes, args.rounds)
-    return _by_hosts(args, plan, measure.measure, measure.COLUMNS)
-
-
 def time_to_accuracy(args: argparse.Namespace) -> int:
     from gradsieve_tools.bench.common.syncs import syncs_of
     from gradsieve_tools.bench.time_to_accuracy import measure
-    from gradsieve_tools.bench.time_to_accuracy.plot import plot
 
     syncs = syncs_of(args.syncs, always=["dense"])
     plan = measure.Plan(
@@ -168,13 +164,12 @@ def time_to_accuracy(args: argparse.Namespace) -> int:
         print(results.table(rows, measure.COLUMNS))
     _write(args, plan.facts() | results.hosts_of(args.hosts), every)
     if args.plot is not None:
-        plot(plan, runs, args.plot)
+        plots.races({plan.title: runs}, plan.sized.measured_by, args.plot)
     return 0
 
 
 def race(args: argparse.Namespace) -> int:
     from gradsieve_tools.bench.race import logs, measure, rules
-    from gradsieve_tools.bench.race.plot import plot
 
     if not args.table:
         if args.text is None:
@@ -187,7 +182,13 @@ def race(args: argparse.Namespace) -> int:
     found = logs.read_all(args.logs)
     print(results.table(logs.table(found), logs.COLUMNS))
     if args.plot is not None:
-        plot(found, args.plot)
+        wanted = logs.targets(found)
+        first = [log for log in found if log.seed == 0 and log.key in wanted]
+        if not first:
+            raise ConfigError("no log of seed 0 has its dense one beside it: there is nothing to draw")
+        groups = {", ".join(log.group): [each for each in first if each.group == log.group] for log in first}
+        runs = {title: [log.run(wanted) for log in own] for title, own in groups.items()}
+        plots.races(runs, "loss on unseen files", args.plot)
     return 0
 
 
@@ -213,7 +214,6 @@ def traffic(args: argparse.Namespace) -> int:
 
 def schemes(args: argparse.Namespace) -> int:
     from gradsieve_tools.bench.schemes import measure
-    from gradsieve_tools.bench.schemes.plot import plot
 
     _check_densities(*args.densities)
     plan = measure.Plan(args.models, args.schemes, args.world, args.densities, args.steps)
@@ -222,13 +222,12 @@ def schemes(args: argparse.Namespace) -> int:
     print(measure.tables(rows))
     _write(args, asdict(plan), rows)
     if args.plot is not None:
-        plot(rows, args.plot)
+        plots.schemes(rows, args.plot)
     return 0
 
 
 def bits(args: argparse.Namespace) -> int:
     from gradsieve_tools.bench.bits import measure
-    from gradsieve_tools.bench.bits.plot import plot
 
     if len(args.world) > 1:
         raise ConfigError("--world is one number here: the residual depends on it")
@@ -242,7 +241,7 @@ def bits(args: argparse.Namespace) -> int:
     print(results.table(rows, measure.COLUMNS))
     _write(args, asdict(plan), rows)
     if args.plot is not None:
-        plot(rows, plan.world, args.plot)
+        plots.bits(rows, lambda each: measure.bound(each, plan.world), args.plot)
     return 0
 
 
@@ -273,7 +272,6 @@ def lost(args: argparse.Namespace) -> int:
 
 def accuracy(args: argparse.Namespace) -> int:
     from gradsieve_tools.bench.accuracy import measure
-    from gradsieve_tools.bench.accuracy.plot import plot
     from gradsieve_tools.specs import parse, parse_exchange
 
     _check_densities(*args.densities)
@@ -302,12 +300,11 @@ def accuracy(args: argparse.Namespace) -> int:
     print(results.table(rows, measure.COLUMNS))
     _write(args, {"folder": str(args.folder)}, rows)
     if args.plot is not None:
-        plot(found, args.plot)
+        plots.accuracy(found, args.plot)
     return 0
 
 
 def _train(todo: Sequence[Case], args: argparse.Namespace) -> None:
-    """Those that are not there yet."""
     from gradsieve_tools.bench.accuracy import measure
 
     missing = measure.missing(todo, args.folder, args.record)
@@ -389,7 +386,7 @@ def _check_densities(*densities: float) -> None:
 
 
 def _check_hosts(hosts: Sequence[int], *files: Path | None) -> None:
-    """Before minutes of measuring: no lab has so many, or a picture or record is of one number of hosts."""
+    """Refuse before minutes of measuring what no lab or picture can have."""
     from gradsieve_tools.emulation.topology import MOST_HOSTS
 
     if max(hosts) > MOST_HOSTS:
@@ -398,20 +395,19 @@ def _check_hosts(hosts: Sequence[int], *files: Path | None) -> None:
         raise ConfigError("a picture, trace or record is of one number of hosts: give one to --hosts")
 
 
-def _by_hosts(
-    args: argparse.Namespace,
-    plan: Any,
-    measure: Callable[[Any], Sequence[results.Row]],
-    columns: Sequence[str],
-) -> int:
-    """A table for each number of hosts, and the rows of all in one file."""
+def _on_hosts(args: argparse.Namespace, bench: str, config: dict[str, Any]) -> int:
+    """Run `bench` on hosts of a lab: a table for each number of hosts, and the rows of all in one file."""
+    from gradsieve_tools.bench.common.in_lab import rows_from_hosts
+
     _check_hosts(args.hosts)
+    worker = f"gradsieve_tools.bench.{bench}"
+    config = _given(args, "rate", "delay") | config
     every: list[results.Row] = []
     for hosts in args.hosts:
-        rows = measure(replace(plan, hosts=hosts))
+        rows = [{"hosts": hosts, **row} for row in rows_from_hosts(worker, {"hosts": hosts, **config})]
         every += rows
-        print(results.table(rows, columns))
-    return _write(args, asdict(plan) | results.hosts_of(args.hosts), every)
+        print(results.table(rows, importlib.import_module(worker).COLUMNS))
+    return _write(args, config | results.hosts_of(args.hosts), every)
 
 
 def _write(args: argparse.Namespace, config: dict[str, Any], rows: Sequence[results.Row]) -> int:

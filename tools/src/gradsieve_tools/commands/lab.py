@@ -8,6 +8,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,7 @@ from gradsieve.errors import ConfigError, GradsieveError
 from gradsieve_tools.cli import drawable, progress, results
 
 if TYPE_CHECKING:
-    from gradsieve_tools.chaos.campaign import Campaign
+    from gradsieve_tools.chaos.schedule import Chance
     from gradsieve_tools.chaos.verdicts import Line
     from gradsieve_tools.emulation.topology import Topology
     from gradsieve_tools.spot.campaign import Fault
@@ -81,42 +83,12 @@ def draw(args: argparse.Namespace) -> int:
 
 
 def kill_matrix(args: argparse.Namespace) -> int:
-    from gradsieve_tools.faults.matrix import Matrix
-    from gradsieve_tools.faults.verdicts import summary
+    from gradsieve_tools.chaos.campaign import Campaign
+    from gradsieve_tools.chaos.schedule import matrix
 
-    matrix, lines, start = Matrix(), list[Any](), time.monotonic()
-    cleans = [matrix.clean(scheme) for scheme in args.schemes]
-    faults = [matrix.cases(clean) for clean in cleans]
-    with _Lines(args.json) as out, progress(sum(map(len, faults))) as advance:
-        for clean, own in zip(cleans, faults, strict=True):
-            for line in matrix.run(clean, own):
-                lines.append(line)
-                out.write(line.as_json())
-                advance(1, f"{clean.scheme}, {line.kind} at op {line.op} of rank {line.rank}")
-                if line.outcome != "named":
-                    print(f"wrong: {line}", file=sys.stderr)
-        total = summary(lines, time.monotonic() - start)
-        out.write({"summary": total, **results.origin()})
-    print(json.dumps(total))
-    return 0 if total["named"] == total["faults"] else 1
-
-
-class _Lines:
-    """A file that has every line as soon as it is known; or none."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._file = None if path is None else path.open("w")
-
-    def write(self, content: dict[str, Any]) -> None:
-        if self._file is not None:
-            print(json.dumps(content), file=self._file, flush=True)
-
-    def __enter__(self) -> _Lines:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
+    with Campaign(1, matrix(dict.fromkeys(args.schemes, 1))) as probe:
+        ops = {scheme: probe.ops_of_a_step(scheme) for scheme in args.schemes}
+    return _campaign(1, matrix(ops), args.json, [], "gradsieve lab kill-matrix --schemes {line.scheme}")
 
 
 def fuzz(args: argparse.Namespace) -> int:
@@ -165,7 +137,7 @@ def _repeat(target: str, seed: int, number: int) -> int:
 
 
 def chaos(args: argparse.Namespace) -> int:
-    from gradsieve_tools.chaos.campaign import Campaign, missing
+    from gradsieve_tools.chaos.campaign import missing
     from gradsieve_tools.chaos.kinds import KINDS
     from gradsieve_tools.chaos.schedule import schedule
 
@@ -180,37 +152,33 @@ def chaos(args: argparse.Namespace) -> int:
         if unknown := [kind for kind in wanted if kind not in KINDS]:
             raise ConfigError(f"there is no kind {', '.join(unknown)}; there are: {', '.join(KINDS)}")
         chances = [chance for chance in chances if chance.kind in wanted]
-    lines, start = list[Any](), time.monotonic()
-    with _Lines(args.json) as out:
-        with Campaign(args.seed, chances) as campaign, progress(len(chances)) as advance:
-            for line in campaign.run():
-                lines.append(line)
-                out.write(line.as_json())
-                advance(1, f"{line.scheme}, {line.kind} of rank {line.rank}")
-                if not line.is_good:
-                    _say_wrong(line)
-        return _end(out, lines, campaign, sorted(absent), time.monotonic() - start)
+    again = f"gradsieve lab chaos --faults {{line.number}}+1 --seed {args.seed}  (its last fault)"
+    return _campaign(args.seed, chances, args.json, sorted(absent), again)
 
 
-def _say_wrong(line: Line) -> None:
-    print(f"wrong: fault {line.number}, {line.scheme}, {line.kind}: {line.outcome}", file=sys.stderr)
-    replay = f"gradsieve lab chaos --faults {line.number + 1} --seed {line.seed}"
-    print(f"again: {replay}  (its last fault)", file=sys.stderr)
-
-
-def _end(out: _Lines, lines: list[Line], campaign: Campaign, absent: list[str], seconds: float) -> int:
+def _campaign(seed: int, chances: Sequence[Chance], path: Path | None, absent: list[str], again: str) -> int:
+    """Write a line as soon as it is known, and their summary; `again` repeats a fault."""
+    from gradsieve_tools.chaos.campaign import Campaign
     from gradsieve_tools.chaos.verdicts import summary
 
-    total = summary(lines, campaign.recovered, seconds) | {"left_out": absent}
-    total["left_behind"] = campaign.remains()
-    out.write({"summary": total, **results.origin()})
+    lines, start = list["Line"](), time.monotonic()
+    with nullcontext() if path is None else path.open("w") as out:
+        with Campaign(seed, chances) as campaign, progress(len(chances)) as advance:
+            for line in campaign.run():
+                lines.append(line)
+                if out is not None:
+                    print(json.dumps(line.as_json()), file=out, flush=True)
+                advance(1, f"{line.scheme}, {line.kind} of rank {line.rank}")
+                if not line.is_good:
+                    print(f"wrong: {line.scheme}, {line.kind}: {line.outcome}", file=sys.stderr)
+                    print(f"again: {again.format(line=line)}", file=sys.stderr)
+        seconds = time.monotonic() - start
+        total = summary(lines, campaign.recovered, seconds) | {"left_out": absent}
+        total["left_behind"] = campaign.remains()
+        if out is not None:
+            print(json.dumps({"summary": total, **results.origin()}), file=out)
     rows = [
-        {
-            "kind": kind,
-            **each,
-            "p50_ms": each["detection_ms"].get("p50"),
-            "p99_ms": each["detection_ms"].get("p99"),
-        }
+        {"kind": kind, **each} | {f"{name}_ms": each["detection_ms"].get(name) for name in ("p50", "p99")}
         for kind, each in total["kinds"].items()
     ]
     print(results.table(rows, _CHAOS))

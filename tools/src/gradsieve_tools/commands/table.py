@@ -1,6 +1,6 @@
 """All commands but their calls: what each is for, what it takes, and how it is called.
 
-A call, or the module of a command that declares itself, is loaded when the command line asks for its command:
+A call is loaded when the command line asks for its command:
 most of them reach torch, which takes a second or two, and help should not.
 """
 
@@ -19,13 +19,16 @@ from gradsieve_tools.commands.values import (
     numbers,
     schemes_and_rivals,
     sizes,
+    some,
     talking,
     tasks,
     ways,
     words,
+    world,
     worlds,
 )
-from gradsieve_tools.quantities import SECONDS
+from gradsieve_tools.devices import DEVICES
+from gradsieve_tools.quantities import BITS, BYTES_A_SECOND, ELEMENTS_A_SECOND, SECONDS
 
 LINKS = (
     option("--rate", "of each link, e.g. 1gbit (default: unshaped)", "R"),
@@ -48,7 +51,7 @@ def densities_of(default: str) -> Option:
 
 
 def syncs(default: str) -> Option:
-    """What a bench on a lab network compares."""
+    """Return what a bench on a lab network compares."""
     known = "schemes, auto, fp16 and powersgd; settings of a scheme follow a colon, with + between them; "
     known += "exchange settings follow an @: spardl:teams=2, exdyna@paper, exdyna@steps:every=2"
     return option("--syncs", known, "LIST", default=default)
@@ -647,6 +650,7 @@ Each op of a scheme's step x {SIGKILL, SIGSTOP, SIGTERM, exit 0, exit 1, abort} 
 processes over gloo on the loopback. Every survivor must exit with a PeerError that names the rank, the step
 and the op, within 6 s of a death and within the deadline and 1 s of a stall; must have kept the state it had
 before the step, the same bits as in an undisturbed run; and must leave no thread and no connection behind.
+After each fault the ranks restart from the last checkpoint.
 
 One line of JSON a fault, the last line sums them up. The exit code is 0 if all went as it must.""",
         """\
@@ -744,14 +748,142 @@ gradsieve lab soak --steps 20000 --json soak.json""",
     ),
 }
 COMMANDS = {
-    "doctor": Command("is this cluster set up well: interfaces, links, hosts; with the fix",
-        module="gradsieve_tools.cli.doctor"),
-    "plan": Command("which way to exchange gradients, if any: predicted steps, ranked, with reasons",
-        module="gradsieve_tools.cli.plan"),
-    "watch": Command("a running job, live, from its records",
-        module="gradsieve_tools.cli.watch"),
-    "report": Command("one HTML page of what was recorded",
-        module="gradsieve_tools.cli.report"),
+    "doctor": Command(
+        "is this cluster set up well: interfaces, links, hosts; with the fix",
+        """\
+Examine the group that torchrun or a lab starts: run it where training would run, one process a rank.
+
+It shows which interface gloo really uses on every rank, measures latency and bandwidth of every pair of ranks
+(in rounds, each rank with one partner at a time) and the speed of every host, and looks at threads, versions,
+kernels and time-outs. Each finding has a severity and the command that fixes it. Rank 0 prints.
+
+It takes some seconds, 15 s at most for each pair that does not answer, and sends at most 200 MB a rank and
+round, with at most 64 rounds.
+
+With --self-test, not the cluster but this device: two ranks of its own compare kernels with the reference and
+a training with the CPU's, look for leaks, and kill one of them. It takes a minute or two.
+
+The exit code is 0 if all is well (there may be notes), 1 if there is an error or a warning or a check failed,
+2 if it could not be found out.""",
+        """\
+torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:29400 --no-python gradsieve doctor
+gradsieve lab run --network examples/networks/slow-link.toml -- gradsieve doctor --heat-map pairs.png
+gradsieve lab run --hosts 4 --rate 1gbit -- gradsieve doctor --profile lab.toml --model train:build
+gradsieve doctor --self-test --device cuda""",
+        "gradsieve_tools.cli.doctor:run",
+        option("--heat-map", "draw bandwidth and latency of all pairs, PNG or SVG", "FILE", Path),
+        option("--profile", "write what was measured there: TOML, to predict from", "FILE", Path),
+        option("--model", "a function that returns your model, or it and a function that takes it and "
+            "returns a loss: counts parameters, times forward and backward, looks for hooks in the way",
+            "MODULE:FACTORY"),
+        option("--timeout", "that your training gives to init_process_group (default: torch's 1800)",
+            "SECONDS", float),
+        option("--json", "write facts, figures and findings there (of a self-test, by default to "
+            "gradsieve-self-test.json)",
+            "FILE", Path),
+        flag("--self-test", "does gradsieve work on this device? Without torchrun"),
+        option("--device",
+            "of the self-test: cpu, cuda, ... (default: the accelerator that is there, or cpu)"),
+    ),
+    "plan": Command(
+        "which way to exchange gradients, if any: predicted steps, ranked, with reasons",
+        """\
+Predict the time of a training step for dense (plain DDP), fp16, PowerSGD, every-H-steps and every scheme, and
+recommend one, or plain DDP. From a profile that `gradsieve doctor --profile` measured, or from figures by
+hand, which also replace those of a profile. Nothing is run.
+
+columns:
+  to_loss      speedup over plain DDP to DDP's final loss: the predicted step times the steps
+               that were measured on a small transformer; - where nobody measured them
+  step_ms      predicted; gradsieve's exchange and DDP's hide behind backward
+  of_link      what a step sends over what the link carries during a step without communication
+  above        loss above dense's after as many steps, measured on such transformers; never predicted
+  money_a_day  for what all ranks send in a day of training, with --price, in the place of the two before
+  why_not      the reason against it
+with --all also:
+  vs_dense     times as fast as plain DDP
+  bits         that the busiest rank moves, a parameter and step
+  memory_mb    on a rank, besides model, gradients and AdamW
+  gap          as `above`, and how well it is known
+
+Differences below 10 % do not count; of such options the one with the smallest loss is recommended.""",
+        """\
+gradsieve plan --profile lab.toml --price 0.09 --json plan.json --plot plan.png
+gradsieve plan --device l40s --world 4 --rate 1gbit --params 30.8e6 --compute 27ms
+gradsieve plan --device cpu --world 16 --rate 1gbit --delay 5ms --params 25e6 --compute 300ms""",
+        "gradsieve_tools.cli.plan:run",
+        option("--profile", "what `gradsieve doctor --profile FILE` measured", "FILE", Path),
+        option("--device", f"what ranks compute on, by its data sheet: {', '.join(DEVICES)} (by hand: cpu)",
+            "NAME", choices=DEVICES),
+        option("--world", "ranks", "N", world),
+        option("--rate", "of a rank's link, e.g. 1gbit", "R", quantity(BITS, "1gbit")),
+        option("--delay", "one way, e.g. 5ms (by hand: 0)", "D", quantity(SECONDS, "5ms")),
+        option("--params", "parameters of the model, e.g. 25e6", "N", size),
+        option("--compute", "forward and backward, e.g. 300ms", "T", quantity(SECONDS, "300ms")),
+        option("--memory", "copied (by hand: the device's)", "B", quantity(BYTES_A_SECOND, "10GB/s")),
+        option("--selection", "elements compared with a threshold (by hand: the device's)",
+            "E", quantity(ELEMENTS_A_SECOND, "500M/s")),
+        option("--density", "of schemes that select", "D", float, 0.01),
+        option("--gap", "recommend nothing that ends further above dense's loss after as many steps "
+            "(default: no limit, since the steps that are needed to reach it count)", "PERCENT", float),
+        flag("--all", "all options and columns, however wide (default: six rows)"),
+        option("--price", "of a GB sent, in any currency", "X", float),
+        output("--json", "write the plan there"),
+        picture("--plot", "draw steps against the rate of the links, PNG or SVG"),
+    ),
+    "watch": Command(
+        "a running job, live, from its records",
+        """\
+Watch a running job, from the records it writes (`gradsieve.record`, or --record of a bench).
+
+Only files are read: the job does not notice. The folder may still be empty, ranks may stop, last lines may be
+half written. q or Ctrl-C ends it.
+
+shown, of the last 50 steps, means over ranks:
+  steps/s               of training
+  loss                  if the training notes it
+  bits a parameter      moved by a rank in a step
+  density, threshold    share of the elements that is sent, and above which size
+  imbalance f(t)        longest selection over the mean; 1 is balanced
+  share of ranks cut    that could not send all they selected
+  age, norm             of the residual; taken every 50 steps, unless the recorder was given another number
+  exchange              ms a step by stage, and for how long the training waited
+  slowest               the rank that the others wait for in collectives""",
+        """\
+gradsieve watch rec
+gradsieve watch rec --once >> job.log""",
+        "gradsieve_tools.cli.watch:run",
+        option("folder", "where the job writes its records", "FOLDER", Path),
+        flag("--once", "print one frame and end, for scripts"),
+        option("--interval", "between two looks", "SECONDS", float, 1.0),
+    ),
+    "report": Command(
+        "one HTML page of what was recorded",
+        """\
+Make one HTML page of recordings, that any browser opens without a network.
+
+Takes what `gradsieve.record` and --record of the benches wrote: a folder, or files. Files of the same name
+but for the rank are one training's; earlier files of a long one (.jsonl.1, ...) are found by themselves.
+Lives of a training that was started again are joined. Lines that were not finished, of a job that runs or was
+killed, are left out; a file that is no record is refused.
+
+charts, over steps:
+  bits a step      moved by a rank, a parameter
+  link use         Mbit/s of a rank, over the whole step and while in collectives
+  time by stage    ms a step, stacked; next to the whole training step
+  age              steps for which what is sent now was in the residual
+  imbalance f(t)   longest selection over the mean; 1 is balanced
+  density          share of the elements that is sent, next to the target; and the threshold
+  who waits        ms each rank spent in collectives beyond the rank that came last
+and what to change, by rules, each with the figure it saw.""",
+        """\
+gradsieve report rec -o report.html
+gradsieve report rec/exdyna.rank*.jsonl -o exdyna.html""",
+        "gradsieve_tools.cli.report:run",
+        option("places", "a folder of records, or files", "FOLDER", Path, nargs="+"),
+        option("-o --out", "the page", "FILE.html", Path, Path("report.html")),
+        option("--title", "of the page (default: the folder's name)", "TEXT"),
+    ),
     "bench": Command("measure schemes against dense and against the limit", inner=_BENCH),
     "figure": Command(
         "draw the papers' figures",
@@ -771,5 +903,53 @@ gradsieve figure exdyna-density rec/*.jsonl --out density.png""",
     "lab": Command("a real multi-host network on one Linux machine", inner=_LAB),
     "simulate": Command(
         "a step at up to thousands of ranks on a simulated network: star, fat tree, torus, two clouds",
-        module="gradsieve_tools.commands.simulate"),
+        """\
+What a step takes at many ranks on a network that is not there.
+
+The schemes' own generators run at the number of ranks asked for and make the messages; SimGrid carries them
+over the network (`apt install python3-simgrid`). To 1,024 ranks schedules are real; beyond, times are
+extrapolated from at least three worlds, and marked. docs/simulate.md says what is modelled and what is not.
+
+columns:
+  exchange_seconds     simulated, all units one after the other
+  step_seconds         compute + selection + exchange: nothing hidden; hidden_...: all that can be
+  efficiency           step without communication / step; noop is that limit, dense the baseline, always there
+  of_dense             step over dense's, nothing hidden
+  rounds               messages one after the other
+  megabytes_sent       by the busiest rank of each round
+  busiest_link         share of its rate that is used during the exchange
+  recorded_n, scaled   size of the vector on which generators ran; whether bytes were scaled from there""",
+        """\
+gradsieve simulate --schemes dense,topk,exdyna --world 1024 --topology fat-tree --params 1e9 --rate 25gbit
+gradsieve simulate --world 64,256,1024,16384 --plot scaling.png --html scaling.html
+gradsieve simulate --topology two-clouds --wan 1gbit --wan-delay 20ms --stragglers 1:2 --slow-links 2:10""",
+        "gradsieve_tools.commands.simulate:run",
+        option("--schemes", "names, settings after a colon; noop and dense are always there",
+            "LIST", schemes, "topk,exdyna,stripes,spardl"),
+        option("--world", "numbers of ranks", "LIST", worlds, "16,64,256"),
+        option("--params", "of the model", "N", size, "25e6"),
+        option("--density", "share that is sent, but by stripes (default: each scheme's own)", "D", float),
+        option("--collectives", "as in training, dense by gloo's rings and the others in log2 P rounds "
+            "where these are faster; or all of them by rings, or all in rounds",
+            choices=["ours", "ring", "log"], default="ours"),
+        option("--topology", "of the network",
+            choices="gradsieve_tools.simulate.platforms:TOPOLOGIES", default="star"),
+        option("--rate --link", "of every link", "R", default="10gbit"),
+        option("--delay", "of every link, one way", "D", default="5us"),
+        option("--wan", "between two clouds", "R", default="1gbit"),
+        option("--wan-delay", "of it, one way", "D", default="20ms"),
+        option("--message", "that a rank is busy with each message it sends", "T", default="30us"),
+        option("--slow-links",
+            "so many hosts, evenly spread, have links so many times slower (default: none)",
+            "COUNT:FACTOR", some, "0:1"),
+        option("--compute", "forward and backward of a rank, e.g. 250ms (default: 6 N operations for each "
+            "of 4,096 tokens, at 100 Tflop/s)", "T"),
+        option("--memory", "at which selection reads the gradient", "B", quantity(BYTES_A_SECOND, "20GB/s"),
+            "20GB/s"),
+        option("--stragglers", "so many ranks compute so many times longer (default: none)",
+            "COUNT:FACTOR", some, "0:1"),
+        output("--json", "write rows, loads of links and how they came about there"),
+        picture("--plot", "draw curves and loads there"),
+        output("--html", "write the same as one page there", "FILE.html", is_picture=True),
+    ),
 }

@@ -14,12 +14,11 @@ def words(text: str) -> list[str]:
 
 
 def sizes(text: str) -> list[int]:
-    """In order, each once."""
     return sorted({size(part) for part in text.split(",")})
 
 
 def ways(text: str) -> list[list[int]]:
-    """Of numbers of ranks: `4,4-2-4`."""
+    """Parse numbers of ranks such as `4,4-2-4`."""
     return [[size(part) for part in way.split("-")] for way in text.split(",")]
 
 
@@ -27,6 +26,22 @@ def worlds(text: str) -> list[int]:
     found = sizes(text)
     if not all(2 <= number <= MOST_RANKS for number in found):
         raise argparse.ArgumentTypeError(f"{text!r}: there are 2 to {MOST_RANKS:,} ranks")
+    return found
+
+
+def world(text: str) -> int:
+    (found,) = worlds(str(size(text)))
+    return found
+
+
+def some(text: str) -> tuple[int, float]:
+    count, colon, factor = text.partition(":")
+    try:
+        found = int(count), float(factor)
+    except ValueError:
+        found = -1, 0.0
+    if not colon or found[0] < 0 or not 1 <= found[1] <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not COUNT:FACTOR, a factor of 1 or more, such as 2:10")
     return found
 
 
@@ -51,7 +66,7 @@ def tasks(text: str) -> list[str]:
 
 
 def codecs(text: str) -> list[str]:
-    """How values travel."""
+    """Return how values travel."""
     from gradsieve.schemes import VALUE_CODECS
 
     names = VALUE_CODECS if text == "all" else text.split(",")
@@ -59,7 +74,6 @@ def codecs(text: str) -> list[str]:
 
 
 def lossy(text: str) -> list[str]:
-    """As `schemes`; `all` leaves out what sends nothing or everything."""
     from gradsieve.schemes import SCHEMES
 
     if text == "all":
@@ -68,7 +82,7 @@ def lossy(text: str) -> list[str]:
 
 
 def talking(text: str) -> list[str]:
-    """As `schemes`, in the order of the registry; `all` leaves out what exchanges nothing."""
+    """Parse as `schemes`, in the registry's order; `all` leaves out what exchanges nothing."""
     from gradsieve.schemes import SCHEMES
 
     if text == "all":

@@ -17,8 +17,6 @@ _LONGEST = 400
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one rank measured: `pairs.Seen`, `speed.Speed`, and where its connections run."""
-
     latency: dict[int, float] = field(default_factory=dict)
     incoming: dict[int, float] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
@@ -110,8 +108,6 @@ def _texts(sent: _Sent, name: str) -> dict[str, str]:
 
 
 class _Sent:
-    """One object that a rank sent; each reader checks what it takes."""
-
     def __init__(self, rank: int, said: Any) -> None:
         self._rank = rank
         if not isinstance(said, Mapping):

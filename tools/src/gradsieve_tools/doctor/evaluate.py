@@ -19,12 +19,11 @@ TORCH_TIMEOUT = 1800.0  # seconds; torch's default
 
 
 def before(facts: Sequence[Facts], world: int) -> list[Finding]:
-    """What keeps the group from being made: with an error among it, nothing can be measured."""
+    """Return what keeps the group from being made: with an error among it, nothing can be measured."""
     return sorted_by_severity([*interfaces.missing(facts, world), *interfaces.unusable(facts)])
 
 
 def after(facts: Sequence[Facts], measured: Measured, timeout: float | None) -> list[Finding]:
-    """Of all ranks, in their order."""
     elsewhere = list(interfaces.other_network(facts, measured))
     explained = {rank for finding in elsewhere for rank in finding.ranks}
     rules = [

@@ -42,7 +42,6 @@ def threads(facts: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def quota(facts: Sequence[Facts]) -> Iterator[Finding]:
-    """A container's limit, which torch does not look at."""
     for each in facts:
         if not 0 < each.quota < each.threads:
             continue
@@ -83,7 +82,7 @@ def versions(facts: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def torch_names(facts: Sequence[Facts]) -> Iterator[Finding]:
-    """What gradsieve reaches of torch beyond its public names, where a torch does not have it."""
+    """Return what gradsieve reaches of torch beyond its public names, where a torch does not have it."""
     lost: dict[str, list[int]] = {}
     for each in facts:
         for what in each.lacks:
@@ -128,7 +127,7 @@ def timeout(measured: Measured, world: int, timeout: float) -> Iterator[Finding]
 
 
 def dense_seconds(measured: Measured, world: int) -> float:
-    """A ring's all-reduce of the model as float32 over the slowest pair; 0 where no model is known."""
+    """Return the seconds of a ring all-reduce of the model over the slowest pair; 0: no model is known."""
     slowest = min((bits for row in measured.bandwidth for bits in row if bits), default=0.0)
     if measured.model is None or not slowest:
         return 0.0

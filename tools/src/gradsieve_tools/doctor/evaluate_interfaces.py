@@ -84,7 +84,7 @@ def _usable(each: Facts) -> list[Interface]:
 
 
 def _usual_network(facts: Sequence[Facts]) -> str:
-    """Where most ranks listen; of equally many, the one on the way to rank 0."""
+    """Return the network on which most ranks listen; of equals, the one towards rank 0."""
     toward = {i.network for each in facts if (i := each.having(each.toward_master)) is not None}
     counts = Counter(i.network for each in facts if (i := each.listens_on) is not None and not i.loopback)
     return max(counts, key=lambda network: (counts[network], network in toward), default="")
@@ -95,7 +95,6 @@ def _in_network(each: Facts, network: str) -> Interface | None:
 
 
 def _proper(each: Facts, facts: Sequence[Facts]) -> Interface | None:
-    """Where this rank had better listen: with the others, or toward rank 0."""
     toward = each.having(each.toward_master)
     usable = _usable(each)
     return (

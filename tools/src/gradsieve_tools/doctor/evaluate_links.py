@@ -33,8 +33,7 @@ def failed(facts: Sequence[Facts], measured: Measured) -> Iterator[Finding]:
 
 
 def slow(facts: Sequence[Facts], measured: Measured, explained: Set[int] = frozenset()) -> Iterator[Finding]:
-    """By the slower direction of each pair, against what most ranks have at best. Pairs of ranks that talk
-    over another network, which is known by now, say nothing about the links of this one."""
+    """Compare the slower direction of each pair with what most ranks have at best, on one network alone."""
     everybody = _between_hosts(facts, measured.bandwidth, min)
     both = {pair: bits for pair, bits in everybody.items() if explained.isdisjoint(pair)}
     best = _best(both, max)
@@ -94,7 +93,7 @@ def _between_hosts(
 
 
 def _best(both: Mapping[tuple[int, int], float], better: Callable[[float, float], float]) -> dict[int, float]:
-    """Each rank's best figure with any other."""
+    """Return each rank's best figure with any other."""
     best: dict[int, float] = {}
     for pair, value in both.items():
         for rank in pair:

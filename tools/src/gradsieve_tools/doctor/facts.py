@@ -57,7 +57,7 @@ class Facts:
 
     @property
     def asked(self) -> str:
-        """What GLOO_SOCKET_IFNAME says; empty where it is not set."""
+        """Return what GLOO_SOCKET_IFNAME says; empty where it is not set."""
         return self.environment.get("GLOO_SOCKET_IFNAME", "")
 
     def interface(self, name: str) -> Interface | None:
@@ -68,8 +68,8 @@ class Facts:
 
     @property
     def listens_on(self) -> Interface | None:
-        """Where gloo listens: on the interface that it is given, else where the host's own name leads, and on
-        the loopback where that leads to no address of this host. None: it is given one that is not there."""
+        """Return gloo's interface: the given one, else that of the host's own name; None: the given one is
+        missing."""
         if self.asked:
             return self.interface(self.asked.split(",")[0])
         own = (found for address in self.resolved if (found := self.having(address)) is not None)
@@ -116,7 +116,7 @@ def _interface(name: str) -> Interface:
 
 
 def _asked(name: str, request: int) -> bytes:
-    """What the kernel answers about an interface, after its name; empty where it has no such thing."""
+    """Return what the kernel answers about an interface, after its name; empty where it has no such thing."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         return fcntl.ioctl(any_socket.fileno(), request, struct.pack("16s24x", name.encode()[:15]))[16:]
     return b""
@@ -131,7 +131,7 @@ def _resolved(hostname: str) -> tuple[str, ...]:
 
 
 def _toward(master: str) -> str:
-    """By the kernel's routes: a UDP socket that is connected sends nothing."""
+    """Ask the kernel's routes: a UDP socket that is connected sends nothing."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((master, 9))
         return str(probe.getsockname()[0])
@@ -162,7 +162,6 @@ def _quota() -> float:
 
 
 def _share(limits: list[str]) -> float:
-    """Of a quota and its period in microseconds; 0 where there is no limit."""
     if len(limits) != 2 or not all(each.isdigit() for each in limits) or not int(limits[1]):
         return 0.0
     return int(limits[0]) / int(limits[1])

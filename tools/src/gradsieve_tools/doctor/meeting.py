@@ -28,7 +28,6 @@ class Board:
 
     @classmethod
     def join(cls) -> Board:
-        """As torchrun's environment says; one rank alone where there is none."""
         if "RANK" not in os.environ:
             return cls(HashStore(), 0, 1)
         try:
@@ -45,7 +44,7 @@ class Board:
         self.store.set(f"{topic}/{self.rank}", json.dumps(content))
 
     def hear(self, topic: str) -> dict[int, Any]:
-        """What each rank sent, but for those that were late."""
+        """Return what each rank sent, but for those that were late."""
         keys = {rank: f"{topic}/{rank}" for rank in range(self.world)}
         try:
             self.store.wait(list(keys.values()), self.patience)
@@ -54,7 +53,7 @@ class Board:
         return {rank: self._read(key) for rank, key in keys.items()}
 
     def decide(self, topic: str, content: Any = None) -> Any:
-        """What rank 0 says, on all ranks."""
+        """Return what rank 0 says, on all ranks."""
         if self.rank == 0:
             self.tell(topic, content)
             return content

@@ -44,7 +44,7 @@ class ModelFigures:
 
 
 def build(spec: str) -> tuple[nn.Module, Loss | None]:
-    """By `module:factory`, found as `python -m` finds modules: from the folder one is in."""
+    """Load `module:factory` as `python -m` finds modules, from the current folder."""
     module_name, colon, factory_name = spec.partition(":")
     if not (module_name and colon and factory_name):
         raise ConfigError(f"--model is module:factory, such as train:build, not {spec!r}")

@@ -34,8 +34,6 @@ WAIT = timedelta(seconds=15)  # for a partner; a silent pair is given up
 
 @dataclass(slots=True)
 class Seen:
-    """By one rank, of its partners."""
-
     latency: dict[int, float] = field(default_factory=dict)
     incoming: dict[int, float] = field(default_factory=dict)  # bit/s from that rank to this one
     failed: dict[int, str] = field(default_factory=dict)
@@ -72,7 +70,7 @@ def _odd(world: int) -> int:
 def measure(
     rank: int, world: int, together: Callable[[str], bool], tell: Callable[[str], None] = lambda _: None
 ) -> Seen:
-    """All rounds, on every rank at once. `together` waits for all ranks; `tell` is called after each."""
+    """Measure all rounds, on every rank at once. `together` waits for all ranks."""
     seen = Seen()
     used, spent, messages = rounds(world), 0.0, 0
     for turn, number in enumerate(used, 1):

@@ -20,7 +20,7 @@ _WORD = 4
 
 
 def measure(world: int) -> Links | None:
-    """The same on all ranks; None for one alone. RuntimeError where one does not answer."""
+    """Return the same on all ranks; None for one alone. Raise RuntimeError if a rank does not answer."""
     if world < 2:
         return None
     latency = _seconds(_WORD * world, SHORT_TRIES)
@@ -33,7 +33,6 @@ def measure(world: int) -> Links | None:
 
 
 def _seconds(size: int, tries: int) -> float:
-    """Of the quickest sum of so many bytes, on the rank that took longest."""
     vector = torch.zeros(size // _WORD, dtype=torch.float32, device="cpu")
     quickest = torch.full((1,), torch.inf, dtype=torch.float64, device="cpu")
     for _ in range(tries):

@@ -39,7 +39,6 @@ class Report:
 
 
 def examine(meeting: Board, model_spec: str | None, timeout: float | None, tell: Tell) -> Report | None:
-    """On all ranks; the report is rank 0's."""
     own = facts_of.collect(meeting.rank, os.environ.get("MASTER_ADDR", "127.0.0.1"))
     meeting.tell("facts", asdict(own))
     facts: list[Facts] = []
@@ -92,7 +91,7 @@ def _slowest(models: list[ModelFigures]) -> ModelFigures | None:
 
 
 def _answer(meeting: Board, own: Facts, model_spec: str | None, tell: Tell) -> dict[str, Any]:
-    """What this rank measures; an error of its own is reported, and the others do not wait for it."""
+    """Measure on this rank; an error is reported, and the others do not wait for it."""
     try:
         connections = _connect(meeting, own, tell)
     except (RuntimeError, ValueError) as error:
@@ -125,7 +124,7 @@ def _answer(meeting: Board, own: Facts, model_spec: str | None, tell: Tell) -> d
 
 
 def _around(meeting: Board, tell: Tell) -> Links | None:
-    """None where not all ranks answer: the pairs' measurements show that."""
+    """Return None if not all ranks answer: the pairs' measurements show that."""
     tell("a sum over all ranks")
     if not meeting.gather("ring"):
         return None
@@ -136,7 +135,6 @@ def _around(meeting: Board, tell: Tell) -> Links | None:
 
 
 def _own_address(fd: int) -> str:
-    """Of this end of a connection; empty where it is none any more."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as one:
         return str(one.getsockname()[0]).removeprefix("::ffff:")
     return ""

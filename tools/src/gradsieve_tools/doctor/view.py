@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -176,53 +176,28 @@ def _rows(matrix: Matrix) -> Rows:
 
 
 def draw(report: Report, out: Path) -> None:
-    """Two heat maps: bandwidth and latency of every pair."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    side = min(max(4.2, 0.62 * report.world + 1.8), 14.0)
-    figure, axes = plt.subplots(1, 2, figsize=(2 * side, side), layout="constrained")
-    names = [f"{each.rank} {each.alias or each.hostname}" for each in report.facts]
-    panels = [
-        (report.measured.bandwidth, 1e-6, "bandwidth (Mbit/s)", "viridis"),
-        (report.measured.latency, 1e3, "latency (ms)", "viridis_r"),
-    ]
-    for panel, (matrix, factor, title, colours) in zip(axes, panels, strict=True):
-        scaled = [[None if value is None else factor * value for value in row] for row in matrix]
-        _heat(figure, panel, scaled, title, colours)
-        _name_axes(panel, names)
-    figure.savefig(out, dpi=150)
-    plt.close(figure)
-
-
-def _heat(figure: Any, axes: Any, matrix: Matrix, title: str, colours: str) -> None:
+    """Draw two heat maps: bandwidth and latency of every pair."""
     import numpy as np
     from matplotlib.colors import LogNorm
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+    from matplotlib.figure import Figure
 
-    values = np.array([[np.nan if v is None else v for v in row] for row in matrix], dtype=float)
-    seen = values[np.isfinite(values) & (values > 0)]
-    # A range of at least what counts as slow: noise should not look like a fault.
-    norm = LogNorm(min(seen.min(), seen.max() / SLOW), seen.max()) if seen.size else None
-    image = axes.imshow(values, norm=norm, cmap=colours)
-    axes.set_title(title)
-    plain = FuncFormatter(lambda value, _: f"{value:g}")
-    bar = figure.colorbar(image, ax=axes, label=title, shrink=0.8, format=plain)
-    bar.ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    bar.ax.yaxis.set_minor_locator(NullLocator())
-    if len(matrix) <= _MOST_IN_TABLE:
-        for i, j in zip(*np.nonzero(np.isfinite(values)), strict=True):
-            shade = float(norm(values[i, j])) if norm is not None else 0.0
-            dark = shade > 0.5 if colours.endswith("_r") else shade < 0.5
-            look = {"ha": "center", "va": "center", "fontsize": 8, "color": "w" if dark else "k"}
-            axes.text(j, i, f"{values[i, j]:.3g}", **look)
-
-
-def _name_axes(axes: Any, names: Sequence[str]) -> None:
-    axes.set_xlabel("receives")
-    axes.set_ylabel("sends")
-    if len(names) <= _MANY_LABELS:
-        axes.set_xticks(range(len(names)), names, rotation=90 if len(names) > 6 else 0, fontsize=8)
-        axes.set_yticks(range(len(names)), names, fontsize=8)
+    side = min(max(4.2, 0.62 * report.world + 1.8), 14.0)
+    figure = Figure(figsize=(2 * side, side), layout="constrained")
+    names = [f"{each.rank} {each.alias or each.hostname}" for each in report.facts]
+    bandwidth, latency = report.measured.bandwidth, report.measured.latency
+    maps = ((bandwidth, 1e-6, "bandwidth (Mbit/s)", "viridis"), (latency, 1e3, "latency (ms)", "viridis_r"))
+    for axes, (matrix, factor, title, colours) in zip(figure.subplots(1, 2), maps, strict=True):
+        values = factor * np.array([[np.nan if v is None else v for v in row] for row in matrix], dtype=float)
+        seen = values[np.isfinite(values) & (values > 0)]
+        # A range of at least what counts as slow: noise should not look like a fault.
+        norm = LogNorm(min(seen.min(), seen.max() / SLOW), seen.max()) if seen.size else None
+        figure.colorbar(axes.imshow(values, norm=norm, cmap=colours), ax=axes, shrink=0.8)
+        axes.set(title=title, xlabel="receives", ylabel="sends")
+        if len(matrix) <= _MOST_IN_TABLE:
+            for i, j in zip(*np.nonzero(np.isfinite(values)), strict=True):
+                box = {"facecolor": "white", "alpha": 0.6, "edgecolor": "none", "pad": 1}
+                axes.text(j, i, f"{values[i, j]:.3g}", ha="center", va="center", fontsize=8, bbox=box)
+        if len(names) <= _MANY_LABELS:
+            axes.set_xticks(range(len(names)), names, rotation=90 if len(names) > 6 else 0, fontsize=8)
+            axes.set_yticks(range(len(names)), names, fontsize=8)
+    figure.savefig(out, dpi=150)

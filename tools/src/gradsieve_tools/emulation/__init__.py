@@ -15,7 +15,7 @@ runs between them. Reading order:
     namespaces.py  making, entering, emptying, sweeping
 
 These import nothing of gradsieve but its errors and what reads a file, and never torch. Faults of real ranks
-have packages of their own, which do: `faults/`, `chaos/`, `soak/`, and `spot/` under a real launcher.
+have packages of their own, which do: `chaos/`, `soak/`, and `spot/` under a real launcher.
 """
 
 from gradsieve_tools.emulation.lab import Lab

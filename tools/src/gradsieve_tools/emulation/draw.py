@@ -17,15 +17,13 @@ _COLOURS = ["#3b6ea5", "#c0392b", "#2e8b57", "#8e44ad", "#d98e04", "#17889b", "#
 
 
 def draw(topology: Topology, out: Path, title: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
     spots = _spots(topology)
     rows = len({y for _, y in spots.values()})
     width = min(max(6.0, 1.15 * len(topology.hosts) + 1), 40.0)
-    figure, axes = plt.subplots(figsize=(width, 1.5 * rows + 1.3), layout="constrained")
+    figure = Figure(figsize=(width, 1.5 * rows + 1.3), layout="constrained")
+    axes = figure.add_subplot()
     _draw_links(axes, topology, spots)
     for number, host in enumerate(topology.hosts):
         text = f"{host.name}\nrank {number}"
@@ -33,13 +31,12 @@ def draw(topology: Topology, out: Path, title: str) -> None:
         text += "" if host.gloo_interface == "eth0" else f"\ngloo: {host.gloo_interface}"
         _box(axes, spots[host.name], text, _HOST)
     for switch in topology.switches:
-        _box(axes, spots[switch], switch, _SWITCH, weight="bold")
+        _box(axes, spots[switch], switch, _SWITCH)
     axes.set_title(title)
     axes.margins(0.12, 0.15)
     axes.axis("off")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=3, frameon=False, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     figure.savefig(out, dpi=150)
-    plt.close(figure)
 
 
 def label(link: Link) -> str:
@@ -77,9 +74,9 @@ def _is_multihomed(topology: Topology, host: int) -> bool:
     return sum(port.host == host for port in topology.ports) > 1
 
 
-def _box(axes: Any, spot: Spot, text: str, colour: str, weight: str = "normal") -> None:
+def _box(axes: Any, spot: Spot, text: str, colour: str) -> None:
     box = {"boxstyle": "round,pad=0.4", "facecolor": colour, "edgecolor": "#555555"}
-    axes.annotate(text, spot, ha="center", va="center", fontsize=9, bbox=box, fontweight=weight, zorder=3)
+    axes.annotate(text, spot, ha="center", va="center", fontsize=9, bbox=box, zorder=3)
 
 
 def _spots(topology: Topology) -> dict[str, Spot]:
@@ -103,7 +100,6 @@ def _spots(topology: Topology) -> dict[str, Spot]:
 
 
 def _is_second(topology: Topology, switch: str) -> bool:
-    """Of another network than all hosts' first."""
     return topology.networks[switch] != topology.ports[0].network
 
 

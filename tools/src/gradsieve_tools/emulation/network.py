@@ -35,8 +35,6 @@ _QUEUE_SECONDS = 0.1  # a packet that waits longer than this for a link is dropp
 
 @dataclass(frozen=True)
 class Network:
-    """What to build, and under whose name."""
-
     pid: int
     topology: Topology
 
@@ -51,7 +49,6 @@ class Network:
 
     @property
     def quotas(self) -> dict[str, float]:
-        """Of the hosts that have one."""
         hosts = zip(self.hosts, self.topology.hosts, strict=True)
         return {name: host.cpus for name, host in hosts if host.cpus is not None}
 
@@ -128,17 +125,14 @@ def host_egress_lines(topology: Topology, ports: list[Port], is_relayed: bool) -
 
 
 def egress(device: str, link: Link) -> list[str]:
-    """How fast packets leave into a link, and when they arrive; the same at both of its ends."""
+    """Set how fast packets leave into a link, and when they arrive; the same at both ends."""
     if link.delay is not None:
         return [f"qdisc add dev {device} root {netem(link.rate, link.delay)}"]
     return [] if link.rate is None else [f"qdisc add dev {device} root {tbf(link.rate)}"]
 
 
 def relay_settings(topology: Topology) -> dict[str, object]:
-    """What the relay reads: lines, two a link, and for each port which lines lead to which address.
-
-    A line that begins at a host has no rate here: the host's own queue has shaped what comes.
-    """
+    """Return lines, two a link, and routes for the relay. A host's own queue shapes its line."""
     lines = []
     for link in topology.links:
         delay, is_hosts = link.delay or 0.0, link.start not in topology.switches
@@ -166,11 +160,8 @@ def _switch_ports(topology: Topology) -> Iterator[tuple[str, str, Link]]:
 
 
 def burst_bytes(rate: int) -> int:
-    """What a link that was idle may send at once, above its rate: 0.4 ms of its line, at least four frames.
-
-    A larger burst makes short messages free (with 256 kB, 200 kB cross an idle 100 Mbit/s link in 0.5 ms
-    instead of 16); a smaller one costs throughput, for the kernel wakes too late or in too small portions.
-    """
+    """Return a burst of 0.4 ms, at least four frames: a larger one makes short messages free, a smaller one
+    costs throughput."""
     return max(rate // 8 // 2500, 4 * _FRAME)
 
 
@@ -207,7 +198,6 @@ def _hosts_files(network: Network) -> dict[str, str]:
 
 
 def _names(topology: Topology) -> Iterator[tuple[str, str]]:
-    """A host's name is that of its eth0; its other addresses have the interface after it."""
     for port in topology.ports:
         name = topology.hosts[port.host].name
         yield port.address, name if port.interface == "eth0" else f"{name}-{port.interface}"

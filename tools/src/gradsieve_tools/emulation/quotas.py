@@ -14,7 +14,7 @@ _PERIOD = 100_000  # microseconds
 
 
 def create(cpus: Mapping[str, float]) -> None:
-    """One group for each entry: a namespace's name, and processors that it may use."""
+    """Create a group of processors for each namespace."""
     for name, share in cpus.items():
         folder = _folder()
         if folder is None:

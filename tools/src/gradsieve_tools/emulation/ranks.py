@@ -19,7 +19,7 @@ _LONGEST_LINE = 65_536
 
 
 def environment(rank: int, topology: Topology, extra: Mapping[str, str] | None) -> dict[str, str]:
-    """What torchrun would set with one process a host, and what gloo and TensorPipe need to use the lab."""
+    """Return what torchrun would set with one process a host, and what gloo needs to use the lab."""
     index, count = str(rank), str(len(topology.hosts))
     ours = {
         "RANK": index,

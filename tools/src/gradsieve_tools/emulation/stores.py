@@ -8,8 +8,7 @@ from torch.distributed import TCPStore
 
 
 def store_at(host: str, port: int = 0) -> TCPStore:
-    """At that port of that address, or at a free one. Torch's own server listens at every address of the
-    machine, whatever host it is given; with a socket that is bound already it does not."""
+    """Start a store on a bound socket: torch's own server would listen at every address of the machine."""
     with socket.socket() as bound:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one before may have ended just now
         bound.bind((host, port))

@@ -15,7 +15,7 @@ _FOLDERS = "/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def available() -> str | None:
-    """None if the lab can run here; otherwise what is missing and how to get it."""
+    """Return None if the lab can run here; otherwise what is missing and how to get it."""
     if platform.system() != "Linux":
         return f"the lab is made of Linux network namespaces, and this is {platform.system()}"
     for name, package in _PACKAGE.items():

@@ -61,8 +61,6 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """Where a host is joined to a link."""
-
     host: int
     interface: str
     link: int
@@ -81,7 +79,6 @@ class Topology:
 
     @cached_property
     def ports(self) -> tuple[Port, ...]:
-        """Of all hosts, in their order."""
         return tuple(
             Port(number, f"eth{i}", link, self.networks[self.links[link].end])
             for number, host in enumerate(self.hosts)
@@ -106,7 +103,6 @@ class Topology:
 
     @property
     def addresses(self) -> list[str]:
-        """Of each host's eth0."""
         return [port.address for port in self.ports if port.interface == "eth0"]
 
     def slowest(self, network: int) -> int | None:
@@ -115,10 +111,8 @@ class Topology:
         return min((rate for rate in rates if rate is not None), default=None)
 
     def ways(self, source: Port) -> Iterator[tuple[Port, list[tuple[int, bool]]]]:
-        """To every other port of the network: links in order, and whether each is passed from start to end.
-
-        There is one way only, for switches form a tree.
-        """
+        """Yield the one way to every other port: links in order, and whether each is passed from start to
+        end."""
         reached = {self.links[source.link].end: [(source.link, True)]}
         waiting = list(reached)
         while waiting:
@@ -218,7 +212,6 @@ def _check_tree(topology: Topology, entries: list[Table]) -> None:
 
 
 def _check_joined(table: Table, topology: Topology) -> None:
-    """Nobody left out, all hosts in one network over eth0, at most once in each."""
     linked = {name for link in topology.links for name in link.ends}
     for host in topology.hosts:
         if host.name not in linked:
@@ -244,8 +237,6 @@ def _check_ports(table: Table, topology: Topology, number: int) -> None:
 
 
 class _Heads:
-    """Which switches are joined, by one of them that stands for all (union-find)."""
-
     def __init__(self, names: Iterable[str]) -> None:
         self._above = {name: name for name in names}
 

@@ -49,7 +49,7 @@ def _refit(content: bytearray) -> None:
 
 
 def _found(source: Random, content: bytearray, kind: re.Pattern[bytes]) -> re.Match[bytes] | None:
-    """One of its kind, from some place in the text on."""
+    """Return one of its kind, from some place in the text on."""
     return kind.search(content, below(source, min(len(content), _TEXT)))
 
 

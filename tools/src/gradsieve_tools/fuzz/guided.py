@@ -20,7 +20,7 @@ from gradsieve_tools.fuzz.entry_points.entry_point import EntryPoint
 
 
 def guide(target: str, count: int, seed: int) -> int:
-    """In a process of its own: libFuzzer ends the one it runs in."""
+    """Run in a process of its own: libFuzzer ends the one it runs in."""
     if importlib.util.find_spec("atheris") is None:
         raise ConfigError("guided fuzzing needs atheris: pip install 'gradsieve-tools[fuzz]'")
     with tempfile.TemporaryDirectory(prefix="gradsieve-corpus-") as corpus:

@@ -32,7 +32,6 @@ def mutant(source: Random, entry: EntryPoint) -> bytearray:
 
 
 def edit(source: Random, frame: bytearray, entry: EntryPoint) -> None:
-    """One alteration of a message, which keeps its length."""
     one_of(source, _EDITS)(source, frame, entry)
 
 
@@ -56,7 +55,6 @@ def _of_same_length(source: Random, entry: EntryPoint) -> bytes:
 
 
 def _place(source: Random, frame: Sequence[int], width: int = 1) -> int:
-    """Where a number of so many bytes begins: in a row of such numbers, or four bytes further."""
     end = len(frame) - width
     if end <= 0:
         return 0
@@ -138,7 +136,6 @@ def _splice(source: Random, frame: bytearray, entry: EntryPoint) -> None:
 
 
 def _shift(source: Random, frame: bytearray, entry: EntryPoint) -> None:
-    """All that follows some place four bytes later, as after a number that was put in."""
     place, length = _place(source, frame, 4), len(frame)
     frame[place:place] = frame[place : place + 4]
     del frame[length:]

@@ -50,8 +50,6 @@ class Report:
 
 
 class Worker:
-    """One process and the messages it has to hand in, from `first` up to `stop`."""
-
     def __init__(self, command: Sequence[str], first: int, stop: int, folder: Path) -> None:
         self.stop = stop
         self._place = folder / f"place-{first}"
@@ -161,7 +159,6 @@ def _name(code: int) -> str:
 
 
 def fuzz(target: str, count: int, seed: int, advance: Callable[[float, str], None]) -> Report:
-    """With as many processes as there are processors for them."""
     processes = max(1, min(len(os.sched_getaffinity(0)), count // 10_000))
     command = [sys.executable, "-m", "gradsieve_tools.fuzz.worker", target, str(seed)]
     return Fuzz(command, advance).run(count, processes)

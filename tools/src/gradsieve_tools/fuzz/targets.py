@@ -58,8 +58,8 @@ class Cases:
         self._next, self._left = -1, 0
 
     def case(self, number: int) -> tuple[int, EntryPoint, bytearray]:
-        """Which family, which entry point, and what is handed in there. Seeding takes longer than making a
-        message: it is done once a block, whose messages are made in order."""
+        """Return family, entry point and message. Seeding is done once a block, whose messages are made in
+        order."""
         if number != self._next or not number % _BLOCK:
             block = number // _BLOCK
             self._source.seed(self._seed << 48 | block)

@@ -49,7 +49,7 @@ def main(target: str, seed: str, first: str, stop: str, place: str) -> int:
 
 
 def _warm_up(cases: Cases) -> None:
-    """Every entry point lets in what honest ranks send; what is loaded or kept once is there afterwards."""
+    """Hand valid messages to every entry point, so that loading is done before the memory cap."""
     source = Random(0)
     for family, entries in zip(cases.families, cases.entries, strict=True):
         for entry in entries:
@@ -61,7 +61,7 @@ def _warm_up(cases: Cases) -> None:
 
 
 class Cap:
-    """How much more memory this process can have than it has now, from message to message."""
+    """A limit on the memory that this process may take beyond what it has, for each message."""
 
     def __init__(self) -> None:
         libc = ctypes.CDLL(None)
@@ -76,12 +76,11 @@ class Cap:
         resource.setrlimit(resource.RLIMIT_AS, (self._before + 3 * length, self._most))
 
     def lift(self) -> None:
-        """Whoever alters a message may take what it likes."""
         resource.setrlimit(resource.RLIMIT_AS, (self._most, self._most))
 
 
 def _hand_in(cases: Cases, number: int, cap: Cap | None = None) -> tuple[int, str, str]:
-    """Of a message its family, what became of it, and the finding, if it is one."""
+    """Return the message's family, its outcome, and a finding if there is one."""
     if cap is not None:
         cap.lift()
     family, entry, frame = cases.case(number)

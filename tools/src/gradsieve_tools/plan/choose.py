@@ -46,7 +46,7 @@ class Plan:
 
     @property
     def plain(self) -> bool:
-        """Whether nothing is better than DDP as it is."""
+        """Return whether nothing is better than DDP as it is."""
         return self.best.option.name == self.dense.option.name
 
 
@@ -65,7 +65,6 @@ def make_plan(model: Model, costs: Costs, density: float, most_above: float) -> 
 
 
 def choose(ranked: Sequence[Prediction], most_above: float) -> Prediction:
-    """Of options of which dense is one, so that some are acceptable."""
     fair = [each for each in ranked if acceptable(each, most_above)]
     lossless = min(_to_loss(each) for each in fair if not each.option.gap.above)
     clearly = [each for each in fair if not each.option.gap.above or (1 + MARGIN) * _to_loss(each) < lossless]
@@ -108,7 +107,6 @@ def why_not(each: Prediction, best: Prediction, model: Model, most_above: float)
 
 
 def _cause(each: Prediction, model: Model) -> str:
-    """Where most of what it takes beyond computing goes."""
     link, computed = each.cost.link / each.option.every, each.cost.computed / each.option.every
     if computed > each.waited(model) - computed:
         return f"computes {_ms(computed)}"
@@ -120,7 +118,6 @@ def _ms(seconds: float) -> str:
 
 
 def recommendation(plan: Plan) -> str:
-    """In plain sentences."""
     best, plain, limit = plan.best, plan.dense, plan.model.compute
     if plan.plain:
         head = f"Use plain DDP: a step takes {_ms(plain.step)}, {_ms(plain.step - limit)} of it for exchange."

@@ -49,8 +49,6 @@ _SURELY = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is trained, on one rank."""
-
     parameters: int
     forward: float
     backward: float
@@ -84,7 +82,7 @@ Step: TypeAlias = Callable[[Option], float]  # seconds of a step with an option
 
 
 def every_option(model: Model, costs: Costs, density: float, step: Step) -> list[Option]:
-    """Each scheme once, with the codec, unit size and teams whose `step` is shortest."""
+    """Return each scheme once, with the codec, unit size and teams whose `step` is shortest."""
     chosen = [_best(list(_of_scheme(name, model, costs.world, density)), step) for name in _SCHEMES]
     budgets = [with_budget(model, costs, bits) for bits in BUDGETS]
     periods = [automatic(model, costs, every) for every in (1, *EVERY)]
@@ -93,7 +91,7 @@ def every_option(model: Model, costs: Costs, density: float, step: Step) -> list
 
 
 def named(sync: str, model: Model, costs: Costs, density: float) -> Option:
-    """One that `gradsieve bench step` measures under this name, with the settings it has there."""
+    """Return one that `gradsieve bench step` measures under this name, with the settings it has there."""
     torchs = dict(zip(["dense", "fp16", "powersgd"], _of_torch(model), strict=True))
     if sync in torchs:
         return torchs[sync]
@@ -120,7 +118,7 @@ def dense(model: Model) -> Option:
 
 
 def _in_buckets(op: AllReduce, buckets: int, costs: Costs) -> Cost:
-    """By torch itself, a few at once: they share the link, and wait for their rings' latency together."""
+    """Price torch's buckets: a few at once share the link and wait for latency together."""
     all_of_them = costs.of_ops([op], ours=False).times(buckets)
     together = buckets - math.ceil(buckets / (1 if costs.host.launch else AT_ONCE))
     return replace(all_of_them, link=all_of_them.link - together * costs.around.sum)
@@ -170,7 +168,7 @@ def with_budget(model: Model, costs: Costs, bits: float) -> Option:
 
 
 def gradients_in_four_bits(model: Model) -> Option:
-    """All of them in every step, bucket by bucket behind backward (ADR 49)."""
+    """Return all of them in every step, bucket by bucket behind backward (ADR 49)."""
     scheme, n, units = Stripes(density=1.0, values="int4"), model.parameters, model.units(UNIT_CAP_MB)
     return Option(
         "gradients, 8 bits",
@@ -184,7 +182,6 @@ def gradients_in_four_bits(model: Model) -> Option:
 
 
 def between_sites(model: Model, costs: Costs) -> Option:
-    """For links on which an exchange takes longer than a step: what arrives late costs quality."""
     fits = with_budget(model, costs, SITES_BITS).price(costs).link <= model.compute
     scheme = Stripes().at_bits(SITES_EVERY * SITES_BITS, costs.world)
     exchange = f"gradsieve.Steps(every={SITES_EVERY}, overlap={SITES_EVERY})"
@@ -200,9 +197,7 @@ _ALLOWED = 0.05  # part of a step that nobody misses
 
 
 def automatic(model: Model, costs: Costs, every: int) -> Option:
-    """What `attach(ddp, optimizer)` chooses, about: as many bits as quality needs, or as backward
-    hides, on the link and on the processor. Where rounds alone take longer, the period is as long as they
-    need, unless the user chose one."""
+    """Model what `attach(ddp, optimizer)` chooses: bits as needed or as backward hides, else a period."""
     ask = "" if every == 1 else f", exchange=gradsieve.Steps(every={every})"
     name = "auto" if every == 1 else f"auto, every {every} steps"
     silent = costs.of_scheme(Stripes(density=1e-6), model.parameters, model.units(UNIT_CAP_MB), 0.0).link

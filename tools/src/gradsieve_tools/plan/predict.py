@@ -52,8 +52,7 @@ class Prediction:
 
 
 def costs_of(profile: Profile) -> Costs:
-    """On the median pair, or the slowest where that is clearly behind: every collective waits for it. There
-    torch's rings are as they were measured: few of the pairs are in them."""
+    """Use the median pair, or the slowest if it is clearly behind: every collective waits for it."""
     median, slowest, ring = profile.links, profile.slowest_links, profile.ring
     latency = slowest.latency if slowest.latency > APART * median.latency else median.latency
     word = slowest.word if slowest.word > APART * median.word else median.word

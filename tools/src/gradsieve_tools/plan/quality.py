@@ -81,7 +81,6 @@ _EXDYNA_AT_A_THOUSANDTH = 14.5
 
 
 def measured_with(ranks: int) -> str:
-    """On what, and with how many ranks: a sentence for whoever has other ones."""
     said = "Steps needed and loss were measured on small transformers of ours with 4 ranks"
     if (near := _measured_near(ranks)) == 4:
         return f"{said}."
@@ -95,8 +94,7 @@ def _measured_near(ranks: int) -> int:
 
 
 def of_bits(bits: float, ranks: int) -> Gap:
-    """Between two budgets that were measured, between their gaps; below the smallest one nothing is known.
-    Where fewer bits ended nearer to dense, which may be chance, they count as the larger budget."""
+    """Interpolate between measured budgets; fewer bits that ended lower by chance count as more."""
     near = _measured_near(ranks)
     measured = BY_RANKS[near]
     if bits < (least := min(measured)):
@@ -116,13 +114,11 @@ def _between(measured: Mapping[float, float], bits: float) -> float:
 
 
 def of_auto(bits: float, ranks: int) -> Gap:
-    """Of a budget that is found while training runs."""
     gap = of_bits(bits, ranks)
     return gap if gap.steps is None else replace(gap, steps=_AUTO_STEPS)
 
 
 def of_scheme(name: str, density: float, exact: bool) -> Gap:
-    """Of values as they are; a scheme with rounded ones was not trained."""
     if not exact:
         return UNKNOWN
     if density == _DENSITY and name in (known := _SCHEMES | _PUBLISHED):

@@ -27,7 +27,7 @@ _LONG = ["option", "to_loss", "step_ms", "vs_dense", "of_link", "bits", "memory_
 
 
 def rows(plan: Plan, price: float | None) -> list[dict[str, Any]]:
-    """One an option, the first to have dense's loss first; before them the limit."""
+    """Return one an option, the first to have dense's loss first; before them the limit."""
     limit = predict(no_communication(plan.model), plan.model, plan.costs)
     labels = ["the limit", *(reason or "RECOMMENDED" for reason in plan.reasons)]
     return [_row(each, plan, why, price) for each, why in zip([limit, *plan.ranked], labels, strict=True)]
@@ -125,7 +125,6 @@ def _drawn(plan: Plan, most_above: float) -> list[Option]:
 
 
 def _at(option: Option, plan: Plan, rate: float) -> Option:
-    """What finds its budget finds another one on other links, and its period where nobody chose one."""
     if option.name.startswith("auto"):
         every = 1 if option.name == "auto" else option.every
         return automatic(plan.model, _with_rate(plan.costs, rate), every)
@@ -138,7 +137,7 @@ def _with_rate(costs: Costs, rate: float) -> Costs:
 
 
 def describe(model: Model, costs: Costs) -> str:
-    """What a plan is made from."""
+    """Return what a plan is made from."""
     links, host = costs.links, costs.host
     launch = f", {1e6 * host.launch:.3g} us a kernel launch, NCCL" if host.launch else ""
     return (

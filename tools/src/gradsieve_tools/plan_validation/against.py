@@ -47,7 +47,6 @@ class Cluster:
 
 
 def compare(cluster: Cluster) -> Rows:
-    """Of DDP and LocalSGD."""
     model = Model(_PARAMETERS, _FORWARD, _BACKWARD)
     rows: Rows = []
     for row in cluster.rows:
@@ -78,7 +77,6 @@ def fit_stalled(cluster: Cluster, without: float = 0.0) -> float:
 
 
 def times(row: dict[str, Any]) -> float:
-    """That an exchange took over what its bytes take around a ring."""
     bits = 2 * (_WORLD - 1) / _WORLD * 32 * _PARAMETERS
     seconds = float(row["blocked_s"]) / int(row["steps_timed"])
     return seconds * float(row["link_bps"]) / bits

@@ -66,7 +66,6 @@ class Case:
 
 
 def places(text: str) -> list[Place]:
-    """Of `4:1gbit:5ms,2:20mbit:0ms,rack.toml`, or `grid`."""
     if text == "grid":
         return [Place(*each) for each in GRID]
     found = []
@@ -118,7 +117,6 @@ def measure(case: Case, profile: Path) -> dict[str, dict[str, float]]:
 def compare(
     case: Case, profile: profiles.Profile, exchanges: dict[str, float], steps: dict[str, float]
 ) -> Rows:
-    """Of every sync that was measured."""
     costs, compute = costs_of(profile), steps["noop"] / 1e3
     model = Model(case.params, compute / 3, 2 * compute / 3, on_host=True)
     rows: Rows = []
@@ -135,7 +133,6 @@ def compare(
 
 
 def _examine(case: Case, profile: Path) -> None:
-    """By the doctor, on such a network."""
     argv = [sys.executable, "-m", "gradsieve_tools.cli.main", "doctor", "--profile", str(profile.resolve())]
     profile.unlink(missing_ok=True)
     with lab_of(asdict(case.place)) as lab:

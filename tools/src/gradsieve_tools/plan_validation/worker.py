@@ -75,7 +75,7 @@ def _of_ours(sync: str, engine: Engine, config: dict[str, Any]) -> Iterator[Exch
 
 
 class Alone:
-    """A sync's exchange without a training: random gradients, and what an optimizer does with them."""
+    """A sync's exchange without a training: random gradients, and the optimizer's part of it."""
 
     def __init__(self, sync: str, params: int, density: float, engine: Engine) -> None:
         self._sync, self._engine = sync, engine
@@ -85,7 +85,6 @@ class Alone:
         self.adapter = adapt(parameters, [self._optimizer], scheme, exchange, engine.rank, engine.world)
 
     def renew(self) -> None:
-        """What the next exchange is about."""
         for parameter in self.adapter.parameters.values():
             parameter.grad = torch.randn_like(parameter)
         if self.adapter.pipeline.exchanges_steps:

@@ -42,7 +42,7 @@ def _waiting(training: Training) -> Finding:
 
 
 def _shorter(training: Training) -> str:
-    """What the exchange takes longest for."""
+    """Return what the exchange takes longest for."""
     own = {
         name: training.median(values) or 0.0 for name, values in training.stages.items() if name != WAITING
     }
@@ -186,7 +186,7 @@ def _straggler(training: Training) -> Finding:
 
 
 def _kind(training: Training) -> str:
-    """What says how much is sent: a budget that is found or fixed, or a density."""
+    """Return what says how much is sent: a budget that is found or fixed, or a density."""
     budget = training.header.budget
     return {"": "density", "auto": "auto"}.get(budget, "fixed")
 

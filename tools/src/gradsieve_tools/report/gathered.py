@@ -77,7 +77,7 @@ class Training:
 
     @property
     def is_dense(self) -> npt.NDArray[np.bool_]:
-        """Whether all of it was sent as it is. Stripes send all elements in few bits, too."""
+        """Return whether all of it was sent as it is. Stripes send all elements in few bits, too."""
         all_elements = self.columns["density"] == 1.0
         if not self.header.scheme.startswith("stripes"):
             return np.asarray(all_elements)
@@ -85,13 +85,12 @@ class Training:
 
     @cached_property
     def engine_seconds(self) -> Array:
-        """Of all stages of an exchange, without the training's wait for them."""
         own = [values for name, values in self.stages.items() if name != WAITING]
         return np.nansum(own, axis=0) if own else np.full_like(self.columns["at"], np.nan)
 
     @cached_property
     def is_virtual(self) -> bool:
-        """All ranks ran round robin in one process: only there is xi known, and seconds say nothing there."""
+        """Return whether one process ran all ranks: only then is xi known, and seconds say nothing."""
         return bool(np.isfinite(self.columns["xi"]).any())
 
     @cached_property
@@ -120,7 +119,6 @@ class Training:
 
 
 def files_of(places: Sequence[Path]) -> list[Path]:
-    """Of folders all records in them, and files themselves."""
     found: list[Path] = []
     for place in places:
         found += sorted(place.glob(f"*{SUFFIX}")) if place.is_dir() else [place]
@@ -148,8 +146,6 @@ def gather(paths: Sequence[Path]) -> list[Training]:
 
 
 class _Rank:
-    """One rank's record as arrays: its lines would take ten times the memory."""
-
     def __init__(self, path: Path, every: int) -> None:
         self.path = path
         whole = Whole(path)

@@ -144,7 +144,6 @@ def _shown(chart: Chart) -> str:
 
 
 def charts(training: Training) -> list[Chart]:
-    """Those for which there are figures."""
     header, columns = training.header, training.columns
     has_target = header.density < 1.0 and not header.scheme.startswith("stripes")  # they may have a budget
     target = header.density if has_target else None
@@ -177,7 +176,6 @@ def charts(training: Training) -> list[Chart]:
 
 
 def _sparse(training: Training, values: Array) -> Array:
-    """Without the flush at the end of a training, which would flatten all that was before it."""
     if not _has_flush(training):
         return values
     kept: Array = values.copy()
@@ -256,7 +254,6 @@ def _over_steps(
 
 
 def _now_and_then(training: Training, title: str, unit: str, figures: dict[str, Array]) -> Chart | None:
-    """Of figures that need a pass over the model, which a record takes every so many steps."""
     every, last = training.header.every, int(training.steps[-1])
     if last >= 2 * every:
         return _over_steps(training, title, unit, figures, from_zero=True)
@@ -312,7 +309,7 @@ def _stages(training: Training) -> Chart | None:
 
 
 def _timeline(training: Training) -> list[Chart | None]:
-    """Which rank waited for whom."""
+    """Draw which rank waited for whom."""
     waits = training.waits
     if not np.isfinite(waits).any():
         return []

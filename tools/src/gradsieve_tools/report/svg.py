@@ -33,8 +33,6 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """From figures to places in a picture."""
-
     low: float
     high: float
     start: float
@@ -104,7 +102,7 @@ def lines(
     from_zero: bool = False,
     mark: float | None = None,
 ) -> str:
-    """One line each over steps, its band faint; `mark` is drawn across. `ends` are the axis's."""
+    """Draw one line each over steps, its band faint; `mark` is drawn across. `ends` are the axis's."""
     shown = [] if mark is None else [mark]
     low, high, log = _range(series, from_zero, shown)
     across, up = _axes(ends, low, high, log)
@@ -179,7 +177,7 @@ def grid(
 
 
 def bars(names: Sequence[str], values: Sequence[float], unit: str, colour: str) -> str:
-    """One below the other, with their figures."""
+    """Draw bars one below the other, with their figures."""
     most = max(values) or 1.0
     parts = []
     for row, (name, value) in enumerate(zip(names, values, strict=True)):
@@ -217,7 +215,6 @@ def _steps_axis(across: Axis, bottom: float) -> list[str]:
 
 
 def _pieces(*rows: Array) -> list[slice]:
-    """Where all of them are known."""
     known = np.concatenate([[False], np.isfinite(rows).all(axis=0), [False]])
     edges = np.flatnonzero(np.diff(known.astype(int)))
     return [slice(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True)]

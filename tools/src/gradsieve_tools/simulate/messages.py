@@ -33,8 +33,6 @@ Sizes: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One op of all ranks, without its values."""
-
     kind: str
     sizes: Sizes  # bytes each rank hands over; for an all-to-all a row a sender, a column a receiver
     to: Ranks | None = None  # receivers of an exchange
@@ -65,7 +63,6 @@ class Round:
 
     @property
     def most_messages(self) -> int:
-        """That one rank sends."""
         return int(np.bincount(self.sources).max()) if self.sources.size else 0
 
     @property
@@ -75,8 +72,6 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What a message costs on an idle network, to choose between two ways."""
-
     message: float  # seconds, however short
     byte: float  # seconds for one more
 
@@ -86,7 +81,7 @@ class Price:
 
 
 def call_of(ops: Sequence[Op]) -> Call:
-    """What all ranks asked for; ops are of one kind, as `lockstep` has seen to it."""
+    """Return what all ranks asked for; ops are of one kind, as `lockstep` has seen to it."""
     first = ops[0]
     if isinstance(first, AllToAll):
         row = first.tensor[:1].numel() * first.tensor.element_size() if first.tensor.numel() else 0
@@ -111,13 +106,11 @@ def rounds_of(call: Call, collectives: Collectives, price: Price) -> list[Round]
 
 
 def _to_rank(call: Call, hop: int, sizes: Any, times: int = 1) -> Round:
-    """From everybody to the rank `hop` places further."""
     ranks = np.arange(call.world)
     return _sent(ranks, (ranks + hop) % call.world, np.broadcast_to(sizes, ranks.shape), times)
 
 
 def _sent(sources: Ranks, targets: Ranks, sizes: Sizes, times: int = 1) -> Round:
-    """Without messages to oneself and empty ones, which no engine sends."""
     real = (sources != targets) & (sizes > 0)
     return Round(sources[real], targets[real], np.asarray(sizes)[real], times)
 
@@ -157,7 +150,7 @@ def _as_it_is(call: Call) -> list[Round]:
 
 
 def _doubling(world: int) -> list[tuple[int, int]]:
-    """What is held before a round, and what the round adds to it."""
+    """Return what is held before a round, and what the round adds to it."""
     return [(1 << power, min(1 << power, world - (1 << power))) for power in range((world - 1).bit_length())]
 
 

@@ -50,8 +50,6 @@ class Platform:
 
 @dataclass(slots=True)
 class Carried:
-    """What some calls took."""
-
     seconds: float = 0.0
     rounds: int = 0
     sent: float = 0.0  # bytes of the busiest rank of each round
@@ -84,8 +82,8 @@ class Network:
         every: bool = False,
         heard: Callable[[int], None] = lambda rounds: None,
     ) -> Carried:
-        """One op of all ranks. `every`: each round is simulated, also those that are like others. `heard` is
-        called with how many rounds a simulated one stands for."""
+        """Simulate one op of all ranks. `every`: each round, also those alike. `heard` is called with rounds
+        done."""
         carried = Carried()
         for one in _sampled(rounds_of(call, collectives, self.platform.price), every):
             repeats = one.times if every else 1
@@ -167,7 +165,6 @@ def python_with_simgrid() -> str | None:
 
 
 def require() -> str:
-    """The same, or an error that says what to install."""
     python = python_with_simgrid()
     if python is not None:
         return python
@@ -190,7 +187,7 @@ def run(
 
 
 def _sampled(rounds: list[Round], every: bool) -> list[Round]:
-    """Of those that are alike at most `FEW_ROUNDS`, each as often as it has neighbours that it stands for."""
+    """Keep at most `FEW_ROUNDS` of rounds that are alike, each standing for its neighbours."""
     if every or len(rounds) <= FEW_ROUNDS or not all(one.alike for one in rounds):
         return rounds
     edges = np.linspace(0, len(rounds), FEW_ROUNDS + 1).round().astype(int)

@@ -26,7 +26,7 @@ _CHASSIS, _PER_ROUTER = 4, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wires:
-    """What the links are made of. Rates in bytes a second, delays in seconds, one way."""
+    """Rates in bytes a second, delays in seconds, one way."""
 
     rate: float
     delay: float

@@ -43,8 +43,6 @@ Heard = Callable[[float], None]  # called with the finished part of a rank's ste
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of a recording."""
-
     n: int
     k: int
 
@@ -54,8 +52,6 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One exchange of a unit."""
-
     calls: list[Call]
     size: Size
     scaled: bool  # false: the messages are those of the generators as they are
@@ -74,12 +70,11 @@ def recorded(scheme: Scheme[Any], n: int, world: int, heard: Heard = lambda part
 
 
 def steps_of(scheme: Scheme[Any]) -> int:
-    """What is sent round robin is as long in the first step as in any."""
+    """Return how many steps are run: what is sent round robin is as long in the first step as in any."""
     return STEPS if scheme.remembers and not scheme.round_robin else 1
 
 
 def rank_steps(scheme: Scheme[Any], n: int, world: int) -> int:
-    """That `heard` will be called with."""
     recordings = 1 if scheme.round_robin or affordable(scheme, n, world).k == scheme.k(n) else 2
     return recordings * steps_of(scheme) * world
 
@@ -106,7 +101,6 @@ def _thinner(scheme: Scheme[Any], n: int, world: int) -> Size:
 
 
 def effort(scheme: Scheme[Any]) -> float:
-    """Of a rank's step at a thousand ranks, about, against others': for a progress bar."""
     if scheme.lossless or scheme.no_comm:
         return 0.1
     return 1.0 if builds_up(scheme) or (scheme.reads_parts and not scheme.round_robin) else 4.0
@@ -114,7 +108,7 @@ def effort(scheme: Scheme[Any]) -> float:
 
 @functools.cache
 def builds_up(scheme: Scheme[Any]) -> bool:
-    """Whether an update has more elements where there are more ranks."""
+    """Return whether an update has more elements where there are more ranks."""
     few = Size(2**14, 2**8)
     teams = getattr(scheme, "teams", 1)
     return _Ranks(scheme, few, 4 * teams if isinstance(teams, int) else 4).count > 1.5 * few.k

@@ -235,7 +235,6 @@ def growth(worlds: NDArray[np.float64], seconds: NDArray[np.float64]) -> Law:
 
 
 def _beside_others(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """With each row's efficiency and its step over dense's, in order of worlds."""
     found = []
     for row in rows:
         same_world = {other["scheme"]: other for other in rows if other["world"] == row["world"]}

@@ -6,7 +6,6 @@ It sends one message at its end, JSON: all its looks.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import sys
 import time
@@ -24,7 +23,7 @@ from torch.distributed import PrefixStore, TCPStore
 from gradsieve import Gradients, attach, record
 from gradsieve.errors import GradsieveError
 from gradsieve.parallel.ddp import DdpSync
-from gradsieve_tools.faults.trained import DONE, Tell
+from gradsieve_tools.chaos.fleet import DONE, Tell, teller
 from gradsieve_tools.soak.verdicts import Look
 
 EVALUATES, FLUSHES, SAVES, ASKS = 50, 400, 500, 10  # steps from one to the next
@@ -132,7 +131,6 @@ class SoakTraining:
 
 
 def be_rank(rank: int, soak: Soak, pipe: Any) -> None:
-    """With the kernels that users have."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    sys.exit(SoakTraining(rank, soak, lambda message: pipe.send_bytes(json.dumps(message).encode())).run())
+    sys.exit(SoakTraining(rank, soak, teller(pipe)).run())

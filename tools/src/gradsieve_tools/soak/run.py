@@ -6,9 +6,8 @@ import tempfile
 from collections.abc import Callable
 
 from gradsieve.errors import GradsieveError
+from gradsieve_tools.chaos.fleet import DONE, Fleet
 from gradsieve_tools.emulation.stores import store_at
-from gradsieve_tools.faults.fleet import Fleet
-from gradsieve_tools.faults.trained import DONE
 from gradsieve_tools.soak.rank import Soak, be_rank
 from gradsieve_tools.soak.verdicts import Line, Look, verdict_of
 

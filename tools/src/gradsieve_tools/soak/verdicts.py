@@ -16,8 +16,6 @@ FEWEST = 8  # readings after the warm-up that a verdict needs
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """At one rank, after so many steps."""
-
     step: int
     memory_kb: float  # resident
     objects: float
@@ -27,8 +25,6 @@ class Look:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One measure of one rank, over a whole run."""
-
     scheme: str
     rank: int
     measure: str

@@ -95,7 +95,7 @@ class Campaign:
         self._is_stopping = False
 
     def run(self) -> Iterator[Fault]:
-        """Each fault, when it was recovered from."""
+        """Yield each fault when it was recovered from."""
         with self._nodes(self._run, 10**9, 0.05, "disturbed") as nodes:
             for _ in range(COUNT):
                 nodes.start()
@@ -190,7 +190,6 @@ class Campaign:
             self._wait(_LOOK)
 
     def _wait(self, seconds: float) -> None:
-        """And read back what was saved meanwhile."""
         deadline = time.monotonic() + seconds
         while True:
             self._read_back()
@@ -210,7 +209,7 @@ class Campaign:
 
 
 def damage(folder: Path) -> str:
-    """What is wrong with a checkpoint, or nothing."""
+    """Return what is wrong with a checkpoint, or nothing."""
     try:
         manifest = files.read_manifest(folder)
         for rank in range(manifest.world):
@@ -225,7 +224,6 @@ def damage(folder: Path) -> str:
 
 
 def _generations(nodes: Nodes) -> list[int]:
-    """With which step each began, in their order: the steps only grow."""
     return sorted(int(step) for node in nodes.all for step in _BEGINS.findall(node.log))
 
 

@@ -41,7 +41,6 @@ class Node:
         return self.process.poll() is None
 
     def workers(self) -> list[int]:
-        """Of the generation that is running."""
         found: list[int] = []
         with contextlib.suppress(OSError):  # the agent has ended meanwhile
             for task in Path(f"/proc/{self.process.pid}/task").iterdir():
@@ -49,14 +48,14 @@ class Node:
         return found
 
     def kill_worker(self) -> bool:
-        """Whether there was one."""
+        """Kill a worker, and return whether there was one."""
         workers = self.workers()
         for pid in workers:
             kill(pid)
         return bool(workers)
 
     def kill(self) -> None:
-        """As a host that loses its power, except that the kernel closes connections."""
+        """Kill a node as a power loss would, except that the kernel closes connections."""
         workers = self.workers()
         self.process.kill()
         for pid in workers:
@@ -64,13 +63,11 @@ class Node:
         self.process.wait()
 
     def give_notice(self) -> None:
-        """As who takes spot nodes back does. torchrun hands it on to its workers, waits and ends."""
+        """Send SIGTERM to the agent; torchrun hands it on to its workers, waits and ends."""
         self.process.send_signal(signal.SIGTERM)
 
 
 class Nodes:
-    """All nodes of one training, those that have gone too."""
-
     def __init__(
         self, folder: Path, script: Sequence[str], count: str, environment: Mapping[str, str] | None = None
     ) -> None:
@@ -106,7 +103,7 @@ class Nodes:
         return [node for node in self.all if node.is_running]
 
     def start(self) -> Node:
-        """One more."""
+        """Start one more node."""
         log = self._folder / f"node-{len(self.all)}.log"
         command = [*self._command, "--rdzv-id", f"job-{self._job}", *self._script]
         with log.open("wb") as out:
@@ -117,7 +114,7 @@ class Nodes:
         return self.all[-1]
 
     def begin_anew(self) -> None:
-        """As whoever schedules jobs does when a launcher has failed: with no agent of before."""
+        """Start all nodes again, without the agents of before."""
         for node in self.running:
             node.kill()
         self._job += 1
@@ -146,7 +143,7 @@ def kill(pid: int) -> None:
 
 
 def wait_for(nodes: Sequence[Node], seconds: float) -> bool:
-    """Whether all of these have ended by themselves, and well, within that time."""
+    """Return whether all of these have ended by themselves, and well, within that time."""
     deadline = time.monotonic() + seconds
     while any(node.is_running for node in nodes) and time.monotonic() < deadline:
         time.sleep(0.05)

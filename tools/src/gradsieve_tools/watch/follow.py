@@ -21,15 +21,12 @@ _MOST_FILES = 1024
 
 @dataclass(slots=True)
 class Rank:
-    """What is known of one rank."""
-
     header: Header
     changed: float  # time.time() of the last growth
     lines: deque[Line] = field(default_factory=lambda: deque(maxlen=WINDOW))
     kept: dict[str, float] = field(default_factory=dict)  # last values of figures that only some steps have
 
     def take(self, line: Line) -> None:
-        """Of a step that was taken again after a restart the later line."""
         while self.lines and self.lines[-1].step >= line.step:
             self.lines.pop()
         if not self.lines:

@@ -44,7 +44,6 @@ def frame(folder: Folder) -> RenderableType:
 
 
 def plain(text: str, most: int = 120) -> str:
-    """Of a name from a file: no more than fits a line."""
     return printable(text)[:most]
 
 
@@ -73,7 +72,6 @@ def _training(ranks: Sequence[Rank]) -> list[RenderableType]:
 
 
 def _step_seconds(ranks: Sequence[Rank]) -> float | None:
-    """For one exchange, the median."""
     gaps = [
         (after.at - before.at) / (after.step - before.step)
         for rank in ranks

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,10 @@ from torch import Tensor
 
 from gradsieve.errors import ConfigError
 from gradsieve_tools.bench.accuracy import measure as accuracy
-from gradsieve_tools.bench.accuracy import plot as accuracy_plot
 from gradsieve_tools.bench.accuracy import rivals
 from gradsieve_tools.bench.accuracy.measure import Case
 from gradsieve_tools.bench.common import virtual
 from gradsieve_tools.bench.common.machine import one_thread
-from gradsieve_tools.bench.rivals.base import all_reduce_bytes
 from gradsieve_tools.bench.tasks import training as tasks
 from gradsieve_tools.cli.main import main
 from gradsieve_tools.results import table
@@ -55,22 +52,6 @@ def test_dense_and_torchs_hooks_are_trained_once_whatever_treatments_and_densiti
     plain = [case for case in found if case.sync != "exdyna"]
     assert {(case.treatment, case.density) for case in plain} == {("default", 1.0)}
     assert {case.steps for case in found} == {tasks.TASKS["cnn"].steps, tasks.TASKS["lstm"].steps}
-
-
-def test_a_sync_may_have_a_treatment_of_its_own() -> None:
-    syncs = ["exdyna", "exdyna@paper", "topk@steps:every=2"]
-    found = accuracy.cases(["cnn"], syncs, ["default", "paper"], [0.01], [], [4], 1, True, None)
-    assert [(case.sync, case.treatment) for case in found] == [
-        ("exdyna", "default"),
-        ("exdyna", "paper"),
-        ("topk", "steps:every=2"),
-    ]
-
-
-def test_steps_can_be_fewer() -> None:
-    assert [
-        case.steps for case in accuracy.cases(["cnn"], ["dense"], ["default"], [1.0], [], [4], 1, True, 7)
-    ] == [7]
 
 
 def test_ranks_that_cannot_share_a_batch_are_refused() -> None:
@@ -144,37 +125,6 @@ def test_a_foreign_record_is_named(tmp_path: Path, spoil: Callable[[dict[str, An
         accuracy.read(tmp_path)
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"case": 3}', b'{"rows": []}'])
-def test_a_broken_file_is_named(tmp_path: Path, text: bytes) -> None:
-    (tmp_path / "mine.json").write_bytes(text)
-    with pytest.raises(ConfigError, match=r"mine\.json"):
-        accuracy.read(tmp_path)
-
-
-def test_half_a_file_is_no_training(tmp_path: Path) -> None:
-    (tmp_path / (CASE.file + ".part")).write_text("{")
-    assert accuracy.read(tmp_path) == []
-    assert accuracy.missing([CASE], tmp_path) == [CASE]
-
-
-def test_a_training_that_failed_is_named() -> None:
-    refused: Future[None] = Future()
-    refused.set_exception(ConfigError("there are no images"))
-    with pytest.raises(ConfigError, match=f"{CASE.file}: there are no images"):
-        accuracy._expect_good(refused, CASE)
-    broken: Future[None] = Future()
-    broken.set_exception(ZeroDivisionError("no ranks"))
-    with pytest.raises(RuntimeError, match=f"{CASE.file}: ZeroDivisionError: no ranks") as caught:
-        accuracy._expect_good(broken, CASE)
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
-
-
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "runs").write_text("a file")
-    with pytest.raises(ConfigError, match="runs"):
-        accuracy.measure([CASE], tmp_path / "runs", 1, lambda *_: None)
-
-
 # -- what the table says ----------------------------------------------------------------------------------
 
 
@@ -187,22 +137,6 @@ def test_rows_are_means_over_seeds_and_gaps_in_points_of_accuracy() -> None:
     assert (second["sync"], second["seeds"], second["final"]) == ("exdyna", 2, 0.895)
     assert second["gap"] == pytest.approx(1.5)  # 1 and 2 points, seed by seed; below dense is above zero
     assert second["gap_spread"] == pytest.approx(math.sqrt(0.5), abs=1e-3)
-
-
-def test_the_gap_of_a_loss_is_in_per_cent_and_below_zero_where_it_is_less() -> None:
-    lstm, sparse = replace(CASE, task="lstm"), replace(SPARSE, task="lstm")
-    for value, gap in ((2.5, 25.0), (1.9, -5.0)):
-        assert accuracy.rows([(lstm, course(2.0)), (sparse, course(value))])[1]["gap"] == pytest.approx(gap)
-
-
-@pytest.mark.parametrize(
-    "change", [{"world": 8}, {"steps": 11}, {"mixed": False}, {"task": "mlp"}, {"seed": 1}]
-)
-def test_without_dense_of_the_same_kind_there_is_no_gap(change: dict[str, Any]) -> None:
-    (row,) = accuracy.rows([(SPARSE, course(0.5))])
-    assert (row["final"], row["gap"], row["gap_spread"], row["spread"]) == (0.5, None, None, None)
-    rows = accuracy.rows([(SPARSE, course(0.5)), (replace(CASE, **change), course(0.6))])
-    assert rows[0]["gap"] is None
 
 
 def test_a_training_that_diverged_has_no_mean_and_breaks_neither_table_nor_json(tmp_path: Path) -> None:
@@ -224,35 +158,6 @@ def test_a_training_that_diverged_has_no_mean_and_breaks_neither_table_nor_json(
     assert row["fidelity"] == 0.5
     json.dumps([dense, row], allow_nan=False)
     assert "nan" not in table([dense, row], accuracy.COLUMNS)
-
-
-# -- the picture ------------------------------------------------------------------------------------------
-
-
-def test_a_line_is_the_mean_of_its_seeds_between_the_least_and_the_most() -> None:
-    found = [
-        (SPARSE, course(0.2, 0.4)),
-        (replace(SPARSE, seed=1), course(0.4, 0.8)),
-        (CASE, course(0.5, math.nan)),
-    ]
-    dense, sparse = accuracy_plot.lines_of(found)
-    assert (dense.steps, dense.mean) == ([1], [0.5])  # dense first, and only where it is finite
-    assert sparse.seeds == 2
-    assert sparse.mean == pytest.approx([0.3, 0.6])
-    assert (sparse.least, sparse.most) == ([0.2, 0.4], [0.4, 0.8])
-
-
-def test_the_first_climb_is_cut_off() -> None:
-    values = [0.1, 0.2, 0.8, 0.82, 0.84, 0.86, 0.88, 0.9, 0.92, 0.94]
-    bottom, top = accuracy_plot.limits(list(accuracy_plot.lines_of([(CASE, course(*values))])))
-    assert 0.1 < bottom < 0.2
-    assert 0.94 < top < 1.0
-
-
-def test_a_picture_is_drawn_also_when_all_diverged(tmp_path: Path) -> None:
-    path = tmp_path / "curves.png"
-    accuracy_plot.plot([(CASE, course(math.nan)), (replace(CASE, task="lstm"), course(2.0, 1.0))], path)
-    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 # -- trainings --------------------------------------------------------------------------------------------
@@ -290,27 +195,6 @@ def test_dense_on_virtual_ranks_is_plain_sgd_and_steps_are_counted(monkeypatch: 
     assert ended.values[-1] < 0.9 * ended.values[0]
 
 
-@pytest.mark.usefixtures("tiny")
-def test_a_sparse_training_sends_less_and_is_looked_at() -> None:
-    dense, sparse = (
-        accuracy.train(Case(task=TASK, sync=sync, density=0.1, steps=60), lambda: None)
-        for sync in ("dense", "exdyna")
-    )
-    assert sparse.bytes_sent < dense.bytes_sent / 2
-    assert sparse.density < 0.5 < dense.density
-    assert (len(sparse.fidelity), len(dense.fidelity)) == (1, 0)
-
-
-@pytest.mark.parametrize(
-    ("steps", "times"), [(1, 1), (49, 1), (100, 2), (999, 19), (1000, 20), (4680, virtual.EVALUATIONS)]
-)
-def test_evaluations_are_spread_evenly_and_the_last_step_has_one(steps: int, times: int) -> None:
-    evaluated = sorted(virtual.looks(steps))
-    assert len(evaluated) == times
-    assert evaluated[0] >= 1
-    assert evaluated[-1] == steps
-
-
 # -- rivals -----------------------------------------------------------------------------------------------
 
 
@@ -326,70 +210,7 @@ def test_powersgd_moves_both_factors_of_matrices_and_all_of_the_rest() -> None:
     )
 
 
-def test_bytes_of_a_rivals_step() -> None:
-    shapes = [(100, 50)]
-    dense = all_reduce_bytes(4 * 5000, 4)
-    assert rivals.parse("fp16").bytes_sent(shapes, 4, 10) == dense / 2
-    factors = rivals.powersgd_bytes(shapes, 3, 4)
-    assert rivals.parse("powersgd:rank=3").bytes_sent(shapes, 4, 10) == (2 * dense + 8 * factors) / 10
-    assert rivals.parse("powersgd").bytes_sent(shapes, 4, 1) == dense
-    assert rivals.parse("torchft-diloco:every=20").bytes_sent(shapes, 4, 100) == dense / 20
-
-
-def test_rivals_as_text() -> None:
-    assert rivals.parse("powersgd").rank == 2
-    assert rivals.parse("powersgd:rank=7").rank == 7
-    assert rivals.is_rival("powersgd:rank=7")
-    assert not rivals.is_rival("exdyna")
-    for wrong in (
-        "powersgd:rank=0",
-        "powersgd:rank=many",
-        "powersgd:teams=2",
-        "fp16:rank=2",
-        "powersgd:name=x",
-        "torchft-diloco:every=0",
-        "torchft-diloco:name=x",
-        "torchft-local-sgd:momentum=0.5",
-    ):
-        with pytest.raises(ConfigError):
-            rivals.parse(wrong)
-
-
 # -- the command ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--tasks", "chess"], "no task is called 'chess'"),
-        (["--syncs", "powersgd:rank=0"], "from 1 up"),
-        (["--syncs", "dense,magic"], "magic"),
-        (["--treatments", "magic"], "there are no exchange settings 'magic'"),
-        (["--densities", "2"], "2"),
-        (["--world", "3"], "3 ranks cannot share"),
-        (["--json", "{folder}/rows.json"], "write the rows to another folder"),
-    ],
-)
-def test_what_cannot_work_is_said_before_anything_runs(
-    options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["bench", "accuracy", "--folder", str(tmp_path), *options]
-    try:
-        code: Any = main([part.format(folder=tmp_path) for part in command])
-    except SystemExit as end:  # argparse's way
-        code = end.code
-    assert code == 2
-    assert said in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_broken_file_is_said_before_anything_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "old.json").write_text("{")
-    assert main(["bench", "accuracy", "--folder", str(tmp_path), "--tasks", "cnn"]) == 2
-    assert "old.json" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["old.json"]
 
 
 def test_what_is_there_is_shown_without_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

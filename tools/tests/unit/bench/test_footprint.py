@@ -15,6 +15,7 @@ PARAMS = 4 * 2048**2
 """64 MB: large beside what two processes differ in anyway."""
 
 
+@pytest.mark.nightly
 def test_the_command_sees_residuals_and_what_a_step_needs(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from gradsieve_tools.bench.common.idle import Device, Drift, Idle, batch, emulate
+from gradsieve_tools.bench.common.idle import Device, Idle, batch
 
 
 class Clock:
@@ -47,56 +44,3 @@ def test_a_host_that_runs_ahead_has_queued_it_in_a_tenth(clock: Clock) -> None:
     assert device.busy_until == pytest.approx(100.3, abs=0.01)
     device.wait()
     assert clock.now == pytest.approx(device.busy_until)
-
-
-class Engine:
-    """Runs what it is given at once."""
-
-    def call(self, call: Any, where: torch.device) -> Future[Any]:
-        done: Future[Any] = Future()
-        done.set_result(call())
-        return done
-
-    def perform(self, op: str) -> str:
-        time.sleep(0.05)
-        if op == "broken":
-            raise RuntimeError("broken")
-        return op
-
-
-class Sync:
-    def __init__(self) -> None:
-        self.engine, self.pipeline = Engine(), SimpleNamespace(timer=SimpleNamespace())
-
-
-def test_what_the_engine_reads_is_there_when_the_device_has_come_so_far(clock: Clock) -> None:
-    sync, device = Sync(), Device(0.3, ahead=True)
-    emulate(sync, device, spins=False)  # type: ignore[arg-type]
-    device.launch(1.0)
-    assert sync.pipeline.timer.moment() == pytest.approx(101.0), "when the device will be there"
-    read = sync.engine.call(lambda: clock.now, torch.device("cpu"))
-    assert read.result() == pytest.approx(101.0)
-
-
-def test_a_thread_that_spins_needs_a_processor_and_gets_its_reply() -> None:
-    sync = Sync()
-    emulate(sync, Device(0.3), spins=False)  # type: ignore[arg-type]
-    begun = time.thread_time()
-    sync.engine.perform("op")
-    waited = time.thread_time() - begun
-    emulate(sync, Device(0.3), spins=True)  # type: ignore[arg-type]
-    begun = time.thread_time()
-    assert sync.engine.perform("op") == "op"
-    assert time.thread_time() - begun > 2 * waited
-    with pytest.raises(RuntimeError, match="broken"):
-        sync.engine.perform("broken")
-
-
-def test_the_optimizer_moves_everything_within_sixteen_steps() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(160))
-    optimizer = Drift([parameter], seed=1)
-    optimizer.step()
-    assert int((parameter != 0).sum()) == 10
-    for _ in range(15):
-        optimizer.step()
-    assert int((parameter != 0).sum()) == 160

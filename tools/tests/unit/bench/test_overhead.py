@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from gradsieve.comm.ops import AllReduce
-from gradsieve.errors import ConfigError
 from gradsieve.types import Program
 from gradsieve_tools.bench import overhead
 from gradsieve_tools.bench.common.clock import Clock
-from gradsieve_tools.bench.overhead import Case, Rank, bare, cases, kernels_here, measure, step
+from gradsieve_tools.bench.overhead import Case, Rank, kernels_here, step
 from gradsieve_tools.cli.main import main
 
 
@@ -47,13 +45,6 @@ def test_only_a_program_s_own_work_is_counted(clock: list[float]) -> None:
     assert counted.seconds == 7.0
 
 
-def test_bare_adds_and_fills_all_of_both() -> None:
-    a, b = [torch.ones(3), torch.ones(2)], [torch.full((3,), 2.0), torch.full((2,), 5.0)]
-    assert bare(a, b) >= 0.0
-    assert [x.tolist() for x in a] == [[3.0] * 3, [6.0] * 2]
-    assert all(not y.any() for y in b)
-
-
 @pytest.mark.parametrize("exchange", ["steps", "gradients"])
 @torch.no_grad()
 def test_the_ranks_take_real_steps(exchange: overhead.ExchangeOf) -> None:
@@ -73,74 +64,6 @@ def test_the_ranks_take_real_steps(exchange: overhead.ExchangeOf) -> None:
     for work in works:
         assert set(work.stages) == expected | ({"check"} if exchange == "steps" else set())
         assert work.seconds > 0.0
-
-
-def test_gradients_differ_between_ranks_and_steps() -> None:
-    case, noise = Case("exdyna", "gradients", 2, 4096, 0.1), torch.randn(16_384)
-    ranks = [Rank(case, rank) for rank in range(2)]
-
-    def drawn(rank: Rank) -> Tensor:
-        with torch.no_grad():
-            rank.train(noise)
-        return rank.gradients[0].clone()
-
-    first, second, other = drawn(ranks[0]), drawn(ranks[0]), drawn(ranks[1])
-    assert not torch.equal(first, second)
-    assert not torch.equal(first, other)
-
-
-def test_rows_are_the_fast_kernel_first_and_say_where_the_time_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overhead, "WARM", 2)
-    monkeypatch.setattr(overhead, "ROUNDS", 3)
-    done = []
-    (case,) = cases(["dense"], 2, 5000, 0.1)
-    rows = measure(case, lambda amount, doing: done.append(amount))
-    assert [row["kernel"] for row in rows] == kernels_here()
-    assert sum(done) == overhead.work(case)
-    for row in rows:
-        assert row["params"] == 2 * 2048
-        assert len(row["ratio_all"]) == 3
-        assert sorted(row["ratio_all"])[1] == row["ratio"]
-        assert row["density"] == 1.0
-        assert set(row["stage_ms"]) == {"accumulate", "select", "apply", "commit"}
-    assert overhead.by_stage(rows)[0]["kernel"] == kernels_here()[0]
-
-
-def test_the_fast_kernel_is_left_out_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overhead.kernels, "active", lambda: "torch (ImportError: no numba)")
-    assert kernels_here() == ["torch"]
-
-
-def test_a_lossless_scheme_exchanges_gradients_alone() -> None:
-    found = cases(["exdyna", "dense"], 2, 1000, 0.1)
-    assert [(case.scheme, case.exchange) for case in found] == [
-        ("exdyna", "steps"),
-        ("exdyna", "gradients"),
-        ("dense", "gradients"),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--params", "1e12"], "GiB"),
-        (["--world", "1"], "2 or more"),
-        (["--density", "0"], "density must be above 0"),
-        (["--json", "/no/such/folder/x.json"], "/no/such/folder"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_measuring(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "overhead", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
-
-
-def test_a_size_that_does_not_fit_is_an_error_of_ours() -> None:
-    with pytest.raises(ConfigError, match=r"lower --params or --world"):
-        cases(["exdyna"], 1000, 10**9, 0.001)
 
 
 def test_the_command_prints_two_tables_and_writes_its_rows(

@@ -42,22 +42,8 @@ def test_every_sync_goes_on_with_the_rate_that_ended_best(task: str, sign: int) 
     assert chosen(found) == {"dense": {1.0}, "demo": {2.0}, "sparta": {0.5}}
 
 
-def test_dense_is_there_at_the_tasks_own_rate_too() -> None:
-    assert chosen(kept({"dense": (3, 2, 1)}, "transformer")) == {"dense": {1.0, 2.0}}
-
-
 def test_a_rate_that_diverged_is_not_the_best() -> None:
     assert chosen(kept({"demo": (2, 1, float("nan"))}, "transformer")) == {"demo": {1.0}}
-
-
-def test_budgets_have_rates_of_their_own() -> None:
-    found = [
-        (replace(case, bits=bits), course)
-        for bits, finals in ((0.75, (3, 2, 1)), (0.35, (1, 2, 3)))
-        for case, course in kept({"stripes": finals}, "transformer")
-    ]
-    rates = {(case.bits, case.rate) for case in accuracy.at_own_rates([case for case, _ in found], found)}
-    assert rates == {(0.75, 2.0), (0.35, 0.5)}
 
 
 def test_trials_are_all_settings_and_rates_of_a_sync_with_the_first_seed() -> None:

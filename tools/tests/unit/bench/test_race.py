@@ -9,7 +9,6 @@ import pytest
 
 from gradsieve.errors import ConfigError
 from gradsieve_tools.bench.race import logs, rules
-from gradsieve_tools.bench.race.plot import plot
 from gradsieve_tools.cli.main import main
 
 
@@ -59,17 +58,7 @@ def test_the_command_prints_it_and_draws(folder: Path, capsys: pytest.CaptureFix
     assert picture.stat().st_size > 10_000
 
 
-def test_a_run_without_an_end_is_left_out(folder: Path) -> None:
-    path = logs.path_of(folder, "1M", "100mbit", "auto", 0)
-    path.write_text("\n".join(path.read_text().splitlines()[:-1]))
-    assert logs.read(path) is None
-    (row,) = [row for row in logs.table(logs.read_all(folder)) if row["entry"] == "auto"]
-    assert row["reached"] == "1 of 1"
-
-
 def test_what_is_no_log_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="no log of seed 0"):
-        plot([log for log in logs.read_all(folder) if log.seed == 1], folder / "race.png")
     (folder / "other.jsonl").write_text('{"entry": "x"}\n{"step": 1}\n')
     with pytest.raises(ConfigError, match=r"other\.jsonl is no log of `gradsieve bench race`"):
         logs.read_all(folder)
@@ -86,25 +75,3 @@ def test_an_entry_is_a_name_or_any_command() -> None:
     assert list(rules.in_order([rules.entry("auto")])) == ["dense", "auto"]
     with pytest.raises(ConfigError, match="same name"):
         rules.in_order([rules.entry("auto"), rules.entry("auto")])
-
-
-def test_all_are_told_the_same_but_that_dense_has_one_budget(tmp_path: Path) -> None:
-    (tmp_path / "text.json").write_text('{"tokens_sha256": "ab"}')
-    plan = rules.Plan(tmp_path, "1M", 4, 600, 900.0)
-    dense, auto = plan.told("dense", 1), plan.told("auto", 1)
-    place = dense.index("--steps") + 1
-    assert (dense[place], auto[place]) == ("600", "1200")
-    assert dense[:place] + dense[place + 1 :] == auto[:place] + auto[place + 1 :]
-
-
-def test_a_race_that_cannot_be_run_is_refused_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ConfigError, match=r"has no tokens .*prepare\.py"):
-        rules.Plan(tmp_path, "1M", 4, 600, 900.0)
-    with pytest.raises(ConfigError, match="multiple of 20"):
-        rules.Plan(tmp_path, "1M", 4, 610, 900.0)
-    assert main(["bench", "race", "--logs", str(tmp_path)]) != 0
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="in a clone of the repository"):
-        rules.entry("dense")

@@ -13,18 +13,14 @@ from transcripts import SEED
 
 from gradsieve import Steps
 from gradsieve.comm import lockstep
-from gradsieve.errors import ConfigError
 from gradsieve.types import Ctx
 from gradsieve_tools.bench.accuracy import measure as accuracy
-from gradsieve_tools.bench.accuracy.measure import Case
 from gradsieve_tools.bench.common import virtual
-from gradsieve_tools.bench.common.models import Transformer
 from gradsieve_tools.bench.rivals import runs as rival_runs
 from gradsieve_tools.bench.rivals.base import Part, RivalRun, flat
 from gradsieve_tools.bench.rivals.cser import Cser, CserPart
 from gradsieve_tools.bench.rivals.entries import Entries
 from gradsieve_tools.bench.rivals.runs import RIVALS, Member, parse
-from gradsieve_tools.bench.rivals.streaming import fragments, matrices
 from gradsieve_tools.bench.tasks import training as tasks
 from gradsieve_tools.specs import parse as parse_scheme
 from tiny_task import TASK, tiny
@@ -105,6 +101,7 @@ TRANSCRIBED: dict[str, tuple[Transcript, str]] = {
 """Each with a rival that its transcript is not of."""
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("text", TRANSCRIBED)
 def test_a_rival_is_its_transcript(text: str) -> None:
     wanted, (transcript, other) = trained(text), TRANSCRIBED[text]
@@ -122,46 +119,13 @@ def test_every_rival_has_a_transcript() -> None:
     assert {text.partition(":")[0] for text in TRANSCRIBED} == set(RIVALS)
 
 
-@pytest.mark.parametrize(
-    ("like", "unlike"),
-    [
-        ("demo:chunk=8+k=4+clip=1000", "demo:chunk=8+k=4+clip=0.01"),
-        ("demo:chunk=8+k=4+weight_decay=0.0001", "demo:chunk=8+k=4+weight_decay=0"),
-    ],
-)
-def test_demo_clips_and_has_a_weight_decay_of_its_own(like: str, unlike: str) -> None:
-    assert tasks.build(TASK, SEED).optimizer.param_groups[0]["weight_decay"] == 1e-4
-    wanted = trained("demo:chunk=8+k=4")
-    assert torch.equal(trained(like), wanted)
-    assert not torch.equal(trained(unlike), wanted)
-
-
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", ["length", "momentum", "preview", "turns", "feedback", "lateness"])
 def test_every_part_of_the_default_can_be_left_out(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With AdamW: steps of SGD have their length already."""
     recipe = tasks.TASKS[TASK]
     monkeypatch.setitem(tasks.TASKS, TASK, replace(recipe, optimizer="adamw"))
     assert not torch.allclose(trained(f"ablated:bits=4+without={part}"), trained("ablated:bits=4"), rtol=1e-3)
-
-
-def test_one_fragment_without_delay_and_mixing_is_diloco() -> None:
-    plain = "streaming:every=4+fragments=1+delay=0+alpha=0+rate=0.7+values=exact"
-    assert torch.allclose(trained(plain), trained("diloco:every=4"), rtol=1e-4, atol=1e-5)
-
-
-def test_fragments_are_whole_tensors_and_about_equally_large() -> None:
-    model = torch.nn.Sequential(*(torch.nn.Linear(10, 10) for _ in range(12)))
-    found = fragments(model, 3)
-    assert [(part.start, part.stop) for part in found] == [(0, 440), (440, 880), (880, 1320)]
-    assert len(fragments(torch.nn.Linear(3, 1), 5)) == 2
-
-
-def test_muon_has_hidden_matrices_only() -> None:
-    model = Transformer(16, layers=1, context=8)
-    named = {id(parameter): name for name, parameter in model.named_parameters()}
-    assert sorted(named[id(parameter)].removeprefix("layers.0.") for parameter in matrices(model)) == [
-        "linear1.weight", "linear2.weight", "self_attn.in_proj_weight", "self_attn.out_proj.weight"
-    ]  # fmt: skip
 
 
 # -- the law, and who is excepted -----------------------------------------------------------------------
@@ -202,6 +166,7 @@ def test_nothing_is_lost_but_by_declaration(text: str, monkeypatch: pytest.Monke
 # -- bytes ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("text", "growth"),
     [
@@ -236,41 +201,7 @@ def test_bytes_of_entries_are_8_bits_of_place_and_two_of_value() -> None:
     assert float(rows[picked].abs().min()) > 1.9
 
 
-@pytest.mark.parametrize(("width", "k"), [(1, 1), (2, 2), (7, 3), (64, 32)])
-def test_entries_of_any_width(width: int, k: int) -> None:
-    rows = torch.randn(5, width, generator=torch.Generator().manual_seed(1)).bfloat16().float()
-    back = Entries(5, width, k, "bf16").decode(Entries(5, width, k, "bf16").encode(rows))
-    kept = rows.abs().topk(k, dim=1).indices
-    assert torch.equal(back.gather(1, kept), rows.gather(1, kept))
-    assert int(back.count_nonzero()) == 5 * k
-
-
 # -- as text, and in the bench --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "local-sgd:every=0",
-        "diloco:rate=-1",
-        "sparta:density=0",
-        "sparseloco:k=5000",
-        "cser:r1=0",
-        "demo:k=0",
-        "streaming:delay=30",
-        "streaming:every=2+fragments=3",
-        "streaming:alpha=2",
-        "muloco:every=0",
-        "one-bit:every=4",
-        "zero-one-adam:kappa=0",
-        "one-bit-adam:freeze=-1",
-        "one-shot:every=3",
-        "one-bit:exchange=words",
-    ],
-)
-def test_settings_that_mean_nothing_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError):
-        parse(text)
 
 
 def test_a_rival_is_a_sync_of_bench_accuracy_with_a_rate_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,13 +218,3 @@ def test_a_rival_is_a_sync_of_bench_accuracy_with_a_rate_of_its_own(monkeypatch:
     assert [row["rate"] for row in rows] == [0.5, 0.5, 1.0, 1.0]
     assert rows[2]["gap"] == 0.0
     assert rows[3]["bits"] == pytest.approx(32 * 2 * 0.75 / 4, rel=0.05)
-
-
-def test_our_own_schemes_can_have_periods_in_the_bench() -> None:
-    often, rarely = (
-        accuracy.train(Case(task=TASK, sync="topk", treatment=treatment, density=0.1, steps=24), lambda: None)
-        for treatment in ("default", "steps:every=4")
-    )
-    flush = 8 * 2819 * 2 * 0.75 / 8 * 4 / 24
-    assert rarely.bytes_sent - flush < 0.3 * (often.bytes_sent - flush)
-    assert rarely.values[-1] > 0.4

@@ -11,12 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Exchange, Op
-from gradsieve.errors import ConfigError
-from gradsieve_tools.bench.common import in_lab
-from gradsieve_tools.bench.exchange import worker as exchange_worker
+from gradsieve_tools.bench import exchange as exchange_worker
 from gradsieve_tools.bench.step import worker as step_worker
-from gradsieve_tools.bench.step.timeline import COMPUTING, from_all_ranks
 from gradsieve_tools.bench.step.worker import Arena, Contestant
 
 DENSITY = 0.02
@@ -71,33 +67,6 @@ def test_without_its_own_parameters_it_would_not(arena: Arena, batch: tuple[Tens
     assert not all(map(torch.equal, mixed, alone.own))
 
 
-def test_ours_is_finished_when_its_optimizer_steps(arena: Arena, batch: tuple[Tensor, Tensor]) -> None:
-    ours = Contestant("exdyna", arena, DENSITY)
-    assert ours.sync is not None
-    ours.run(batch, 3, measured=True)
-    assert ours.sync.pipeline.step == 3
-    names = [event.name for event in ours.last_step]
-    assert {*COMPUTING, "exchange", "waiting", "apply", "commit", "check", "optimizer"} <= set(names)
-    assert names[-1] == "optimizer"
-    assert 0.0 <= ours.behind <= ours.exchange
-
-
-def test_noop_has_nothing_of_ours(arena: Arena, batch: tuple[Tensor, Tensor]) -> None:
-    noop = Contestant("noop", arena, DENSITY)
-    assert noop.sync is None
-    assert noop.own == []
-    assert noop.optimizer is arena.optimizer
-    noop.run(batch, 1, measured=True)
-    assert noop.last_step == []
-    assert noop.density() == 1.0
-
-
-def test_events_of_all_ranks(arena: Arena, batch: tuple[Tensor, Tensor]) -> None:
-    ours = Contestant("exdyna", arena, DENSITY)
-    ours.run(batch, 1, measured=True)
-    assert from_all_ranks(ours.last_step) == [ours.last_step]
-
-
 def test_rows_have_what_the_command_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_worker, "build", lambda *_: nn.Linear(64, 64))
     monkeypatch.setattr(step_worker, "batch_for", lambda *_: (torch.randn(8, 64), torch.randn(8, 64)))
@@ -126,12 +95,6 @@ def test_rows_have_what_the_command_shows(monkeypatch: pytest.MonkeyPatch) -> No
             assert len(row[f"{ratio}_all"]) == config["rounds"]
 
 
-def test_ratios_are_formed_within_a_round_and_come_with_their_spread() -> None:
-    found = in_lab.ratio("vs_noop", [2.0, 6.0, 9.0, 20.0, 100.0], [1.0, 2.0, 1.0, 5.0, 10.0])
-    assert found == {"vs_noop": 4.0, "vs_noop_half": [3.0, 9.0], "vs_noop_all": [2.0, 3.0, 9.0, 4.0, 10.0]}
-    assert in_lab.ratio("x", [3.0], [2.0]) == {"x": 1.5, "x_half": [1.5, 1.5], "x_all": [1.5]}
-
-
 @pytest.mark.parametrize("scheme", ["exdyna", "exdyna@gradients"])
 def test_rows_of_the_exchange(scheme: str, capfd: pytest.CaptureFixture[str]) -> None:
     config = {"scheme": scheme, "params": 20_480, "density": 0.01, "rounds": 3}
@@ -140,22 +103,3 @@ def test_rows_of_the_exchange(scheme: str, capfd: pytest.CaptureFixture[str]) ->
     assert rows[0]["ratio"] == 1.0
     assert statistics.median(rows[1]["ms_all"]) == rows[1]["ms"]
     assert "AllGather of uint8" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "op",
-    [
-        AllGather(torch.arange(6).view(2, 3)),
-        AllReduce(torch.arange(6.0)),
-        AllToAll(torch.arange(6).view(2, 3), (2,), (2,)),
-    ],
-)
-def test_every_collective_has_a_bare_form(op: Op) -> None:
-    assert dist.group.WORLD is not None
-    assert exchange_worker.bare(op, dist.group.WORLD)() is None
-
-
-def test_a_message_between_two_ranks_has_none() -> None:
-    assert dist.group.WORLD is not None
-    with pytest.raises(ConfigError, match="asks for collectives"):
-        exchange_worker.bare(Exchange(torch.zeros(1), 0, 0, 1), dist.group.WORLD)

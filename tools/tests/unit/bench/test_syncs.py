@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD
 
 from gradsieve.errors import ConfigError
-from gradsieve.pipeline.exchange_settings import Gradients, Steps
-from gradsieve.schemes import ExDyna, Stripes
-from gradsieve_tools.bench.common import syncs
-from gradsieve_tools.bench.common.syncs import attached, steps_late, syncs_of
-
-
-def test_what_always_runs_comes_first_and_nothing_twice() -> None:
-    assert syncs_of("exdyna,fp16,dense,exdyna", always=["dense"]) == ["dense", "exdyna", "fp16"]
-    assert syncs_of("auto,stripes:values=int4", always=[]) == ["auto", "stripes:values=int4"]
+from gradsieve_tools.bench.common.syncs import syncs_of
 
 
 @pytest.mark.parametrize(
@@ -42,48 +29,3 @@ def test_what_always_runs_comes_first_and_nothing_twice() -> None:
 def test_a_sync_that_is_none_is_refused(asked: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         syncs_of(asked, always=["dense"])
-
-
-@pytest.mark.parametrize(
-    ("sync", "asked"),
-    [
-        ("auto", {}),
-        ("stripes", {"scheme": Stripes(), "exchange": Steps()}),
-        (
-            "stripes:density=1+values=int2@steps:every=30+overlap=5",
-            {"scheme": Stripes(density=1.0, values="int2"), "exchange": Steps(every=30, overlap=5)},
-        ),
-        (
-            "stripes:values=int4@steps:every=2",
-            {"scheme": Stripes(values="int4"), "exchange": Steps(every=2)},
-        ),
-        ("exdyna", {"scheme": ExDyna(density=0.02), "exchange": Steps()}),
-        (
-            "exdyna:values=sign@gradients:small=7",
-            {"scheme": ExDyna(density=0.02, values="sign"), "exchange": Gradients(small=7)},
-        ),
-        (
-            "exdyna@paper",
-            {"scheme": ExDyna(density=0.02), "exchange": Gradients(small=0)},
-        ),
-    ],
-)
-def test_auto_asks_for_nothing_stripes_have_their_own_share_and_what_was_published_is_never_dense(
-    sync: str, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: list[dict[str, Any]] = []
-    monkeypatch.setattr(syncs, "DdpSync", lambda *_, **given: found.append(given))
-    ddp: DistributedDataParallel = None  # type: ignore[assignment]  # only handed on
-    attached(sync, ddp, SGD(nn.Linear(2, 2).parameters()), 0.02)
-    assert found == [asked]
-
-
-def test_who_is_late() -> None:
-    late = {"noop": None, "dense": 0, "fp16": 0, "powersgd": 0, "auto": 1, "stripes": 1, "exdyna": 1}
-    late |= {
-        "stripes@steps:every=30+overlap=5": 34,
-        "exdyna@steps:every=2": 2,
-        "exdyna@gradients": 0,
-        "spardl:teams=2@paper": 0,
-    }
-    assert {sync: steps_late(sync) for sync in late} == late

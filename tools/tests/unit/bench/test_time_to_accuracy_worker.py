@@ -95,7 +95,7 @@ def test_all_aim_at_what_dense_of_the_same_seed_ends_with(
 ) -> None:
     learn_numbers(monkeypatch, metric)
     runs = measure(asdict(PLAN))
-    assert [(run["sync"], run["seed"]) for run in runs] == [(sync, seed) for seed in (0, 1) for sync in SYNCS]
+    assert [(run["name"], run["seed"]) for run in runs] == [(sync, seed) for seed in (0, 1) for sync in SYNCS]
     for run in runs:
         dense = runs[len(SYNCS) * run["seed"]]
         assert run["target"] == pytest.approx(sum(dense["curve"]["values"][-3:]) / 3, abs=1e-6)

@@ -15,13 +15,11 @@ import torch
 from gradsieve.checkpoint import files
 from gradsieve.checkpoint.fencing import FencingToken
 from gradsieve.checkpoint.tensors import pieces
-from gradsieve_tools.chaos.kinds import KINDS, Must
-from gradsieve_tools.chaos.schedule import Chance, schedule
+from gradsieve_tools.chaos.fleet import DONE, FAILED, PEER_FAILED, Ending
+from gradsieve_tools.chaos.kinds import DEATHS, KINDS, Must
+from gradsieve_tools.chaos.schedule import Chance, matrix, schedule
 from gradsieve_tools.chaos.verdicts import HARMLESS, NAMED, Kept, read_back, summary, verdict_of
 from gradsieve_tools.chaos.writes import OPERATIONS, tap
-from gradsieve_tools.faults.fleet import Ending
-from gradsieve_tools.faults.kinds import KINDS as ENDS
-from gradsieve_tools.faults.trained import DONE, FAILED, PEER_FAILED
 
 CLEAN = {step: [[10 * step, 100 * step + rank] for rank in range(3)] for step in range(9)}
 DEATH = Chance(0, "stripes", "SIGKILL", 1, 2, 0, 0.0, 0)
@@ -39,6 +37,7 @@ def ended(rank: int, error: str, seconds: float, said: str) -> dict[str, Any]:
     }
 
 
+SAID = "AllGather of int32 (3,) for unit 0 of 1 in step 2 failed after 0.0 s"
 UNDISTURBED = (Must.GO_ON, Must.SURVIVE, Must.NOTICE)
 AFTER_A_DEADLINE = (Must.STALL, Must.CUT, Must.VANISH, Must.FENCED)
 ERRORS = {
@@ -55,8 +54,15 @@ def endings(kind: str) -> list[Ending]:
     out, must = [], KINDS[kind].must
     for rank in range(3):
         steps = {str(step): CLEAN[step][rank] for step in (0, 1, 2)}
-        messages: dict[str, Any] = {"step": {"step": 2, "noted": steps, "waiting": 2.0}}
-        error, code, said = ERRORS.get(must, ("PeerError", PEER_FAILED, "AllGather in step 2 failed"))
+        messages: dict[str, Any] = {"step": {"step": 2, "digests": steps, "residual": 2.0}}
+        error, code, said = ERRORS.get(
+            must,
+            (
+                "PeerError",
+                PEER_FAILED,
+                SAID,
+            ),
+        )
         messages["ended"] = ended(rank, error, 3.2 if must in AFTER_A_DEADLINE else 0.1, said)
         if must is Must.SURVIVE:
             messages["refused"] = {"said": "step 2: nothing was saved"}
@@ -65,7 +71,7 @@ def endings(kind: str) -> list[Ending]:
         if rank == 1:
             messages["fired"] = {"at": 100.0, "op": "AllGather", "step": 2}
             if must in (Must.DEATH, Must.VANISH):
-                code = ENDS.get(kind, -9) or 0
+                code = DEATHS.get(kind, -9) or 0
                 del messages["ended"]
             if must is Must.FAIL:
                 code = FAILED
@@ -76,7 +82,7 @@ def endings(kind: str) -> list[Ending]:
 def successors() -> list[Ending]:
     """From the checkpoint of step 1 on, to one of step 5."""
     steps = [{str(step): CLEAN[step][rank] for step in range(1, 6)} for rank in range(3)]
-    return [Ending(DONE, {"step": {"step": 5, "noted": each}, "saved": {"step": 5}}) for each in steps]
+    return [Ending(DONE, {"step": {"step": 5, "digests": each}, "saved": {"step": 5}}) for each in steps]
 
 
 def line(kind: str, all_endings: list[Ending], kept: Kept | None = None) -> Any:
@@ -119,7 +125,7 @@ def exits(rank: int, code: int | None) -> Callable[[list[Ending]], None]:
 
 
 def spoil(rank: int) -> Callable[[list[Ending]], None]:
-    return lambda all_endings: all_endings[rank].messages["step"]["noted"].update({"2": [99, 202]})
+    return lambda all_endings: all_endings[rank].messages["step"]["digests"].update({"2": [99, 202]})
 
 
 def fails(rank: int) -> Callable[[list[Ending]], None]:
@@ -151,6 +157,7 @@ def succeeds(breach: Callable[[list[Ending]], None]) -> Callable[[list[Ending]],
         ("SIGKILL", change(0, ranks=[2]), "rank 0: blames [2]"),
         ("SIGKILL", change(0, error="", said=""), "rank 0: exit code 10, no error"),
         ("SIGKILL", change(0, said="a peer has died"), "names no step"),
+        ("SIGKILL", change(0, said="a peer has died in step 2"), "names no op"),
         ("SIGKILL", change(0, kept=False), "changed something"),
         ("SIGKILL", change(0, connections=1), "1 connections"),
         ("SIGSTOP", change(0, at=103.6), "took 3.6 s, and 3.5 are allowed"),
@@ -210,6 +217,13 @@ def test_a_schedule_is_data() -> None:
     assert len(KINDS) >= 26
     assert all(chance.rank == KINDS[chance.kind].rank or KINDS[chance.kind].rank is None for chance in long)
     assert all(chance.op <= KINDS[chance.kind].last_op for chance in long)
+
+
+def test_a_matrix_has_every_death_and_a_stop_of_every_rank_at_every_op() -> None:
+    found = matrix({"stripes": 2, "exdyna": 3})
+    places = {(chance.scheme, chance.op, chance.kind, chance.rank) for chance in found}
+    assert len(found) == len(places) == (2 + 3) * 6 * 3
+    assert {chance.kind for chance in found} == {*DEATHS, "SIGSTOP"}
 
 
 @pytest.mark.parametrize(

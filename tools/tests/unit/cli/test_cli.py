@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib.util
-import io
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from gradsieve_tools.bench.exchange import measure as exchange
-from gradsieve_tools.bench.step import measure as step
-from gradsieve_tools.bench.time_to_accuracy import measure as time_to_accuracy
 from gradsieve_tools.cli import arguments as values
-from gradsieve_tools.cli import progress_bar, tree
+from gradsieve_tools.cli import tree
 from gradsieve_tools.cli.main import main, parser_for
-from gradsieve_tools.commands import values as lab_values
 from gradsieve_tools.commands.table import COMMANDS
 
 
@@ -60,47 +52,6 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         values.size(text)
 
 
-def options_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Of all sub-commands."""
-    for action in parser._actions:
-        yield action
-        for inner in action.choices.values() if isinstance(action, argparse._SubParsersAction) else ():
-            yield from options_of(inner)
-
-
-def test_every_command_takes_sizes_of_models_as_people_write_them() -> None:
-    found = [each for each in options_of(parser_for(None)) if "--params" in each.option_strings]
-    assert len(found) >= 5
-    assert all(each.type is not None and each.type("1.3B") == 1_300_000_000 for each in found)
-
-
-def test_lists_are_taken_apart() -> None:
-    assert lab_values.worlds("16,2,4,2") == [2, 4, 16]
-    assert values.schemes("exdyna,topk,exdyna") == ["exdyna", "topk"]
-    assert {"noop", "dense", "topk", "micro", "exdyna"} <= set(values.schemes("all"))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--schemes", "topk,nosuch"], "'nosuch'"),
-        (["--schemes", ""], "no scheme is called"),
-        (["--world", "1"], "2 to 65,536 ranks"),
-        (["--world", "2,,4"], "whole number"),
-        (["--params", "1.5"], "whole number"),
-        (["--density", "lots"], "--density"),
-        (["--no-such-option"], "--no-such-option"),
-    ],
-)
-def test_a_wrong_argument_is_named(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "traffic", *arguments])
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -120,37 +71,6 @@ def test_a_setting_that_cannot_work_ends_with_2_and_one_line(
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--params", "1000"], "the smallest mlp has 4,160 parameters, not 1,000: raise --params"),
-        (["--params", "4e4", "--workload", "transformer"], "the smallest transformer has 49,984"),
-    ],
-)
-def test_a_model_that_is_too_small_is_refused_before_there_is_a_network(
-    arguments: list[str],
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr("gradsieve_tools.bench.common.in_lab.Lab", None)
-    assert main(["bench", "step", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
-
-
-def test_an_interruption_while_arguments_are_read_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(tree.Command, "fill", interrupted)  # where torch is loaded
-    code = None
-    with contextlib.suppress(KeyboardInterrupt):  # which would end all tests
-        code = main(["bench", "step"])
-    assert code == 130
-
-
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     program = "import sys; from gradsieve_tools.cli.main import main; sys.exit(main())"
     words = ["plan", "--world", "4", "--rate", "1gbit", "--params", "1e6", "--compute", "100ms"]
@@ -162,14 +82,6 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
         running.stdout.close()  # before anything is written
         assert running.stderr.read() == ""
     assert running.returncode == 128 + 13
-
-
-def test_plot_without_matplotlib_is_refused_before_measuring(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert main(["bench", "traffic", "--plot", str(tmp_path / "x.png")]) == 2
-    assert "gradsieve-tools[plot]" in capsys.readouterr().err
 
 
 def paths(commands: Mapping[str, tree.Command], *above: str) -> Iterator[tuple[str, ...]]:
@@ -226,13 +138,6 @@ def test_a_shell_is_offered_what_may_follow(line: str, offered: list[str]) -> No
     assert ended.stdout.split() == offered, ended.stderr
 
 
-def test_only_the_branch_that_is_asked_for_is_filled() -> None:
-    assert inner_parser(("bench", "traffic"))._option_string_actions.keys() > {"--schemes"}
-    other = parser_for(["lab", "run"])
-    (branches,) = (each for each in other._actions if isinstance(each, argparse._SubParsersAction))
-    assert branches.choices["bench"]._subparsers is None
-
-
 WITHOUT_TORCH = """
 import contextlib, io, json, sys
 from gradsieve_tools.cli.main import main
@@ -275,23 +180,6 @@ def test_a_command_that_loads_torch_is_seen() -> None:
     assert "'torch'" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "bench"),
-        (["bench"], "traffic"),
-        (["bench", "traffic"], "settled_after"),
-        (["bench", "step"], "--rate"),
-        (["lab", "run"], "--hosts"),
-    ],
-)
-def test_help_helps(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([*arguments, "--help"])
-    assert ended.value.code == 0
-    assert said in capsys.readouterr().out
-
-
 def test_a_run_prints_a_table_and_writes_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "traffic.json"
     arguments = ["--schemes", "topk,exdyna", "--world", "2,4", "--params", "2e4", "--density", "0.1"]
@@ -314,103 +202,3 @@ def test_a_run_prints_a_table_and_writes_its_rows(tmp_path: Path, capsys: pytest
         "density": 0.1,
     }
     assert len(out) == 2 + len(result["rows"])
-
-
-@pytest.mark.parametrize("name", ["step", "exchange", "time-to-accuracy"])
-def test_several_numbers_of_hosts_are_a_table_each_and_rows_of_one_file(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = []
-
-    def rows_of(worker: str, config: dict[str, Any]) -> list[dict[str, Any]]:
-        asked.append(config["hosts"])
-        half = {"vs_noop_half": [1, 1], "vs_dense_half": [2, 2], "step_ms_all": [1, 1, 1]}
-        return [{"sync": "noop", "what": "engine", "step_ms": 1.0, "bytes_sent": 0, **half}]
-
-    for module in (step, exchange, time_to_accuracy):
-        monkeypatch.setattr(module, "rows_from_hosts", rows_of)
-    curve = time_to_accuracy.Curve("loss", [1, 2, 3], [1.0, 2.0, 3.0], [3.0, 2.0, 1.0])
-    runs = [time_to_accuracy.Run("dense", 0, 2.0, curve, 10, 10)]
-
-    def measured(plan: time_to_accuracy.Plan) -> list[time_to_accuracy.Run]:
-        asked.append(plan.hosts)
-        return runs
-
-    monkeypatch.setattr(time_to_accuracy, "measure", measured)
-    path = tmp_path / "x.json"
-    assert main(["bench", name, "--hosts", "4,2", "--json", str(path)]) == 0
-    result = json.loads(path.read_text())
-    assert asked == [row["hosts"] for row in result["rows"]] == result["config"]["hosts"] == [2, 4]
-    heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hosts")]
-    assert len(heads) == 2
-
-
-def test_a_picture_of_several_numbers_of_hosts_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["step", "--trace"], ["step", "--timeline"], ["time-to-accuracy", "--plot"]):
-        assert main(["bench", *arguments, "x", "--hosts", "2,4"]) == 2
-        assert "of one number of hosts" in capsys.readouterr().err
-    assert main(["bench", "exchange", "--hosts", "2,65"]) == 2
-    assert "hosts is 65; a lab has 1 to 64" in capsys.readouterr().err
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [0.0]
-    monkeypatch.setattr(progress_bar.time, "monotonic", lambda: now[0])
-    return now
-
-
-def test_plain_lines_come_now_and_then_with_the_time_left(
-    clock: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with progress_bar.progress(100) as advance:
-        advance(1, "too soon for a line")
-        clock[0] = 19.0
-        advance(19, "exdyna")
-        clock[0] = 480.0
-        advance(5, "topk")
-    assert capsys.readouterr().err.splitlines() == [
-        " 20%  exdyna; about 80 s left",
-        " 25%  topk; about 25 min left",
-    ]
-
-
-def test_start_up_is_not_extrapolated(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    """A minute until the first step is done, as of processes that load torch, then ten a second."""
-    with progress_bar.progress(10_000) as advance:
-        clock[0] = 60.0
-        advance(1, "first")  # 167 hours, if it were
-        for _ in range(60):
-            clock[0] += 20.0
-            advance(100, "a step")
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[:6] == ["  0%  first"] + [f"  {percent}%  a step" for percent in range(1, 5)] + [
-        "  5%  a step; about 32 min left"
-    ]
-    assert lines[-1] == " 60%  a step; about 13 min left"
-
-
-def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    monkeypatch.setenv("TERM", "xterm")
-    with progress_bar.progress(100) as advance:
-        advance(50, "exdyna, 16 ranks")
-    shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
-    assert "exdyna, 16 ranks" in shown
-    assert "50%" in shown
-    assert "left" not in shown
-    assert ":--" not in shown
-
-
-def test_a_bar_shows_a_sound_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    monkeypatch.setattr(progress_bar.Estimate, "spoken", "about 80 s left")
-    monkeypatch.setenv("TERM", "xterm")
-    with progress_bar.progress(100) as advance:
-        advance(50, "exdyna")
-    assert "about 80 s left" in sys.stderr.getvalue()  # type: ignore[attr-defined]

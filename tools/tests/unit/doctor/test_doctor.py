@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from gradsieve.comm.links import Links
-from gradsieve.errors import ConfigError, Malformed
-from gradsieve.kernels import using
-from gradsieve_tools.doctor import evaluate, model, speed
+from gradsieve.errors import Malformed
+from gradsieve_tools.doctor import evaluate, model
 from gradsieve_tools.doctor.answers import Answer, facts_from
 from gradsieve_tools.doctor.facts import Facts, Interface, collect
 from gradsieve_tools.doctor.findings import Finding, Measured, exit_code
@@ -123,13 +122,6 @@ def test_where_nobody_can_reach_it_gloo_is_told_where_to_listen(changes: dict[st
     assert evaluate.before(alone, 2) == []  # on one host the loopback is right
 
 
-def test_an_interface_that_is_down_is_named() -> None:
-    down = Interface("eth0", "", "", False, False)
-    (finding,) = evaluate.before(group(interfaces={1: (LO, down)}, toward_master={1: ""}), 4)
-    assert "is down or has no address" in finding.what
-    assert finding.fix.startswith("bring an interface up on node1")
-
-
 # --- interfaces
 
 
@@ -140,11 +132,6 @@ def test_the_wrong_interface_is_named_with_its_mend() -> None:
     assert "eth1 (10.9.0.2)" in finding.what
     assert "3 connections run over eth1" in finding.what
     assert finding.fix == "export GLOO_SOCKET_IFNAME=eth0   # on node1"
-
-
-def test_hosts_of_several_networks_that_are_routed_are_no_fault() -> None:
-    eth0 = Interface("eth0", "10.0.7.4", "10.0.7.0/24", True, False, 10**9)
-    assert found(group(interfaces={3: (LO, eth0)}, toward_master={3: "10.0.7.4"})) == []
 
 
 def test_an_interface_that_nobody_chose_is_a_note() -> None:
@@ -158,13 +145,6 @@ def test_an_interface_that_nobody_chose_is_a_note() -> None:
     assert exit_code([finding]) == 0
 
 
-def test_a_faster_interface_that_is_not_used_is_named() -> None:
-    quick = [replace(i, speed=25 * 10**9) if i.name == "eth1" else i for i in facts_of(0).interfaces]
-    finding = only(group(interfaces={0: tuple(quick)}))
-    assert (finding.severity, finding.rule) == ("warning", "slower-interface")
-    assert "eth0 at 1 Gbit/s; eth1 has 25 Gbit/s" in finding.what
-
-
 # --- links
 
 
@@ -175,39 +155,9 @@ def test_a_slow_link_is_its_hosts_and_not_its_pairs() -> None:
     assert "rank 3 (node3) has 100 Mbit/s with the others, and they 1 Gbit/s" in finding.what
 
 
-def test_a_slow_link_in_one_direction_is_seen() -> None:
-    bandwidth = square(4, 1e9)
-    for other in range(3):
-        bandwidth[3][other] = 1e8  # it sends slowly, and receives as fast as all
-    assert found(group(), measured(bandwidth=bandwidth)) == [("warning", "slow-link", (3,))]
-
-
 def test_a_slow_pair_is_named() -> None:
     figures = measured(bandwidth=square(4, 1e9, {(1, 2): 1e8}))
     assert found(group(), figures) == [("warning", "slow-pair", (1, 2))]
-
-
-def test_both_faults_are_named_where_one_hides_the_other() -> None:
-    """Rank 1 talks over another network, and so is the only one with which the slow rank 3 is fast."""
-    pairs = {(0, 3): 2e7, (2, 3): 2e7, (0, 1): 5e7, (1, 2): 5e7, (1, 3): 5e7}
-    facts = group(environment={1: {"GLOO_SOCKET_IFNAME": "eth1"}})
-    assert found(facts, measured(bandwidth=square(4, 2e8, pairs))) == [
-        ("error", "wrong-interface", (1,)),
-        ("warning", "slow-link", (3,)),
-    ]
-
-
-def test_two_sites_are_a_note() -> None:
-    across = {(a, b): 1e8 for a in (0, 1) for b in (2, 3)}
-    finding = only(group(), measured(bandwidth=square(4, 1e9, across)))
-    assert (finding.severity, finding.rule) == ("note", "sites")
-    assert "ranks 0, 1; ranks 2, 3" in finding.what
-
-
-def test_processes_of_one_host_are_not_compared_with_the_network() -> None:
-    hosts = [f"m{rank // 2}" for rank in range(4)]
-    facts = [replace(e, host=hosts[e.rank], machine=hosts[e.rank], threads=4) for e in group()]
-    assert found(facts, measured(bandwidth=square(4, 1e9, {(0, 1): 5e10, (2, 3): 5e10}))) == []
 
 
 def test_a_far_rank_is_named() -> None:
@@ -215,11 +165,6 @@ def test_a_far_rank_is_named() -> None:
     assert found(group(), measured(latency=square(4, 1e-4, far))) == [("warning", "far-rank", (2,))]
     noise = {(2, other): 0.0012 for other in (0, 1, 3)}
     assert found(group(), measured(latency=square(4, 1e-4, noise))) == []
-
-
-def test_who_cannot_talk_is_named_once() -> None:
-    figures = measured(failed={0: {2: "timed out"}, 2: {0: "timed out"}}, errors={3: "no process group"})
-    assert found(group(), figures) == [("error", "no-connection", (3,)), ("error", "no-connection", (0, 2))]
 
 
 # --- hosts
@@ -237,10 +182,6 @@ def test_more_threads_than_processors_are_named_with_the_number_to_set() -> None
     assert "32 threads on 8 processors" in finding.what
 
 
-def test_idle_processors_are_a_note() -> None:
-    assert found(group(threads={1: 1})) == [("note", "few-threads", (1,))]
-
-
 @pytest.mark.parametrize(
     ("quota", "fix"),
     [
@@ -256,10 +197,6 @@ def test_a_quota_below_the_threads_is_named(quota: float, fix: str) -> None:
     assert not fix or findings[0].fix.startswith(fix)
 
 
-def test_hosts_of_one_machine_are_a_note() -> None:
-    assert found([replace(each, machine="m0") for each in group()]) == [("note", "one-machine", (0, 1, 2, 3))]
-
-
 @pytest.mark.parametrize(
     ("name", "severity"), [("torch", "error"), ("gradsieve", "error"), ("python", "note")]
 )
@@ -268,32 +205,7 @@ def test_another_version_is_named(name: str, severity: str) -> None:
     assert found(facts) == [(severity, "versions", (2,))]
 
 
-def test_what_a_torch_lacks_is_named_once_with_all_who_lack_it() -> None:
-    finding = only(group(lacks=dict.fromkeys((1, 3), ("torch 9 has no x",))))
-    assert (finding.severity, finding.rule, finding.ranks) == ("warning", "torch-names", (1, 3))
-    assert finding.what == "ranks 1, 3: torch 9 has no x"
-
-
-def test_kernels_that_are_not_compiled_are_named() -> None:
-    assert found(group(kernels={1: "torch (no numba)"})) == [("warning", "kernels", (1,))]
-    everywhere = group(kernels=dict.fromkeys(range(4), "torch (no numba)"))
-    assert found(everywhere) == [("note", "kernels", (0, 1, 2, 3))]
-
-
-def test_debugging_is_named() -> None:
-    environment = {**facts_of(0).environment, "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
-    assert found(group(environment={0: environment})) == [("warning", "debugging", (0,))]
-
-
 # --- time-outs and the model
-
-
-def test_a_time_out_is_measured_by_what_an_exchange_takes() -> None:
-    figures = measured(model=ModelFigures(10**9, 1))  # 48 s at 1 Gbit/s, four ranks
-    assert found(group(), figures, timeout=60.0) == [("warning", "short-timeout", ())]
-    assert found(group(), figures, timeout=500.0) == []
-    assert found(group(), timeout=1800.0) == [("note", "long-timeout", ())]
-    assert "seconds=480" in only(group(), figures, timeout=60.0).fix
 
 
 def test_a_conflict_of_hooks_is_told_with_its_mend() -> None:
@@ -304,13 +216,6 @@ def test_a_conflict_of_hooks_is_told_with_its_mend() -> None:
         "hook-conflict",
         "create it with sparse=False",
     )
-
-
-def test_an_optimizer_in_backward_is_a_conflict() -> None:
-    layer = nn.Linear(3, 3)
-    assert model.conflicts_of(layer) == []
-    layer.weight.register_post_accumulate_grad_hook(lambda _: None)
-    assert "1 parameters, 'weight' first" in model.conflicts_of(layer)[0]
 
 
 def factory() -> tuple[nn.Module, Any]:
@@ -324,12 +229,6 @@ def test_a_model_is_built_counted_and_timed() -> None:
     assert figures.forward is not None
     assert figures.forward > 0
     assert model.measure(nn.Linear(2, 2), None).forward is None
-
-
-@pytest.mark.parametrize("spec", ["nothing", "no_such_module:f", f"{__name__}:nowhere", f"{__name__}:group"])
-def test_what_is_no_model_is_refused(spec: str) -> None:
-    with pytest.raises(ConfigError, match="--model"):
-        model.build(spec)
 
 
 # --- who meets whom
@@ -347,13 +246,6 @@ def test_in_all_rounds_everybody_meets_everybody_once(world: int) -> None:
         assert all((other, rank) in pairs and rank != other for rank, other in pairs)
         met += sorted(pairs)
     assert sorted(met) == [(a, b) for a in range(world) for b in range(world) if a != b]
-
-
-def test_at_a_thousand_ranks_some_rounds_are_held() -> None:
-    used = rounds(1024)
-    assert len(set(used)) == 64
-    assert max(used) < 1023
-    assert all(partner(1024, number, partner(1024, number, 7) or 0) == 7 for number in used)
 
 
 # --- what ranks tell
@@ -426,14 +318,3 @@ def test_a_report_says_all_is_well_and_makes_a_profile() -> None:
     assert profile.ring == Links(0.02, 1e-7)
     assert profile.model is not None
     assert profile.model.backward == 0.2
-
-
-def test_speeds_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "ELEMENTS", 1 << 16)
-    monkeypatch.setattr(speed, "WINDOW", 0.0)
-    with using("torch"):
-        here = speed.measure()
-    assert min(here.memory, here.selection, here.pace) > 0
-    assert here.pace < here.selection
-    assert (here.launch > 0) == torch.accelerator.is_available()
-    assert 0 < speed.seconds_of_launch(torch.device("cpu")) < 1e-3

@@ -9,9 +9,8 @@ from random import Random
 
 import pytest
 
-from gradsieve.errors import ConfigError
 from gradsieve_tools.cli.main import main
-from gradsieve_tools.fuzz import guided, targets
+from gradsieve_tools.fuzz import targets
 from gradsieve_tools.fuzz.entry_points import files, pipelines, readers
 from gradsieve_tools.fuzz.entry_points.entry_point import REFUSED, EntryPoint
 from gradsieve_tools.fuzz.forge import altered
@@ -89,24 +88,3 @@ def test_one_message_can_be_repeated(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["lab", "fuzz", "--target", "few", "--case", "7"]) == 0
     said = capsys.readouterr().out
     assert "read" in said or "refused" in said
-
-
-def test_a_target_that_is_none_is_named() -> None:
-    with pytest.raises(ConfigError, match="no target is called 'nosuch'; there are: frames"):
-        targets.Cases("nosuch", 0)
-
-
-def test_guided_inputs_choose_a_door_and_fill_its_message() -> None:
-    entry, frame = guided.chosen(DOORS, b"\x01\x00\xff")
-    assert entry is DOORS[1]
-    assert frame[:1] == b"\xff"
-    assert frame[1:] == entry.honest[0][1:]
-    assert len(guided.chosen(DOORS, b"\x01\x00" + b"\xff" * 9999)[1]) == len(entry.honest[0])
-
-
-def test_guided_without_atheris_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["lab", "fuzz", "--guided"]) == 2
-    assert "gradsieve-tools[fuzz]" in capsys.readouterr().err

@@ -7,13 +7,11 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from gradsieve.errors import ConfigError, Malformed
+from gradsieve.errors import Malformed
 from gradsieve_tools.cli.main import main
 from gradsieve_tools.records import Tail, read, text_of
-from gradsieve_tools.report import gathered
 from gradsieve_tools.report.findings import findings
 from gradsieve_tools.report.gathered import Training, files_of, gather
 from gradsieve_tools.report.report import report
@@ -98,51 +96,6 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
 # -- what is read -----------------------------------------------------------------------------------------
 
 
-def test_ranks_lie_side_by_side(tmp_path: Path) -> None:
-    paths = write(tmp_path / "rec")
-    half = text_of(line_of(41))[:-20]
-    paths[0].write_text(paths[0].read_text() + half)
-    paths[1].write_text("\n".join(paths[1].read_text().split("\n")[:21]) + "\n")
-    (training,) = gather(paths)
-    assert training.steps.tolist() == list(range(1, 41))
-    assert training.columns["bits"][0].tolist() == [0.5] * 40
-    assert np.isnan(training.columns["bits"][1, 20:]).all()
-    assert training.stages["exchange"][2, -1] == 0.005
-    assert np.isfinite(training.waits).all(axis=0).sum() == 20, "of steps that all ranks have"
-    assert set(training.last) == {2}
-    said = " ".join(training.notes)
-    assert "rank 0 ends in the middle of a line" in said
-    assert "rank 1 ends before the others', at step 20" in said
-    assert [line.step for line in read(paths[0]).lines] == list(range(1, 41))
-
-
-def test_long_recordings_are_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = write(tmp_path / "rec")
-    monkeypatch.setattr(gathered, "_MOST_LINES", 40)
-    (training,) = gather(paths)
-    assert 1 < training.thinned < 6
-    assert (training.steps % training.thinned == 0).all()
-    assert np.nanmedian(training.step_seconds) == pytest.approx(0.1)
-
-
-def test_files_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
-    paths = write(tmp_path / "rec")
-    twin = tmp_path / "twin.jsonl"
-    twin.write_text(paths[0].read_text())
-    with pytest.raises(Malformed, match="both are rank 0"):
-        gather([*paths, twin])
-    twin.write_text(text_of(replace(HEADER, world=9, rank=8)) + text_of(line_of(1)))
-    with pytest.raises(Malformed, match="different sizes"):
-        gather([*paths, twin])
-    with pytest.raises(ConfigError, match="fewer than two steps"):
-        gather([twin])
-    twin.write_text("")
-    with pytest.raises(Malformed, match="empty"):
-        gather([twin])
-    with pytest.raises(Malformed, match="cannot be read"):
-        gather([tmp_path / "nowhere"])
-
-
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
@@ -207,48 +160,6 @@ def test_rules_speak_with_their_figures(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("column", "value", "rule"),
-    [
-        ("age", 2000.0, "age of the residual"),
-        ("density", 1.0, "steps that went dense"),
-        ("density", 0.001, "density is what was asked for"),
-    ],
-)
-def test_each_rule_is_seen_to_speak_and_to_be_silent(
-    column: str, value: float, rule: str, tmp_path: Path
-) -> None:
-    training = training_of(tmp_path)
-    before = changes_of(training).get(rule)
-    training.columns[column][:] = value
-    assert changes_of(training)[rule] != before
-    training.columns[column][:] = np.nan
-    assert rule not in changes_of(training)
-
-
-def test_times_have_rules_of_their_own(tmp_path: Path) -> None:
-    training = training_of(tmp_path)
-    training.stages["waiting"][:] = 0.0
-    assert "capacity for more" in changes_of(training)
-    assert "finding costs more than sending" not in changes_of(training)
-    training = training_of(tmp_path)
-    training.stages["waiting"][:] = 0.0
-    training.stages["select"][:] = 0.09
-    assert "capacity for more" not in changes_of(training)
-    assert "finding costs more than sending" in changes_of(training)
-
-
-def test_seconds_of_virtual_ranks_are_not_decided(tmp_path: Path) -> None:
-    paths = write(tmp_path / "rec")
-    paths[0].write_text(paths[0].read_text().replace('"xi": null', '"xi": 1.0', 1))
-    (training,) = gather(paths)
-    assert (
-        not {"training waits for the exchange", "the others wait for one rank"} & changes_of(training).keys()
-    )
-    page = Page(report([training], "virtual"))
-    assert not {"Link use", "Who waits for others, ms a step"} & set(page.headings)
-
-
 # -- every kind of budget has its own advice --------------------------------------------------------------
 
 
@@ -288,37 +199,3 @@ def test_plain_ddp_is_advised_only_where_as_much_is_sent(
 ) -> None:
     found = advice_of(sent(tmp_path, scheme, density, budget, bits, seen), "steps that went dense")
     assert found.startswith(said) if said else found == ""
-
-
-@pytest.mark.parametrize(
-    ("scheme", "budget", "room", "less", "old"),
-    [
-        ("stripes", "0.75", r"Raise bits= \(it is 0.75\)", "a lower bits=", "raise bits= about 4 times"),
-        ("stripes", "auto", "", "as little as it can already", "give bits="),
-        ("exdyna", "", "Raise density=", "a lower density=", "raise density= about 4 times"),
-    ],
-)
-def test_advice_names_the_setting_that_was_given(
-    scheme: str, budget: str, room: str, less: str, old: str, tmp_path: Path
-) -> None:
-    training = sent(tmp_path, scheme, 0.3, budget, 0.7, 0.4)
-    training.stages["exchange"][:] = 0.05
-    assert less in advice_of(training, "training waits for the exchange")
-    training.columns["age"][:] = 2000.0
-    assert old in advice_of(training, "age of the residual")
-    training = sent(tmp_path, scheme, 0.3, budget, 0.7, 0.4)
-    training.stages["waiting"][:] = 0.0
-    found = advice_of(training, "capacity for more")
-    assert re.search(room, found) if room else found == ""
-
-
-def test_charts_that_need_two_looks_say_why_they_are_empty(tmp_path: Path) -> None:
-    short = made(tmp_path, every=50)
-    why = "the record looks at the residual every 50 steps, and has 40. A line takes two looks"
-    assert short.count(why) == 2
-    assert "gradsieve.record(..., every=4)" in short
-    assert [each for each in Page(short).headings if "the residual" in each] == [
-        "Age of the residual",
-        "Norm of the residual",
-    ]
-    assert "Not drawn: the record" not in made(tmp_path, every=20), "the twin"

@@ -15,7 +15,7 @@ import pytest
 from gradsieve_tools.cli.main import main
 from gradsieve_tools.records import text_of
 from gradsieve_tools.watch.follow import WINDOW, Folder
-from unit.recorded import HEADER, line_of, write
+from unit.recorded import line_of, write
 
 
 def once(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
@@ -42,15 +42,6 @@ def test_a_frame_says_how_it_goes(
     assert "exchange 25 ms" in out
     assert "waited 30 ms a step" in out
     assert "rank 2: the others wait for it 30 ms a step (30%)" in out
-
-
-def test_nothing_yet_is_no_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert "no step is recorded there yet" in once(tmp_path, capsys, monkeypatch)
-    assert "there is no such folder yet" in once(tmp_path / "new", capsys, monkeypatch)
-    (tmp_path / "run.rank0.jsonl").write_text(text_of(HEADER)[:20])
-    assert "no step is recorded there yet" in once(tmp_path, capsys, monkeypatch)
 
 
 def test_half_lines_foreign_files_and_silent_ranks_are_survived(
@@ -85,17 +76,6 @@ def test_a_folder_is_followed(tmp_path: Path) -> None:
     write(tmp_path / "rec", steps=3)
     folder.look()
     assert [len(rank.lines) for rank in folder.trainings()[0]] == [3, 3, 3], "started again"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [(["--interval", "0"], "at least"), ([], "--once prints one frame"), (["--interval", "nan"], "at least")],
-)
-def test_what_cannot_be_shown_is_refused(
-    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["watch", str(tmp_path), *arguments]) == 2
-    assert said in capsys.readouterr().err
 
 
 def test_q_ends_it_and_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:

@@ -38,8 +38,6 @@ _LOOK_SECONDS = 1.0  # between two looks at how far the trainings are
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One training, in words: what its file is named by."""
-
     task: str
     sync: str
     treatment: str = "default"
@@ -73,7 +71,6 @@ class Case:
 
     @property
     def work(self) -> int:
-        """In the unit of the progress bar: steps of one rank."""
         return self.steps * self.world
 
 
@@ -93,8 +90,7 @@ def cases(
     batch: int | None = None,
     rates: Sequence[float] = (1.0,),
 ) -> list[Case]:
-    """All combinations, with densities or with budgets; dense and rivals have neither, nor exchange
-    settings. A sync with settings of its own, `exdyna@paper`, has no others."""
+    """Return all combinations; dense and rivals have neither densities, budgets nor exchange settings."""
     found: dict[Case, None] = {}
     amounts: list[tuple[float, float | None]] = [(1.0, bits) for bits in budgets]
     amounts = amounts or [(density, None) for density in densities]
@@ -132,8 +128,7 @@ def cases(
 
 
 def at_own_rates(todo: Iterable[Case], found: Found) -> list[Case]:
-    """Of the trainings those with the rate at which their sync ended best with the first seed; and dense at
-    the task's own rate, which all are compared with."""
+    """Keep trainings at the rate that ended best with the first seed, and dense at the task's own."""
     by_rate: dict[Case, dict[float, float]] = {}
     for case, course in found:
         if case.seed == 0 and not math.isnan(final := course["values"][-1]):
@@ -151,7 +146,7 @@ def at_own_rates(todo: Iterable[Case], found: Found) -> list[Case]:
 
 
 def missing(todo: Iterable[Case], folder: Path, record: Path | None = None) -> list[Case]:
-    """Those that the folder does not have yet, or that were not recorded where they are to be."""
+    """Return cases whose training or record is not there yet."""
     return [
         case
         for case in todo
@@ -212,8 +207,6 @@ def _expect_good(future: Future[None], case: Case) -> None:
 
 
 class _Worker:
-    """What a process of the pool has from its start: shared memory cannot be handed over later."""
-
     done: Synchronized[int]  # work of all processes together
 
     @classmethod
@@ -229,7 +222,6 @@ def _add(done: Synchronized[int], work: int) -> None:
 
 
 def run_case(case: Case, folder: Path, record: Path | None = None) -> None:
-    """In a process of the pool."""
     course = train(case, partial(_add, _Worker.done, case.world), record)
     training = {"case": asdict(case), "versions": versions(), "course": _plain(asdict(course))}
     part = folder / (case.file + ".part")
@@ -264,7 +256,7 @@ def train(case: Case, after_step: Callable[[], None], record: Path | None = None
 
 
 def _plain(course: dict[str, Any]) -> dict[str, Any]:
-    """As JSON can have it: null for what is not finite, because the training diverged."""
+    """Return what JSON can have: null for what is not finite, because the training diverged."""
     return {
         name: [each if math.isfinite(each) else None for each in value] if isinstance(value, list) else value
         for name, value in course.items()
@@ -272,7 +264,7 @@ def _plain(course: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(folder: Path) -> Found:
-    """All trainings of a folder."""
+    """Return all trainings of a folder."""
     return [_read(path) for path in sorted(folder.glob("*.json"))]
 
 
@@ -352,7 +344,7 @@ def _or_nan(value: float | None) -> float:
 
 
 def _gap(task: str, value: float, dense: float) -> float:
-    """How much worse than dense: points of accuracy, or per cent of the loss. Below 0: better."""
+    """Return how much worse than dense: points of accuracy, or per cent of the loss. Below 0: better."""
     if tasks.TASKS[task].metric == "accuracy":
         return 100 * (dense - value)
     return 100 * (value - dense) / dense
@@ -381,7 +373,7 @@ def _is_like(case: Case, key: Case) -> bool:
 
 
 def _mean(values: Sequence[float], digits: int) -> float | None:
-    """None where one of them diverged: the mean of the others would flatter."""
+    """Return None if one of them diverged: the mean of the others would flatter."""
     return round(statistics.mean(values), digits) if values and all(map(math.isfinite, values)) else None
 
 
@@ -392,5 +384,4 @@ def _spread(values: Sequence[float], digits: int) -> float | None:
 
 
 def _mean_of(members: Found, name: str) -> float | None:
-    """Over every look that found it finite."""
     return _mean([value for _, course in members for value in course[name] if math.isfinite(value)], 3)

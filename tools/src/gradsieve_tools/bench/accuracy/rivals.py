@@ -42,8 +42,6 @@ _COURSE = "course.json"
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """One of torch's hooks, with its setting."""
-
     name: str
     rank: int = POWERSGD_RANK  # columns of both factors of a matrix (PowerSGD)
 
@@ -60,7 +58,6 @@ class Hook:
         ddp.register_comm_hook(*hook)
 
     def bytes_sent(self, shapes: Shapes, world: int, steps: int) -> float:
-        """By the busiest rank, a step; as `Course` has it."""
         if self.name == "fp16":
             return all_reduce_bytes(2 * elements(shapes), world)
         whole = min(steps, POWERSGD_FROM)
@@ -88,7 +85,8 @@ def powersgd_bytes(shapes: Shapes, rank: int, world: int) -> float:
 
 
 def _powersgd_elements(shape: Sequence[int], rank: int) -> int:
-    """As torch's hook: all dimensions but the first are a matrix's columns, and factors have to halve it."""
+    """Count as torch's hook does: dimensions after the first are columns, and factors have to halve the
+    matrix."""
     rows, columns = shape[0], math.prod(shape[1:])
     factors = min(rows, columns, rank) * (rows + columns)
     return factors if 2 * factors < rows * columns else rows * columns
@@ -116,7 +114,7 @@ def _rank(rank: int, run: RivalRun, folder: str, after_step: Callable[[], None])
 
 
 def learn(run: RivalRun, after_step: Callable[[], None]) -> Course:
-    """One rank's part, in a process group; on rank 0, which is the one that is evaluated, the course."""
+    """Train one rank in a process group; rank 0 evaluates and returns the course."""
     rank, course = dist.get_rank(), Course(density=1.0)
     rival = run.rival
     assert isinstance(rival, Hook | Torchft)

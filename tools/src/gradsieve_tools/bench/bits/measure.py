@@ -42,8 +42,6 @@ _COPIES = 8  # vectors of the model's size a rank of a training needs: model, an
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure: all tasks x schemes x values x densities."""
-
     tasks: Sequence[str]
     schemes: Sequence[str]
     values: Sequence[Values]  # for schemes that leave the codec open
@@ -63,26 +61,22 @@ class Plan:
         return self.steps + self.every * (self.snapshots - 1)
 
     def work(self) -> float:
-        """In the unit of the progress bar: exchanges of one rank."""
         exchanges = sum(case.exchanges for case in self.cases()) * self.snapshots
         return len(self.tasks) * self.world * (_STEP * self.trained + exchanges)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One line of a table, of any task."""
-
     name: str
     scheme: Scheme[Any]
 
     @property
     def values(self) -> str:
-        """How they travel; schemes that leave no choice send them as they are."""
+        """Return how values travel; schemes that leave no choice send them as they are."""
         return self.scheme.values if isinstance(self.scheme, Agreed) else "exact"
 
     @property
     def exchanges(self) -> float:
-        """Of a snapshot, about; those of a round cost little each."""
         if self.scheme.round_robin:
             return 1 + 0.02 / self.scheme.density
         return 2 if self.scheme.remembers else 1
@@ -107,8 +101,6 @@ def _cases(text: str, values: Sequence[Values], densities: Sequence[float]) -> I
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Every rank's residual just before an exchange, a few times in a training."""
-
     sizes: list[int]  # elements of each tensor in a vector
     vectors: Tensor  # (snapshots, world, n)
 

@@ -26,7 +26,7 @@ class Clock:
             self.seconds += time.thread_time() - start
 
     def program(self, program: Program[Result]) -> Program[Result]:
-        """The same program. What passes between its asking and the answer is not its own work."""
+        """Return the same program. What passes between its asking and the answer is not its own work."""
         reply: Tensor | None = None
         while True:
             try:

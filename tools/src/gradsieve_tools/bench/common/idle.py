@@ -46,7 +46,7 @@ class Device:
             self.wait(self.busy_until)
 
     def wait(self, until: float | None = None) -> None:
-        """Until the device has come so far; by default, to the end of all that is queued."""
+        """Sleep until the device has come so far; by default, to the end of its queue."""
         left = (self.busy_until if until is None else until) - time.perf_counter()
         if left > 0:
             time.sleep(left)

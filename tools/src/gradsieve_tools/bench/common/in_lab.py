@@ -28,14 +28,14 @@ Rows = list[dict[str, Any]]
 
 
 def lab_of(config: Mapping[str, Any]) -> Lab:
-    """As many hosts and such links as `config` says, or the network in a file of its own."""
+    """Return as many hosts and such links as `config` says, or the network in a file of its own."""
     if config.get("network"):
         return Lab(read(Path(config["network"])))
     return Lab(config["hosts"], config["rate"], config["delay"])
 
 
 def rows_from_hosts(worker: str, config: dict[str, Any]) -> Rows:
-    """What rank 0 of `worker` measured on the hosts of `lab_of(config)`."""
+    """Return what rank 0 of `worker` measured on the hosts of `lab_of(config)`."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
         argument = json.dumps({**config, "out": str(out)})

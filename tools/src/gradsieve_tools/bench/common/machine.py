@@ -22,8 +22,7 @@ def check_fits(needed: int, what: str, fix: str) -> None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """A rank's vectors are short: threads would wait for each other more than work. And a scheme's time is
-    that of one core, and recordings repeat bit by bit."""
+    """Use one thread: vectors are short, times are of one core, and recordings repeat bit by bit."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

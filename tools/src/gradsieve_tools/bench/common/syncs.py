@@ -30,7 +30,7 @@ SYNCS = (*SCHEMES, *_NO_SCHEMES)
 
 
 def syncs_of(names: str, always: Sequence[str]) -> list[str]:
-    """Those that `always` run, then what a person asks for with commas between; each once."""
+    """Return syncs that `always` run, then those of the comma-separated text, without repetition."""
     wanted = list(dict.fromkeys([*always, *filter(None, names.split(","))]))
     for sync in wanted:
         if sync not in _NO_SCHEMES:
@@ -52,7 +52,7 @@ def treated(sync: str, density: float | None = None) -> tuple[Scheme[Any], Excha
 
 
 def steps_late(sync: str) -> int | None:
-    """After how many steps at most a gradient knows what other ranks moved; None if it never does."""
+    """Return the most steps until a gradient knows other ranks' updates; None: it never does."""
     if sync == "noop":
         return None
     if sync == "auto":
@@ -69,7 +69,7 @@ def attached(
     optimizer: Optimizer,
     density: float,
 ) -> DdpSync:
-    """One of ours. `auto`: what a user gets who asks for nothing."""
+    """Attach one of our syncs; `auto` is what a user gets who asks for nothing."""
     if sync == "auto":
         return DdpSync(ddp, optimizer)
     scheme, exchange = treated(sync, density)

@@ -30,8 +30,6 @@ RECORD_EVERY = 10  # steps between two lines of a record with norms
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What is trained, and how."""
-
     task: str
     scheme: Scheme[Any]
     exchange: Exchange
@@ -47,8 +45,6 @@ class Run:
 
 @dataclass(slots=True)
 class Course:
-    """How a training went."""
-
     steps: list[int] = field(default_factory=list)
     # The metric on rank 0's model; the last one after the flush
     values: list[float] = field(default_factory=list)
@@ -67,8 +63,6 @@ class Course:
 
 
 class Member:
-    """One virtual rank."""
-
     def __init__(self, run: Run, rank: int) -> None:
         self.training = tasks.build(run.task, run.seed, run.steps, run.batch, run.rate)
         parameters = dict(self.training.model.named_parameters())
@@ -100,7 +94,7 @@ class Member:
 
 
 def budget(bits: float, training: tasks.Training, world: int) -> Budget:
-    """What is left for each step of so many bits once the flush at the end is paid for."""
+    """Return what is left for each step of so many bits once the flush at the end is paid for."""
     return Budget(bits - cost("exact", world) / training.steps)
 
 
@@ -117,7 +111,6 @@ def looks(steps: int) -> set[int]:
 
 
 def train(run: Run, after_step: Callable[[], None] = lambda: None) -> Course:
-    """From the first step to the last, then the residual is sent."""
     members = [Member(run, rank) for rank in range(run.world)]
     watch = Watch(members)
     steps = members[0].training.steps
@@ -157,7 +150,6 @@ def train(run: Run, after_step: Callable[[], None] = lambda: None) -> Course:
 
 
 def exchange(members: list[Member], everything: bool = False) -> None:
-    """One exchange of all units; every rank applies what it gave."""
     end(members, begin(members, everything))
 
 
@@ -180,8 +172,6 @@ def end(members: list[Member], tensors: list[dict[str, Tensor]]) -> None:
 
 
 class Watch:
-    """What can be seen of a training, some of it only where all ranks are in one process."""
-
     def __init__(self, members: list[Member]) -> None:
         self.members, self.course = members, Course()
         units = members[0].pipeline.units
@@ -197,7 +187,6 @@ class Watch:
         self.course.values.append(self.members[0].training.evaluate())
 
     def evaluate_shared(self, steps: int) -> None:
-        """What a training has that ends here, without a flush."""
         first = self.members[0]
         assert isinstance(first.pipeline, StepPipeline)
         own = {name: part.clone() for name, part in first.pipeline.own.items()}
@@ -208,7 +197,6 @@ class Watch:
         self.course.unflushed_bytes = self.course.bytes_sent / steps
 
     def note(self, step: int) -> None:
-        """After the exchange of a step."""
         stats = [member.pipeline.stats for member in self.members]
         self.course.bytes_sent += max(each.meter.moved for each in stats)
         self.course.density += stats[0].sent / self._elements
@@ -236,7 +224,6 @@ class Watch:
         self.course.fidelity.append(captured((left + spent).sum(0), update))
 
     def _note_xi(self, step: int) -> None:
-        """In lines that have norms. What is new is what did not wait after the step before."""
         recorders = [member.recorder for member in self.members if member.recorder is not None]
         pipelines = [member.pipeline for member in self.members]
         if not recorders or pipelines[0].scheme.lossless or step % RECORD_EVERY not in (0, RECORD_EVERY - 1):

@@ -29,7 +29,6 @@ class Workload:
     rows: tuple[int, ...]  # the shape of one rank's inputs but for the width
 
     def params(self, width: int) -> int:
-        """Of one layer."""
         with torch.device("meta"):
             return sum(p.numel() for p in self.layer(width).parameters())
 
@@ -76,7 +75,7 @@ def check_size(workload: str, params: int) -> None:
 
 
 def build(workload: str, params: int) -> nn.Module:
-    """As many layers as come closest to `params`."""
+    """Return as many layers as come closest to `params`."""
     check_size(workload, params)
     found = _WORKLOADS[workload]
     width = found.width(params)
@@ -84,7 +83,7 @@ def build(workload: str, params: int) -> nn.Module:
 
 
 def batch_for(workload: str, params: int) -> tuple[Tensor, Tensor]:
-    """One rank's inputs and targets."""
+    """Return one rank's inputs and targets."""
     found = _WORKLOADS[workload]
     inputs = torch.randn((*found.rows, found.width(params)), dtype=torch.float32, device="cpu")
     return inputs, torch.randn_like(inputs)

@@ -45,8 +45,6 @@ class Faults:
 
 @dataclass(slots=True)
 class Life:
-    """One life of a replica."""
-
     name: str
     process: Any
     pipe: connection.Connection
@@ -58,8 +56,6 @@ class Life:
 
 @dataclass(slots=True)
 class _Course:
-    """What happened so far."""
-
     kills: int = 0
     stops: int = 0
     back: int = 0
@@ -84,7 +80,6 @@ def start_lighthouse(least: int, port: int) -> subprocess.Popen[bytes]:
 
 @contextlib.contextmanager
 def lighthouse(least: int) -> Iterator[str]:
-    """Its address, while the block lasts."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -97,8 +92,6 @@ def lighthouse(least: int) -> Iterator[str]:
 
 
 class Campaign:
-    """One training through its faults."""
-
     def __init__(self, plan: Plan, faults: Faults, address: str, folder: Path) -> None:
         self.plan, self.faults, self._address, self._folder = plan, faults, address, folder
         self._context = multiprocessing.get_context("forkserver")
@@ -183,8 +176,8 @@ class Campaign:
             yield number, message
 
     def is_over(self) -> bool:
-        """All that made the last exchange and live have ended. Who came back too late for it waits in vain,
-        and one that was killed right after it is present there and ends never."""
+        """Return whether all replicas that made the last exchange and live have ended; latecomers wait in
+        vain."""
         living = {one.name for one in self.running.values()}
         ended = {one.name: one.ended for one in self.running.values() if one.ended is not None}
         last = {name for message in ended.values() for name in message["present"]}
@@ -217,7 +210,6 @@ class Campaign:
             self._kills = kills
 
     def _strike_if_due(self) -> None:
-        """One after the other, of those that are there."""
         course = self._course
         if course.due is None or time.monotonic() < course.due:
             return
@@ -270,7 +262,7 @@ class Campaign:
 def measure(
     plan: Plan, faults: Faults, advance: Callable[[int], None] = lambda steps: None
 ) -> dict[str, Any]:
-    """One training from beginning to end."""
+    """Run one training and return its row."""
     with (
         ended_with_us(),
         tempfile.TemporaryDirectory(prefix="gradsieve-elastic-") as folder,

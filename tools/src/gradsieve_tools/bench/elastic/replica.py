@@ -29,8 +29,6 @@ from gradsieve_tools.emulation.stores import store_at
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What all replicas do."""
-
     task: str
     replicas: int
     steps: int

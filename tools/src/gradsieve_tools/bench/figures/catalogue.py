@@ -62,7 +62,6 @@ _SCHEMES = "schemes --models transformer --world 2,4,8,16 --densities 0.01 --jso
 
 
 def _course(shows: str, column: str, axis: str, log: bool = False, smooth: bool = False) -> Kind:
-    """Of something that every step of a training has."""
     how = partial(draw.over_steps, column=column, label=axis, log=log, smooth=smooth)
     return Kind(shows, _TRAIN, data.records, how)
 
@@ -110,13 +109,6 @@ _RANKS = Kind(
     data.rows,
     draw.gap_against_ranks,
 )
-_BUDGETS = Kind(
-    "Budgets that are tried",
-    "step --workload idle --compute 300ms --hosts 2 --rate 1gbit --json idle.json --syncs {}",
-    data.budgets,
-    draw.by_trial,
-)
-
 _LIKE = "a figure of the kind in"
 _EXDYNA = f"{_LIKE} ExDyna (CCGrid 2024)"
 _MICRO = f"{_LIKE} MiCRO (HiPC 2023)"
@@ -157,7 +149,6 @@ _ALL = [
     Figure("study-equal-bytes", _STUDY, _GAPS, "dense,local-sgd:every=64,diloco:every=9+values=int4,cser"),
     Figure("study-held-out", "the held-out task", _HELD_OUT, "dense,stripes,streaming,muloco"),
     Figure("study-ranks", _STUDY, _RANKS, "dense,stripes"),
-    Figure("study-budgets", "ADR 48", _BUDGETS, "noop,auto"),
 ]
 FIGURES = {figure.name: figure for figure in _ALL}
 
@@ -169,7 +160,7 @@ def named(name: str) -> Figure:
 
 
 def listing() -> str:
-    """Every figure, its source and how its data are made."""
+    """Return every figure, its source and how its data are made."""
     return "\n\n".join(
         f"{figure.name}\n  {figure.kind.shows}, {figure.source}\n  {figure.command}\n"
         f"  gradsieve figure {figure.name} {_files(figure)} --out {figure.name}.png"

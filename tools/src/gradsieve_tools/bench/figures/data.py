@@ -44,7 +44,7 @@ class Training:
         return {name: statistics.fmean(line.seconds.get(name, 0.0) for line in lines) for name in names}
 
     def step_seconds(self) -> float:
-        """From one step to the next; the median, since a bench runs others in between, round robin."""
+        """Return the median time from one step to the next; a bench runs others in between."""
         gaps = [after.at - before.at for record in self.ranks for before, after in pairwise(_settled(record))]
         return statistics.median(gaps) if gaps else 0.0
 
@@ -65,7 +65,7 @@ def records(paths: Sequence[Path]) -> list[Training]:
 
 
 def labels(trainings: Sequence[Training]) -> list[str]:
-    """Of each: its scheme, and what else distinguishes it from the others."""
+    """Name each training by its scheme and what distinguishes it from the others."""
     headers = [training.header for training in trainings]
     shown: list[Callable[[Header], str]] = [lambda header: header.scheme]
     for field, text in (("density", "density {:g}"), ("world", "{} ranks"), ("exchange", "{}")):
@@ -80,15 +80,12 @@ def labels(trainings: Sequence[Training]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a bench's JSON."""
-
     sync: str
     world: int
     figures: dict[str, Any]
 
 
 def rows(paths: Sequence[Path]) -> list[Row]:
-    """Of `bench traffic`, `bench schemes` or `bench step`, of one file or of several."""
     found = []
     for path in paths:
         result = _result(path)
@@ -111,7 +108,6 @@ class Curve:
 
 
 def curves(paths: Sequence[Path]) -> list[Curve]:
-    """Of `bench time-to-accuracy`, the first seed of each sync."""
     found = []
     for path in paths:
         result = _result(path)
@@ -128,32 +124,6 @@ def curves(paths: Sequence[Path]) -> list[Curve]:
         except (KeyError, TypeError, ValueError, IndexError) as error:
             message = f"{path} is no result of `gradsieve bench time-to-accuracy --json`: {error!r}"
             raise ConfigError(message) from error
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """Budgets in the order in which a training tried them, in bits a parameter and step."""
-
-    name: str
-    bits: list[float]
-
-
-def budgets(paths: Sequence[Path]) -> list[Tried]:
-    """Of `bench step` with `auto`."""
-    found = []
-    for path in paths:
-        result = _result(path)
-        try:
-            config = result["config"]
-            name = ", ".join(str(config[each]) for each in ("rate", "delay") if config[each])
-            name += ", the host runs ahead" * config["ahead"] + ", a wait that spins" * config["spins"]
-            tried = [row["budgets"] for row in result["rows"] if row.get("budgets")]
-            found += [Tried(name, [float(bits) for bits, *_ in each if bits]) for each in tried]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{path} is no result of `gradsieve bench step --json`: {error!r}") from error
-    if not found:
-        raise ConfigError("no budget was tried in any of these files: add auto to --syncs")
     return found
 
 

@@ -9,14 +9,12 @@ from typing import Any
 
 from gradsieve.errors import ConfigError
 from gradsieve_tools import stages
-from gradsieve_tools.bench.figures.data import Curve, Row, Training, Tried, labels
+from gradsieve_tools.bench.figures.data import Curve, Row, Training, labels
+from gradsieve_tools.bench.plots import REFERENCES, look
 
-# matplotlib's but for its gray, which is too near to dense's black
-_COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "C8", "C9")
 _MARKERS = "os^Dv"
 # Running means over as many parts of a training: steps are noisy, trends are what a figure shows
 _WINDOWS = 40
-_REFERENCES = ("dense", "noop")
 _AS_MANY_BITS = 1.1  # budgets found in training differ by a few per cent and are compared all the same
 
 
@@ -29,17 +27,17 @@ def over_steps(
     log: bool = False,
     smooth: bool = False,
 ) -> None:
-    """One line a training, against steps; the steps themselves are faint where a running mean is drawn."""
-    drawn = False
-    for number, (training, name) in enumerate(zip(trainings, labels(trainings), strict=True)):
+    """Draw a line a training against steps; single steps are faint beside a running mean."""
+    drawn, names = False, labels(trainings)
+    for training, name in zip(trainings, names, strict=True):
         steps, values = training.column(column)
         if not steps:
             continue
-        drawn, look = True, _look(name, number)
+        drawn, style = True, look(name, names)
         if smooth:
-            axes.plot(steps, values, color=look["color"], alpha=0.2, linewidth=0.8)
+            axes.plot(steps, values, color=style["color"], alpha=0.2, linewidth=0.8)
             values = running_mean(values, len(values) // _WINDOWS)
-        axes.plot(steps, values, label=name, **look, **({} if smooth else {"marker": ".", "markersize": 4}))
+        axes.plot(steps, values, label=name, **style, **({} if smooth else {"marker": ".", "markersize": 4}))
     if not drawn:
         raise ConfigError(
             f"none of the files has {column}: it is recorded by other schemes, or in another way"
@@ -56,7 +54,6 @@ def over_steps(
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Of the last `window` values, and of all as long as there are fewer."""
     window = max(1, window)
     sums = list(accumulate(values, initial=0.0))
     return [(sums[end] - sums[max(0, end - window)]) / min(end, window) for end in range(1, len(values) + 1)]
@@ -64,26 +61,14 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
 
 def over_seconds(axes: Any, curves: Sequence[Curve]) -> None:
     """A metric against seconds of training."""
-    for number, curve in enumerate(curves):
-        axes.plot(curve.seconds, curve.values, label=curve.sync, **_look(curve.sync, number))
+    names = [curve.sync for curve in curves]
+    for curve in curves:
+        axes.plot(curve.seconds, curve.values, label=curve.sync, **look(curve.sync, names))
     metric = curves[0].metric
     axes.set_xlabel("seconds of training")
     axes.set_ylabel(
         "test accuracy, more is better" if metric == "accuracy" else "loss on unseen data, less is better"
     )
-
-
-def by_trial(axes: Any, found: Sequence[Tried]) -> None:
-    """Budgets one after the other, of which the last one is kept."""
-    for number, tried in enumerate(found):
-        look = _look(tried.name, number)
-        places = range(1, len(tried.bits) + 1)
-        axes.plot(places, tried.bits, label=tried.name, marker=_MARKERS[number % 5], **look)
-    axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter(lambda bits, _: f"{bits:g}")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_xlabel("budgets, as they were tried")
-    axes.set_ylabel("bits a parameter and step")
 
 
 def breakdown(axes: Any, trainings: Sequence[Training]) -> None:
@@ -103,11 +88,11 @@ def breakdown(axes: Any, trainings: Sequence[Training]) -> None:
 
 
 def against_ranks(axes: Any, rows: Sequence[Row], column: str, label: str) -> None:
-    """One line a scheme."""
-    for number, (sync, own) in enumerate(_by_sync(rows, column).items()):
+    by_sync = _by_sync(rows, column)
+    for number, (sync, own) in enumerate(by_sync.items()):
         worlds = [row.world for row in own]
         values = [row.figures[column] for row in own]
-        axes.plot(worlds, values, label=sync, marker=_MARKERS[number % 5], **_look(sync, number))
+        axes.plot(worlds, values, label=sync, marker=_MARKERS[number % 5], **look(sync, [*by_sync]))
     _rank_axis(axes, rows)
     axes.set_yscale("log")
     axes.set_ylabel(label)
@@ -123,7 +108,7 @@ def speed_up(axes: Any, rows: Sequence[Row]) -> None:
     for number, (sync, own) in enumerate(by_sync.items()):
         worlds = [row.world for row in own]
         ratios = [base[row.world] / row.figures[column] for row in own]
-        axes.plot(worlds, ratios, label=sync, marker=_MARKERS[number % 5], **_look(sync, number))
+        axes.plot(worlds, ratios, label=sync, marker=_MARKERS[number % 5], **look(sync, [*by_sync]))
     worlds = sorted({row.world for row in rows})
     axes.plot(worlds, worlds, ":", color="gray", label="linear: P times")
     _rank_axis(axes, rows)
@@ -146,15 +131,14 @@ def against_teams(axes: Any, rows: Sequence[Row]) -> None:
     axes.bar(
         [str(place) for place in places], [teams[place] for place in places], 0.5, color="C0", label="SparDL"
     )
-    for row, style in zip([row for row in rows if row.sync in _REFERENCES], ("--", ":"), strict=False):
+    for row, style in zip([row for row in rows if row.sync in REFERENCES], ("--", ":"), strict=False):
         axes.axhline(row.figures["step_ms"], color="black", linestyle=style, label=row.sync)
     axes.set_xlabel(f"teams d of {rows[0].world} ranks")
     axes.set_ylabel("milliseconds a training step")
 
 
 def gap_against_bits(axes: Any, rows: Sequence[Row]) -> None:
-    """One line a sync through its settings that no other of it beats with as many bits, each at the best of
-    its rates and with the spread over seeds; the other settings as points."""
+    """Draw for each sync the settings that no other of it beats with as many bits; the others as points."""
     best: dict[str, dict[tuple[str, float | None, float | None], Row]] = {}
     for row in rows:
         name, figures = row.sync.partition(":")[0], row.figures
@@ -168,12 +152,12 @@ def gap_against_bits(axes: Any, rows: Sequence[Row]) -> None:
         raise ConfigError("none of the files has gap and bits: see gradsieve figure --list for the command")
     for number, (name, own) in enumerate(best.items()):
         points = sorted((row.figures for row in own.values()), key=lambda figures: figures["bits"])
-        look = {"marker": _MARKERS[number % 5], **_look(name, number)}
+        style = {"marker": _MARKERS[number % 5], **look(name, [*best])}
         beaten = [p for p in points if any(_beats(other, p) for other in points)]
-        axes.scatter(*_places(beaten), color=look["color"], marker=look["marker"], alpha=0.35)
+        axes.scatter(*_places(beaten), color=style["color"], marker=style["marker"], alpha=0.35)
         kept = [p for p in points if p not in beaten]
         axes.errorbar(
-            *_places(kept), [p.get("gap_spread") or 0.0 for p in kept], label=name, capsize=3, **look
+            *_places(kept), [p.get("gap_spread") or 0.0 for p in kept], label=name, capsize=3, **style
         )
     axes.axhline(0.0, color="black", linewidth=2.5, label="dense")
     axes.set_xscale("log")
@@ -206,7 +190,8 @@ def gap_against_ranks(axes: Any, rows: Sequence[Row]) -> None:
             [row.figures["gap"] for row in line],
             [row.figures.get("gap_spread") or 0.0 for row in line],
             label=f"{budget:g} bits" + (", one batch a rank" if style == "--" else ""),
-            **_look("", number) | {"linestyle": style, "marker": _MARKERS[number % 5], "capsize": 3},
+            **look(f"{budget:g}", [f"{each:g}" for each in budgets])
+            | {"linestyle": style, "marker": _MARKERS[number % 5], "capsize": 3},
         )
     _rank_axis(axes, list(best.values()))
     axes.axhline(0.0, color="black", linewidth=2.5, label="dense")
@@ -214,7 +199,7 @@ def gap_against_ranks(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def _worth(row: Row) -> tuple[float, float]:
-    """Of two rows with one setting: more seeds say more, then the better rate."""
+    """Prefer more seeds, then the better rate."""
     return row.figures.get("seeds") or 1, -row.figures["gap"]
 
 
@@ -242,9 +227,3 @@ def _rank_axis(axes: Any, rows: Sequence[Row]) -> None:
     axes.set_xticks(worlds, [f"{world:,}" for world in worlds])
     axes.minorticks_off()
     axes.set_xlabel("ranks P")
-
-
-def _look(name: str, number: int) -> dict[str, Any]:
-    if name.partition(",")[0] in _REFERENCES:
-        return {"color": "black", "linewidth": 2.5, "linestyle": "-" if name.startswith("dense") else "--"}
-    return {"color": _COLOURS[number % len(_COLOURS)], "linewidth": 1.6, "linestyle": "-"}

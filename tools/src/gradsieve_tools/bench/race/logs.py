@@ -10,15 +10,14 @@
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gradsieve.errors import ConfigError
+from gradsieve_tools.bench.common.race import Curve, Run, row_of
 from gradsieve_tools.bench.race.rules import LINKS
-from gradsieve_tools.bench.time_to_accuracy.measure import Curve
 
 Key = tuple[str, str, int]
 COLUMNS = [
@@ -47,7 +46,6 @@ class Log:
 
     @property
     def key(self) -> Key:
-        """Of the target that it races for."""
         return self.facts["size"], self.facts["link"], self.seed
 
     @property
@@ -63,9 +61,8 @@ class Log:
         """The loss in the end, mean of the last evaluations. Dense's is the target of all others."""
         return self.curve.smoothed[-1]
 
-    def at(self, target: float) -> int | None:
-        """The place of the evaluation that reached it."""
-        return None if self.end == "failed" else self.curve.crossing(target)
+    def run(self, targets: Mapping[Key, float]) -> Run:
+        return Run(self.name, self.seed, targets[self.key], self.curve, failed=self.end == "failed")
 
 
 def path_of(folder: Path, size: str, link: str, name: str, seed: int) -> Path:
@@ -73,7 +70,7 @@ def path_of(folder: Path, size: str, link: str, name: str, seed: int) -> Path:
 
 
 def read(path: Path) -> Log | None:
-    """None if it has no end: its run was interrupted."""
+    """Return None if it has no end: its run was interrupted."""
     curve = Curve("loss")
     try:
         first, *lines = map(json.loads, path.read_text().splitlines())
@@ -87,7 +84,6 @@ def read(path: Path) -> Log | None:
 
 
 def read_all(folder: Path) -> list[Log]:
-    """In the order of the links in the rules, others after them."""
     found = [log for log in map(read, sorted(folder.glob("*.jsonl"))) if log is not None]
     known = [*LINKS, *(log.facts["link"] for log in found)]
     found.sort(key=lambda log: (log.facts["size"], known.index(log.facts["link"])))
@@ -97,59 +93,42 @@ def read_all(folder: Path) -> list[Log]:
 
 
 def targets(logs: Iterable[Log]) -> dict[Key, float]:
-    """Of each size, link and seed."""
     dense = (log for log in logs if log.name == "dense" and log.end != "failed")
     return {log.key: log.last for log in dense}
 
 
 def table(logs: Sequence[Log]) -> list[dict[str, Any]]:
-    """A row for each entry of each group; dense's first."""
+    """Return a row for each entry of each group; dense's first."""
     wanted = targets(logs)
     rows = []
     for group in dict.fromkeys(log.group for log in logs):
         own = [log for log in logs if log.group == group and log.key in wanted]
-        names = sorted({log.name for log in own}, key=lambda name: (name != "dense", name))
-        dense = {log.seed: _seconds(log, wanted) for log in own if log.name == "dense"}
-        made = [_row([log for log in own if log.name == name], wanted, dense) for name in names]
-        rows += [made[0], *sorted(made[1:], key=lambda row: (row["times_dense"] is None, row["mean"] or 0.0))]
+        by_name = {
+            name: [log for log in own if log.name == name] for name in sorted({log.name for log in own})
+        }
+        dense = [log.run(wanted) for log in by_name.pop("dense", [])]
+        rows += [_row(*group, [log for log in own if log.name == "dense"], dense, wanted)] if dense else []
+        others = [_row(*group, each, dense, wanted) for each in by_name.values()]
+        rows += sorted(others, key=lambda row: (row["times_dense"] is None, -(row["times_dense"] or 0.0)))
     return rows
 
 
-def _row(logs: Sequence[Log], wanted: dict[Key, float], dense: dict[int, float | None]) -> dict[str, Any]:
-    seconds = [_seconds(log, wanted) for log in logs]
-    known = [each for each in seconds if each is not None]
-    is_whole = len(known) == len(logs)
-    mean = statistics.fmean(known) if is_whole else None
-    ratios = [(dense[log.seed] or 0.0) / each for log, each in zip(logs, seconds, strict=True) if each]
-    places = [log.at(wanted[log.key]) for log in logs]
-    steps = [log.curve.steps[place] for log, place in zip(logs, places, strict=True) if place is not None]
-    ran = [log for log in logs if log.curve.steps]
-    return {
-        "size": logs[0].facts["size"],
-        "link": logs[0].facts["link"],
-        "entry": logs[0].name,
-        "mean": mean,
-        "seconds": f"{mean:.1f}" if mean is not None else _missed(logs, wanted),
-        "spread": statistics.stdev(known) if is_whole and len(known) > 1 else None,
-        "times_dense": statistics.fmean(ratios) if is_whole else None,
-        "steps": round(statistics.fmean(steps)) if is_whole else None,
-        "reached": f"{len(known)} of {len(logs)}",
-        "step_ms": 1e3 * statistics.fmean(log.curve.seconds[-1] / log.curve.steps[-1] for log in ran)
-        if ran
-        else None,
-    }
+def _row(
+    size: str, link: str, logs: Sequence[Log], dense: Sequence[Run], wanted: Mapping[Key, float]
+) -> dict[str, Any]:
+    runs = [log.run(wanted) for log in logs]
+    row = row_of(runs, dense)
+    missed = next((log for log, run in zip(logs, runs, strict=True) if run.seconds is None), None)
+    seconds = f"{row['seconds']:.1f}" if missed is None else _missed(missed)
+    row |= {"size": size, "link": link, "entry": logs[0].name, "mean": row["seconds"], "seconds": seconds}
+    return row | {"spread": row["spread_seconds"], "steps": None if missed else round(row["steps"])}
 
 
-def _seconds(log: Log, wanted: dict[Key, float]) -> float | None:
-    place = log.at(wanted[log.key])
-    return None if place is None else log.curve.seconds[place]
-
-
-def _missed(logs: Sequence[Log], wanted: dict[Key, float]) -> str:
-    """In words: of the runs that did not get there, the first."""
-    missed = next(log for log in logs if _seconds(log, wanted) is None)
-    if missed.end == "failed":
+def _missed(log: Log) -> str:
+    if log.end == "failed":
         return "failed"
-    if missed.end == "seconds":
-        return f"not within {missed.facts['limit']:g} s"
-    return f"not within {missed.curve.steps[-1]} steps"
+    return (
+        f"not within {log.facts['limit']:g} s"
+        if log.end == "seconds"
+        else f"not within {log.curve.steps[-1]} steps"
+    )

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from gradsieve.errors import GradsieveError
+from gradsieve_tools.bench.common.race import Curve
 from gradsieve_tools.bench.race import logs
 from gradsieve_tools.bench.race.rules import Plan, rate_and_delay
-from gradsieve_tools.bench.time_to_accuracy.measure import Curve
 from gradsieve_tools.cli import results
 from gradsieve_tools.emulation import Lab
 
@@ -36,7 +36,7 @@ def race(
     folder: Path,
     advance: Advance,
 ) -> None:
-    """All of them, dense first: the log of each run in `folder`. Progress is counted in steps."""
+    """Race all entries, dense first, and keep a log of each run. Progress is counted in steps."""
     folder.mkdir(parents=True, exist_ok=True)
     for link in links:
         for seed in range(seeds):

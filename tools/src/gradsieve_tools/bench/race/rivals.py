@@ -31,8 +31,6 @@ LOCAL_EVERY, DILOCO_EVERY = 10, 20
 
 
 class Rival:
-    """What the loop asks of a sync. Nothing is pending between two of its steps."""
-
     is_preempted = False
 
     def __init__(self, ddp: DistributedDataParallel, *keep: Any) -> None:

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from gradsieve.errors import ConfigError
+from gradsieve_tools.bench.common.race import PATIENCE
 
 LINKS = ("1gbit", "100mbit", "100mbit+20ms")
 WARM_UP, EVALUATE_EVERY, BATCH = 30, 20, 4
-PATIENCE = 2  # budgets of steps after which an entry that has not reached the target never will
 _RIVALS = ("fp16", "powersgd", "local-sgd", "diloco")
 NAMES = ("dense", *_RIVALS, "auto")
 
 
 def trainer() -> Path:
-    """Of the repository, in which the race is started: an installed lab has no examples."""
+    """Return the trainer of the repository: an installed lab has no examples."""
     path = Path.cwd() / "examples" / "gpt" / "train.py"
     if not path.is_file():
         raise ConfigError(
@@ -48,8 +48,6 @@ def entry(text: str) -> tuple[str, list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What all entries have alike."""
-
     text: Path
     size: str
     hosts: int
@@ -80,8 +78,7 @@ class Plan:
         return self.steps if name == "dense" else PATIENCE * self.steps
 
     def told(self, name: str, seed: int) -> list[str]:
-        """What follows a command's own words. The rate rises and stays, so that nobody has to guess how many
-        steps it will take."""
+        """Return the options that follow a command's own words."""
         given = {
             "text": self.text.resolve(),
             "size": self.size,

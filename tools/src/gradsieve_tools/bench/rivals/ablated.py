@@ -69,7 +69,7 @@ class AblatedPart(EnginePart):
             self._forget()
 
     def _forget(self) -> None:
-        """Where elements were sent the rank goes on from the shared model, as if all of it had arrived."""
+        """Go on from the shared model at sent elements, as if all of them had arrived."""
         for local, outcome in zip(self.pipeline.local, self.pipeline.outcomes, strict=True):
             sent = outcome.update
             for here, own in local.pieces(self.pipeline.own, sent.start, sent.stop):

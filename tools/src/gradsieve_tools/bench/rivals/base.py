@@ -26,8 +26,6 @@ Shapes: TypeAlias = Sequence[Sequence[int]]
 
 
 class Part(ABC):
-    """Of one rank."""
-
     def __init__(self, training: Training, ctx: Ctx) -> None:
         self.training, self.rank, self.world = training, ctx.rank, ctx.world
 
@@ -39,15 +37,12 @@ class Part(ABC):
     def finish(self) -> Program[None]: ...
 
     def take_step(self) -> None:
-        """Of this rank's optimizer, by its own gradient."""
         self.training.optimizer.step()
         self.training.schedule.step()
 
 
 @dataclass(frozen=True, slots=True)
 class Rival(ABC):
-    """Its fields are its settings."""
-
     # why the model at the end lacks a part of the ranks' steps; empty: it lacks none
     loses: ClassVar[str] = ""
 
@@ -57,8 +52,6 @@ class Rival(ABC):
 
 @dataclass(frozen=True, slots=True)
 class RivalRun:
-    """What is trained, and how."""
-
     task: str
     rival: Any  # a `Rival`, one of torch's hooks, or torchft's
     seed: int

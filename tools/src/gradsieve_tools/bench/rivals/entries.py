@@ -19,8 +19,6 @@ from gradsieve.schemes import INDEX_CODECS, VALUE_CODECS, Values
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Of `chunks` rows of `width` elements, `k` each."""
-
     chunks: int
     width: int
     k: int

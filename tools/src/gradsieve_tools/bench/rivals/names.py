@@ -31,8 +31,7 @@ def torch_hook(sync: str, rank: int = POWERSGD_RANK) -> tuple[Any, Callable[[Any
 
 
 def bucket_cap_mb(sync: str) -> float | None:
-    """For DistributedDataParallel. torch's PowerSGD mismatches collectives on gloo with more than one bucket;
-    the others use DDP's default."""
+    """Return DDP's bucket size: torch's PowerSGD mismatches collectives on gloo with several buckets."""
     return _ONE_BUCKET_MB if sync == "powersgd" else None
 
 

@@ -120,7 +120,7 @@ class OneBitAdamPart(Part):
         return shared
 
     def _scale(self) -> Tensor:
-        """What a step is divided by; infinite where no gradient ever was."""
+        """Return what a step is divided by; infinite where no gradient ever was."""
         scale = (self.v / (1 - self.betas[1] ** self.formed)).sqrt_().add_(self.eps)
         found: Tensor = scale.masked_fill_(self.v == 0, torch.inf)
         return found

@@ -45,8 +45,6 @@ def parse(text: str) -> Rival:
 
 
 class Member:
-    """One virtual rank."""
-
     def __init__(self, run: RivalRun, rival: Rival, rank: int) -> None:
         self.training = tasks.build(run.task, run.seed, run.steps, run.batch, run.rate)
         self.part = rival.begin(self.training, Ctx(rank, run.world, 0))

@@ -149,7 +149,7 @@ class MuLoCoPart(StreamingPart):
 
 
 def fragments(model: nn.Module, count: int) -> list[slice]:
-    """Of the parameters end to end: cuts between tensors, each where it is next to its even place."""
+    """Cut the flat parameters between tensors, next to even places."""
     ends = torch.tensor([p.numel() for p in model.parameters()], dtype=torch.int64, device="cpu").cumsum(0)
     total = int(ends[-1])
     cuts = [int(ends[(ends - total * part // count).abs().argmin()]) for part in range(1, count)]

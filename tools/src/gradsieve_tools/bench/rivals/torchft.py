@@ -27,8 +27,6 @@ _PATIENCE = timedelta(minutes=5)
 
 @dataclass(frozen=True, slots=True)
 class Torchft:
-    """Its settings are those of `local-sgd` and `diloco`, which virtual ranks run."""
-
     name: str
     every: int = 50
     rate: float = 0.7
@@ -45,7 +43,6 @@ class Torchft:
             )
 
     def bytes_sent(self, shapes: Shapes, world: int, steps: int) -> float:
-        """By the busiest rank, a step: all parameters once a period."""
         return all_reduce_bytes(4 * elements(shapes), world) / self.every
 
     def attach(self, ddp: DistributedDataParallel, optimizer: Optimizer, master: str = "127.0.0.1") -> Any:

@@ -49,8 +49,6 @@ COLUMNS = [
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of all ranks; words, rounds and time are the busiest rank's."""
-
     words: float  # sent or received, the larger, of one op after the other
     times_k: float  # `words` over k (P-1)/P
     rounds: float
@@ -63,8 +61,6 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure: all models x worlds x densities x schemes."""
-
     models: Sequence[str]
     schemes: Sequence[str]
     worlds: Sequence[int]
@@ -72,14 +68,12 @@ class Plan:
     steps: int
 
     def cases(self) -> Iterator[tuple[int, float, str]]:
-        """Of one model, as (world, density, scheme), in the order of the tables."""
         for world in self.worlds:
             for density in self.densities:
                 for scheme in self.schemes:
                     yield world, density, scheme
 
     def work(self) -> int:
-        """Of everything, in the unit of the progress bar: steps of one rank."""
         recording = _RECORDING * max(self.worlds) * (WARM_STEPS + self.steps)
         return len(self.models) * (recording + sum(world * self.steps for world, _, _ in self.cases()))
 
@@ -133,7 +127,7 @@ class Fleet:
         return self.scheme.exchange(self.residuals[rank], self.states[rank], ctx)
 
     def missing(self) -> Tensor:
-        """What is neither applied nor in a residual."""
+        """Return what is neither applied nor in a residual."""
         return self.given - self.applied - _over_ranks(self.residuals)
 
     def lost(self) -> float:
@@ -184,7 +178,7 @@ def _measure_model(
 
 
 def measure(scheme: Scheme[Any], recording: Recording, world: int, density: float) -> dict[str, float]:
-    """One row: a scheme on all recorded steps. `density` is what counts are compared with, also for dense."""
+    """Run a scheme on all recorded steps; counts are compared with `density`, also for dense."""
     fleet = Fleet(scheme, recording, world, density)
     steps = [asdict(fleet.step()) for _ in recording.gradients]
     seen = steps[len(steps) // 2 :]
@@ -193,7 +187,7 @@ def measure(scheme: Scheme[Any], recording: Recording, world: int, density: floa
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> str:
-    """One table for every model, world and density."""
+    """Return a table for every model, world and density."""
     blocks = groupby(map(_short, rows), key=itemgetter("model", "n", "world", "density"))
     return "\n\n".join(
         f"{model}, {n:,} parameters, {world} ranks, density {density:g}\n{table(list(block), COLUMNS)}"

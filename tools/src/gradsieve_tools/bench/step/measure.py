@@ -73,7 +73,7 @@ def unclear(rows: Rows) -> str | None:
 
 
 def of_link(row: dict[str, Any], rows: Rows, rate: str | None) -> float | None:
-    """What a step sends over what a rank's link carries during a step without communication."""
+    """Return what a step sends over what a rank's link carries during a step without communication."""
     bits_a_second = parse_rate(rate)
     if bits_a_second is None:
         return None
@@ -82,7 +82,7 @@ def of_link(row: dict[str, Any], rows: Rows, rate: str | None) -> float | None:
 
 
 def measure(plan: Plan) -> tuple[Rows, list[Step]]:
-    """One row a sync, and the last step of each of ours."""
+    """Return one row a sync, and the last step of each of ours."""
     rows: list[dict[str, Any]] = rows_from_hosts("gradsieve_tools.bench.step.worker", asdict(plan))
     for row in rows:
         row["hosts"] = plan.hosts

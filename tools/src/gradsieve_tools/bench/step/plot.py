@@ -1,8 +1,4 @@
-"""The picture of several `bench step` runs: step time against link rate, one line a sync.
-
-The thick dashed line is the step without communication, the limit. An unshaped link has no rate: it stands
-at the right end, and dotted lines lead there.
-"""
+"""Results of several `bench step` runs, of one workload at several link rates."""
 
 from __future__ import annotations
 
@@ -13,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gradsieve.errors import ConfigError
+from gradsieve_tools.bench import plots
 from gradsieve_tools.emulation.units import UNSHAPED, parse_rate
 
 # settings in which runs of one picture must agree
@@ -60,55 +57,12 @@ def _run(path: Path) -> Run:
 
 
 def plot(runs: Sequence[Run], path: Path) -> None:
-    from matplotlib.figure import Figure  # the `plot` extra, not needed to measure
-
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    axes = figure.add_subplot()
-    places = _places(runs)
-    syncs = list(dict.fromkeys(sync for run in runs for sync in run.step_ms if sync != "noop"))
-    limit = [run.step_ms["noop"] for run in runs]
-    axes.plot(places, limit, "--", color="black", linewidth=3.5, label="noop: the limit")
-    for number, sync in enumerate(sync for sync in syncs if sync != "dense"):
-        _draw(axes, runs, places, sync, f"C{number % 10}")
-    if "dense" in syncs:
-        _draw(axes, runs, places, "dense", "dimgray")
-    _label_axes(axes, runs, places)
-    figure.legend(loc="outside right upper")
-    figure.savefig(path, dpi=150)
-
-
-def _places(runs: Sequence[Run]) -> list[float]:
-    fastest = max((run.rate for run in runs if run.rate is not None), default=1)
-    return [run.rate if run.rate is not None else _BEYOND * fastest for run in runs]
-
-
-def _draw(axes: Any, runs: Sequence[Run], places: Sequence[float], sync: str, colour: str) -> None:
-    """The line of one sync, dotted to the unshaped link."""
-    own = [(place, run) for place, run in zip(places, runs, strict=True) if sync in run.step_ms]
-    x, y = [place for place, _ in own], [run.step_ms[sync] for _, run in own]
-    shaped = sum(run.rate is not None for _, run in own)
-    axes.plot(x[:shaped], y[:shaped], "-", color=colour, linewidth=1.8)
-    axes.plot(x[max(0, shaped - 1) :], y[max(0, shaped - 1) :], ":", color=colour, linewidth=1.8)
-    axes.plot(x, y, "o", color=colour, markersize=5, label=sync)
-
-
-def _label_axes(axes: Any, runs: Sequence[Run], places: Sequence[float]) -> None:
-    from matplotlib.ticker import LogLocator
-
     config = runs[0].config
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xticks(places, [run.label for run in runs])
-    axes.minorticks_off()
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(lambda ms, _: f"{ms:,g}")
-    axes.set_xlabel("rate of each link")
-    axes.set_ylabel("milliseconds a training step")
+    fastest = max((run.rate for run in runs if run.rate is not None), default=1)
     delay = f", {config['delay']} one way" if config["delay"] else ""
-    axes.set_title(
-        f"{config['workload']} of {config['params']:,} parameters, {config['hosts']} hosts{delay}, "
-        f"density {config['density']:g}",
-        size=10,
+    title = f"{config['workload']} of {config['params']:,} parameters, {config['hosts']} hosts{delay}, "
+    title += f"density {config['density']:g}; noop is the limit"
+    places = [float(run.rate or _BEYOND * fastest) for run in runs]
+    plots.steps(
+        [(place, run.label, run.step_ms) for place, run in zip(places, runs, strict=True)], title, path
     )
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)

@@ -34,8 +34,6 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One training step with one sync."""
-
     sync: str
     ranks: list[list[Event]]
 
@@ -49,11 +47,8 @@ class Step:
 
 
 def events_of(training: Sequence[Span], pipeline: Iterable[Span]) -> list[Event]:
-    """One rank's step: the laps of its training loop, the lap "sync" among them, and the pipeline's spans.
-
-    What of that lap the pipeline does not account for is the check of the gradients, which comes last. Nor is
-    forward what it waits for before it begins.
-    """
+    """Merge the laps of a training loop with the pipeline's spans. The rest of the lap "sync" is the
+    check."""
     events = [
         Event(EXCHANGING if span.name in _ON_THE_EXCHANGING_THREAD else TRAINING, *span) for span in pipeline
     ]
@@ -92,12 +87,11 @@ def from_all_ranks(events: list[Event]) -> list[list[Event]]:
 
 
 def read(events: Iterable[Sequence[Any]]) -> list[Event]:
-    """From JSON, which knows no names."""
     return [Event(*event) for event in events]
 
 
 def chrome_trace(steps: Sequence[Step]) -> dict[str, Any]:
-    """For chrome://tracing or Perfetto: a process a rank, a row a thread; syncs one after the other."""
+    """Return a trace for Perfetto: a process a rank, a row a thread; syncs follow each other."""
     out: list[dict[str, Any]] = [
         {"ph": "M", "name": kind, "pid": rank, "tid": tid, "args": {"name": name}}
         for rank in range(max(len(step.ranks) for step in steps))

@@ -54,8 +54,6 @@ _TURN_SECONDS, _MOST_STEPS = 1.5, 50  # shorter turns would measure the schedule
 
 
 class Laps:
-    """What a training loop did when."""
-
     def __init__(self) -> None:
         self.spans: list[Span] = []
         self._since = time.perf_counter()
@@ -95,8 +93,6 @@ class ClockedRecorder(Recorder):
 
 
 class Contestant:
-    """One sync: its hook on its arena, and what was measured of it."""
-
     def __init__(
         self, name: str, arena: Arena, density: float, record: Path | None = None, spins: bool = False
     ) -> None:
@@ -114,9 +110,6 @@ class Contestant:
         self.sync: DdpSync | None = None
         self.recorder: ClockedRecorder | None = None
         self.own: list[Tensor] = []  # the parameters as one of our syncs left them
-        # Bits a parameter and step, steps to an exchange, and seconds of the last three kinds, whenever the
-        # first changed
-        self.budgets: list[tuple[float, ...]] = []
         self._laps = Laps()
         self.hook = self._hook(density, record, spins)
 
@@ -145,13 +138,12 @@ class Contestant:
 
     @property
     def warm_steps(self) -> int:
-        """With periods one less than some whole ones: a turn is of whole ones, and its exchange begins in its
-        first step, so that none is pending in the turns of others."""
+        """Return whole periods less one step, so that no exchange is pending in the turns of others."""
         least = _WARM if self.name in ("noop", "dense", "fp16") else _WARM_STATEFUL
         return least if self.every == 1 else self.every * (1 + least // self.every) - 1
 
     def warm_up(self, batch: tuple[Tensor, Tensor]) -> float:
-        """Until what is found while training runs has been found; seconds of the last step."""
+        """Train until a budget is found, and return the seconds of the last step."""
         if self.name != "auto":
             self.run(batch, self.warm_steps - 1, measured=False)
             return self.run(batch, 1, measured=False)
@@ -165,8 +157,7 @@ class Contestant:
         return self.run(batch, self.every, measured=False)
 
     def turn_steps(self, seconds: float, longest: int) -> int:
-        """Of a turn, where one step takes so long, and the longest period of all syncs so many steps: the
-        limit's are as long, or the barriers at its ends would weigh more in it than in what it limits."""
+        """Return the steps of a turn, in whole periods of all syncs, so that barriers weigh alike."""
         steps = int(min(max(_TURN_SECONDS // seconds, 1), _MOST_STEPS))
         period = longest if self.name == "noop" else self.every
         return period * -(-steps // period)
@@ -189,7 +180,6 @@ class Contestant:
             if self.sync is not None and self.sync.pipeline.stats is not last:
                 seen.append((spans, self.sync.pipeline.stats))
                 spans = []
-                self._note_budget(self.sync)
         dist.barrier()
         seconds = (time.perf_counter() - start) / steps
         if measured:
@@ -203,12 +193,6 @@ class Contestant:
             self.sync.leave()
         _copy(self.arena.parameters, self.own)
         return seconds
-
-    def _note_budget(self, sync: DdpSync) -> None:
-        if (budget := sync.pipeline.budget) is not None:
-            now = round(budget.bits, 3), budget.every
-            if not self.budgets or self.budgets[-1][:2] != now:
-                self.budgets.append(now)
 
     def _step(self, inputs: Tensor, target: Tensor) -> None:
         laps = self._laps = Laps()
@@ -252,13 +236,11 @@ def _keep_own_gradient(bucket: GradBucket) -> torch.futures.Future[Tensor]:
 
 @torch.no_grad()
 def _copy(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
-    """From the one to the other, where both are there: only our syncs have parameters of their own."""
     for one, other in zip(source, target, strict=False):
         other.copy_(one)
 
 
 def _sums(*values: float) -> list[float]:
-    """Over ranks."""
     tensor = torch.tensor(values, dtype=torch.float64, device="cpu")
     dist.all_reduce(tensor)
     return tensor.tolist()
@@ -339,7 +321,8 @@ def _row(contestant: Contestant, contestants: list[Contestant]) -> dict[str, Any
         taken = contestant.recorder.seconds / contestant.recorder.steps
         row["recorder_ms"] = round(1e3 * most_anywhere(taken), 3)
     if contestant.sync is not None:
-        row["budgets"] = contestant.budgets
+        budget = contestant.sync.pipeline.budget
+        row["budget"] = None if budget is None else [round(budget.bits, 3), budget.every]
         behind, exchange = _sums(contestant.behind, contestant.exchange)
         # Where gradients are exchanged, DDP waits for them inside of backward.
         is_sent = exchange and contestant.sync.exchanges_steps

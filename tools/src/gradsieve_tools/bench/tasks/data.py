@@ -92,10 +92,7 @@ def _windows(text: Tensor, context: int) -> Data:
 
 @cache
 def ratings(drawn: int = 1_500_000, tested: int = 50_000) -> DataSet:
-    """Who likes what, decided by a hidden model of 4 factors, and by chance.
-
-    Users and items are drawn as often as Zipf's law says, number 0 most often; a pair is rated only once.
-    """
+    """Draw users and items by Zipf's law and rate them by a hidden model of 4 factors, each pair once."""
     random = torch.Generator().manual_seed(0)
     user, item = _zipf(USERS, 0.8, drawn, random), _zipf(ITEMS, 1.0, drawn, random)
     pairs = torch.unique(user * ITEMS + item)

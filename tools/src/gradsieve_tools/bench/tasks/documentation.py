@@ -31,8 +31,6 @@ _TESTED = 256 // 10  # share of a hash's first byte that goes to the tests
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a package has its documentation."""
-
     version: str
     folder: Path
     pattern: str
@@ -69,7 +67,6 @@ def documentation() -> DataSet:
 
 
 def learnable(text: Documentation, wanted: str, wanted_tokens: str, windows: int = 512) -> DataSet:
-    """Of a text with that hash, whose tokens have that one."""
     if text.sha256 != wanted:
         raise ConfigError(
             f"this learns from other versions of Debian's documentation than are installed: "
@@ -82,7 +79,7 @@ def learnable(text: Documentation, wanted: str, wanted_tokens: str, windows: int
 
 
 def read(sources: Mapping[str, Source], most_bytes: int = 20_000_000) -> Documentation:
-    """As many files as `most_bytes` hold, in the order of their names' hashes."""
+    """Return as many files as `most_bytes` hold, in the order of their names' hashes."""
     places = {
         f"{package}/{path.relative_to(source.folder)}": path
         for package, source in sources.items()
@@ -128,7 +125,6 @@ def _sha256(content: bytes) -> str:
 
 
 def tokens(text: Documentation, symbols: int = SYMBOLS) -> tuple[Tensor, Tensor]:
-    """Of the files to learn from, and of those held out, one after the other."""
     try:
         from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     except ImportError as error:

@@ -28,8 +28,6 @@ def rate_at(step: int, steps: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class SizedTask:
-    """How a model of any width is trained, and evaluated."""
-
     title: str
     measured_by: str
     recipe: tasks.Recipe
@@ -43,7 +41,6 @@ class SizedTask:
             return sum(parameter.numel() for parameter in self.model(width).parameters())
 
     def width(self, params: int) -> int:
-        """That of the model which comes closest."""
         least = self.params(self.narrowest)
         if params < least:
             raise ConfigError(f"the smallest model has {least:,} parameters, not {params:,}: raise --params")

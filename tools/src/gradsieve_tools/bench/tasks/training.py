@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -46,8 +46,6 @@ _EVALUATED_AT_ONCE = 512
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """One task, ready to train; the same for every sync."""
-
     name: str
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -73,7 +71,7 @@ class Training:
         return value
 
     def evaluate_as_is(self) -> float:
-        """The same in whichever mode the model is."""
+        """Return the metric without a change of the model's mode."""
         total = 0.0
         with torch.no_grad():
             for begin in range(0, len(self.test), _EVALUATED_AT_ONCE):
@@ -152,17 +150,15 @@ def rate_at(step: int, steps: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a task is trained; called with a seed, it makes one ready."""
-
     name: str
     model: Callable[[], nn.Module]
     data: Callable[[], DataSet]
     batch: int
-    steps: int
-    optimizer: Literal["sgd", "adamw"]
     rate: float
-    decay: float
-    metric: Metric
+    steps: int = 2000
+    optimizer: Literal["sgd", "adamw"] = "adamw"
+    decay: float = 0.1
+    metric: Metric = "loss"
     loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
     rate_at: Callable[[int, int], float] = rate_at  # part of `rate`, by step and steps
     held_out: bool = False  # nothing of gradsieve is chosen on it
@@ -198,73 +194,27 @@ class Recipe:
 
 
 _EPOCH = 60_000 // 128
+_SGD: dict[str, Any] = {"batch": 128, "optimizer": "sgd", "rate": 0.1, "decay": 1e-4, "metric": "accuracy"}
 _RECIPES = (
+    Recipe("mlp", mlp, fashion_mnist, steps=20 * _EPOCH, **_SGD),
+    Recipe("cnn", _cnn, fashion_mnist, steps=10 * _EPOCH, **_SGD),
+    Recipe("transformer", transformer, source_text, batch=16, rate=4e-3),
+    Recipe("lstm", lambda: _LSTM(width=64, hidden=256), source_text, batch=16, rate=32e-3),
     Recipe(
-        name="mlp",
-        model=mlp,
-        data=fashion_mnist,
-        batch=128,
-        steps=20 * _EPOCH,
-        optimizer="sgd",
-        rate=0.1,
-        decay=1e-4,
-        metric="accuracy",
-    ),
-    Recipe(
-        name="cnn",
-        model=_cnn,
-        data=fashion_mnist,
-        batch=128,
-        steps=10 * _EPOCH,
-        optimizer="sgd",
-        rate=0.1,
-        decay=1e-4,
-        metric="accuracy",
-    ),
-    Recipe(
-        name="transformer",
-        model=transformer,
-        data=source_text,
-        batch=16,
-        steps=2000,
-        optimizer="adamw",
-        rate=4e-3,
-        decay=0.1,
-        metric="loss",
-    ),
-    Recipe(
-        name="lstm",
-        model=lambda: _LSTM(width=64, hidden=256),
-        data=source_text,
-        batch=16,
-        steps=2000,
-        optimizer="adamw",
-        rate=32e-3,
-        decay=0.1,
-        metric="loss",
-    ),
-    Recipe(
-        name="recommender",
-        model=lambda: _Recommender(width=64, hidden=64),
-        data=ratings,
+        *("recommender", lambda: _Recommender(width=64, hidden=64), ratings),
         batch=512,
-        steps=3000,
-        optimizer="adamw",
         rate=2e-2,
-        decay=0.1,
-        metric="loss",
+        steps=3000,
         loss=binary_cross_entropy_with_logits,
     ),
     Recipe(
-        name="documentation",
-        model=lambda: transformer(168, documents.CONTEXT, documents.SYMBOLS),
-        data=documents.documentation,
+        *(
+            "documentation",
+            lambda: transformer(168, documents.CONTEXT, documents.SYMBOLS),
+            documents.documentation,
+        ),
         batch=64,
-        steps=2000,
-        optimizer="adamw",
         rate=4e-3,
-        decay=0.1,
-        metric="loss",
         held_out=True,
     ),
 )

@@ -19,15 +19,15 @@ from torch.nn.parallel import DistributedDataParallel
 from gradsieve import GradientSync, record
 from gradsieve.recording import Recorder
 from gradsieve_tools.bench.common.in_lab import bytes_out, most_anywhere, run_rank, tell
+from gradsieve_tools.bench.common.race import Curve, Run
 from gradsieve_tools.bench.common.syncs import attached
 from gradsieve_tools.bench.common.virtual import own_batches
 from gradsieve_tools.bench.rivals.names import bucket_cap_mb, buffers_stay, torch_hook
-from gradsieve_tools.bench.time_to_accuracy.measure import Curve, Plan, Run
+from gradsieve_tools.bench.time_to_accuracy.measure import Plan
 
 # With each sync before the clock starts, or the first to do so would pay for what a process does only once:
 # dense for its start, one of ours for compiling kernels
 _FIRST_STEPS = 3
-_LINE_SECONDS = 5.0
 
 
 class Learner:
@@ -97,37 +97,16 @@ class Learner:
             self.sync.abandon()
 
 
-class Progress:
-    """Lines for a person: how far the learning with one sync is, and how long that can still take.
-
-    Not how long all will take: from dense on a slow link one would conclude hours for those that are fast.
-    """
-
-    def __init__(self, most_steps: int) -> None:
-        self.most_steps = most_steps
-        self.start = self.last_line = time.monotonic()
-
-    def note(self, step: int, reached: bool, text: str) -> None:
-        now = time.monotonic()
-        left = 0.0 if reached else (self.most_steps - step) * (now - self.start) / step
-        if now - self.last_line >= _LINE_SECONDS or not left:
-            self.last_line = now
-            tell(f"{text}; at most about {left:.0f} s left with this sync")
-
-
 def learn(learner: Learner, target: float | None) -> Run:
-    """Until the target, or as far as this sync may go; dense, which sets the target, has none."""
+    """Train to the target, or to the end of the budget; dense sets the target."""
     curve, taken = Curve(learner.training.metric), 0
     evaluations = learner.plan.evaluations(learner.name)
-    progress = Progress(evaluations[-1])
     for step in evaluations:
         learner.train(step - taken)
         curve.add(step, learner.seconds, learner.value())
         reached = target is not None and curve.crossing(target) is not None
         aim = "" if target is None else f", target {target:.4f}"
-        progress.note(
-            step,
-            reached,
+        tell(
             f"{learner.name}, seed {learner.seed}: step {step}, {1e3 * learner.seconds / step:.0f} ms each, "
             f"{curve.metric} {curve.values[-1]:.4f}{aim}",
         )
@@ -140,7 +119,7 @@ def learn(learner: Learner, target: float | None) -> Run:
 
 
 def measure(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every sync with every seed; the runs, the same on every rank."""
+    """Train every sync with every seed, and return the runs, the same on every rank."""
     plan = Plan(**config)
     for sync in plan.syncs:
         with closing(Learner(sync, replace(plan, record=None), 0)) as first:

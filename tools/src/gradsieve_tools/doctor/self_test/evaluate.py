@@ -45,7 +45,7 @@ def bandwidth(said: Said) -> Finding:
 
 
 def training(plain: Said, plain_on_cpu: Said, ranks: Sequence[Said], ranks_on_cpu: Sequence[Said]) -> Finding:
-    """The same bits are asked for where the device computes with those of the CPU without gradsieve too."""
+    """Ask for the CPU's bits if the device has them without gradsieve too."""
     losses = {"losses": [each["losses"] for each in ranks], "cpu": [each["losses"] for each in ranks_on_cpu]}
     if len({each["digest"] for each in ranks}) > 1:
         return failed("the ranks end with different models", losses)

@@ -42,7 +42,6 @@ class Kernel:
     sums: int = 0  # last results that are sums, in any order
 
     def inputs(self, vectors: list[Tensor]) -> list[Tensor]:
-        """On the CPU."""
         if not self.codes:
             return vectors[: self.vectors]
         rows = [kernels.encode_low(self.bits, each) for each in vectors[:_ROWS]]
@@ -95,14 +94,14 @@ def describe(here: Here) -> dict[str, Any]:
 
 
 def _form(kernel: Kernel, here: Here) -> str:
-    """Which library's runs for float32."""
+    """Return which library's runs for float32."""
     called = {"select": "above"}.get(kernel.name, kernel.name.partition("(")[0].removesuffix("_sum"))
     library = kernels.library_of(called, torch.zeros(1, dtype=torch.float32, device=here.device))
     return library.replace("triton", "Triton")
 
 
 def compare(here: Here, lengths: list[int]) -> dict[str, Any]:
-    """How many comparisons were made, and those that did not agree to the bit."""
+    """Return how many comparisons were made, and those that did not agree to the bit."""
     count, wrong = 0, []
     for kernel in KERNELS:
         for wide, own in _WIDTHS:
@@ -149,7 +148,7 @@ def _beginning_there(x: Tensor, device: torch.device) -> Tensor:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """The same bits, but for which NaN it is."""
+    """Return the same bits, but for which NaN it is."""
     if not isinstance(one, Tensor):
         return bool(one == other)
     one = one.cpu()

@@ -46,7 +46,7 @@ class Pair:
         self._requests = 0
 
     def ask(self, what: str, *, ranks: int = WORLD, **settings: Any) -> list[Any]:
-        """What the first `ranks` of them answered; raises unless all answers are good."""
+        """Return what the first `ranks` of them answered; raise unless all answers are good."""
         answers = self.answers(what, ranks=ranks, **settings)
         bad = [f"rank {rank}: {each.error}" for rank, each in enumerate(answers) if each.error]
         if bad:

@@ -61,7 +61,7 @@ def _answer(rank: int, request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _device(name: str, rank: int) -> torch.device:
-    """Each rank its own one where there are enough."""
+    """Return each rank its own one where there are enough."""
     if not name:
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         name = "cpu" if found is None else found.type
@@ -76,14 +76,14 @@ def _device(name: str, rank: int) -> torch.device:
 
 
 def _backend(device: torch.device, world: int) -> str:
-    """As a user has it; but NCCL refuses two ranks on one device, and gloo takes CUDA's tensors."""
+    """Return the usual backend; but NCCL refuses two ranks on one device, and gloo takes CUDA's tensors."""
     if device.type == "cuda" and torch.accelerator.device_count() < world:
         return "gloo"
     return dist.get_default_backend_for_device(device.type)
 
 
 def _words(error: Exception) -> str:
-    """What and where, without the paths of this machine."""
+    """Return what and where, without the paths of this machine."""
     frames = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
     where = ", ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames)
     inner = getattr(error, "errors", [])  # of torch's sanitizer: each with its kernels and streams

@@ -42,7 +42,7 @@ class Here:
 
 
 def _model(norm: type[nn.Module] = nn.LayerNorm) -> nn.Sequential:
-    """The same weights on every rank and device."""
+    """Return the same weights on every rank and device."""
     torch.manual_seed(7)
     at: Any = {"dtype": torch.float32, "device": "cpu"}
     return nn.Sequential(
@@ -89,7 +89,7 @@ def _of_two(here: Here, model: nn.Module | None = None, **settings: Any) -> tupl
 
 
 def plain(here: Here, steps: int) -> dict[str, Any]:
-    """One rank by itself, without gradsieve: does the device compute with the bits of the CPU?"""
+    """Train one rank without gradsieve: does the device compute with the bits of the CPU?"""
     alone = Training(here, _model().to(here.device))
     return {"losses": [alone.step(number) for number in range(steps)], "digest": alone.digest()}
 
@@ -174,7 +174,7 @@ def _has_sync_batch_norm(here: Here) -> bool:
 
 
 def budget(here: Here, steps: int) -> dict[str, Any]:
-    """What `attach(ddp, optimizer)` finds by itself."""
+    """Return what `attach(ddp, optimizer)` finds by itself."""
     both, sync = _of_two(here)
     seconds = []
     for number in range(steps):

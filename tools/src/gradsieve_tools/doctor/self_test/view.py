@@ -40,7 +40,7 @@ def _findings(report: Report) -> str:
 
 
 def _kernels(report: Report) -> str:
-    """All of them by name: the table has the slowest one alone."""
+    """Return all of them by name: the table has the slowest one alone."""
     figures = next((each.figures for each in report.findings if each.check == "bandwidth"), {})
     if not figures:
         return ""
@@ -59,7 +59,6 @@ def _verdict(report: Report) -> str:
 
 
 def write_json(path: Path, report: Report) -> None:
-    """Without the command: it may hold paths of this machine."""
     made = origin()
     result = {
         "date": made["date"],
@@ -73,7 +72,6 @@ def write_json(path: Path, report: Report) -> None:
 
 
 def _finite(content: Any) -> Any:
-    """With words for what JSON has no number for: losses that overflowed are worth telling."""
     if isinstance(content, dict):
         return {key: _finite(each) for key, each in content.items()}
     if isinstance(content, list):

@@ -25,6 +25,5 @@ class EntryPoint:
 
 
 def check_rising(indices: Host, n: int) -> None:
-    """What no reader may let through otherwise."""
     if len(indices) and (indices[0] < 0 or indices[-1] >= n or not (indices[1:] > indices[:-1]).all()):
         raise AssertionError("indices that are not sorted, unique and inside")

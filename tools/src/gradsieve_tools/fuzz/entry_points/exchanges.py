@@ -49,16 +49,12 @@ _VARIANTS = (
 
 @dataclass(frozen=True)
 class Heard:
-    """What the victim asked for and was sent."""
-
     op: Op
     reply: Tensor
 
 
 @dataclass(frozen=True)
 class Victim:
-    """One rank in the middle of training, and how its next step went."""
-
     scheme: Scheme[Any]
     acc: Tensor
     state: Any
@@ -66,7 +62,7 @@ class Victim:
     heard: list[Heard]
 
     def step(self, number: int, forged: bytearray) -> Outcome[Any]:
-        """The same step with the liar's part of reply `number` as forged."""
+        """Return the same step with the liar's part of reply `number` as forged."""
         program = self.scheme.exchange(self.acc, self.state, self.ctx)
         outcome: Outcome[Any] = replayed(program, self.heard, number, forged)
         return outcome
@@ -106,7 +102,7 @@ def _doors_of(name: str, victim: Victim) -> Iterator[EntryPoint]:
 
 
 def trained(scheme: Scheme[Any], steps: int) -> Victim:
-    """After that many honest steps of all ranks, with what is sent to the victim in the next one."""
+    """Return a victim after that many valid steps, with the messages of its next step."""
     source = torch.Generator(device="cpu").manual_seed(7)
     residuals = [torch.zeros(N, dtype=torch.float32, device="cpu") for _ in range(WORLD)]
     states = [scheme.begin(N, WORLD) for _ in range(WORLD)]
@@ -131,7 +127,7 @@ def trained(scheme: Scheme[Any], steps: int) -> Victim:
 
 
 def overheard(program: Program[Any], heard: list[Heard]) -> Program[Any]:
-    """The same program; what it is sent is written down."""
+    """Return the same program; what it is sent is written down."""
 
     def perform(op: Op) -> Program[Tensor]:
         reply: Tensor = yield op
@@ -188,7 +184,7 @@ def _shape(op: Op) -> torch.Size:
 
 
 def liars_part(heard: Heard) -> Tensor | None:
-    """Of a reply what a peer decides, contiguous; None where nobody but the victim does."""
+    """Return the part of a reply that a peer decides, contiguous; None: the victim decides all."""
     op, reply = heard.op, heard.reply
     match op:
         case AllGather():

@@ -72,7 +72,6 @@ class _Adapter(OptimizerAdapter):
 
 
 def loader(rank: Rank) -> Replica:
-    """As much of one as reading a checkpoint needs; no process group."""
     adapter, seat = _Adapter(rank), _Seat(rank.pipeline.rank, rank.pipeline.world)
     return Replica(cast("Engine", seat), adapter.parameters, adapter, SingleModel())
 
@@ -107,7 +106,6 @@ def of_folders() -> Iterator[EntryPoint]:
 
 
 def large() -> Iterator[EntryPoint]:
-    """In which a copy is worth more than the memory that anything may take."""
     one = {"rank0/own/x": torch.ones(_LARGE, dtype=torch.float32, device="cpu")}
     yield EntryPoint("a large file", (_written(one),), (_LARGE,), _enter_tensors)
 
@@ -130,15 +128,12 @@ def _written(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def _enter_tensors(forged: bytearray) -> None:
-    """As many bytes as there are, each in one tensor."""
     header = 8 + int.from_bytes(forged[:8], "little")
     if header + sum(tensor.nbytes for tensor in tensors_in(forged).values()) != len(forged):
         raise AssertionError("bytes of no tensor, or of two")
 
 
 class _Folder:
-    """On a disk that is gone with this process."""
-
     def __init__(self) -> None:
         self._whole = tempfile.TemporaryDirectory(prefix="gradsieve-fuzz-")
         self._path = Path(self._whole.name)
@@ -190,7 +185,6 @@ def _listed(content: bytes | bytearray) -> str:
 
 
 def _check_candidate(replica: Replica, candidate: saving.LoadCandidate) -> None:
-    """What the vote would be on can be loaded: of the right kinds, shapes and types."""
     part, kept = candidate.part, replica.pipeline.kept()
     if {*part.memories} != {*kept} or part.step < 0 or not all(map(math.isfinite, part.figures.values())):
         raise AssertionError("not what this replica keeps")

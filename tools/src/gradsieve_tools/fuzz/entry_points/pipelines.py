@@ -29,13 +29,10 @@ _SHAPES = {"weight": (24, 10), "bias": (10,)}  # one unit for the scheme, one th
 
 @dataclass
 class Rank:
-    """One rank's pipeline and its tensors: flat gradients, or its own model."""
-
     pipeline: GradientPipeline | StepPipeline
     tensors: dict[str, Tensor]
 
     def move(self, source: torch.Generator) -> None:
-        """An optimizer's step, or a new gradient."""
         for tensor in self.tensors.values():
             tensor.copy_(torch.randn(tensor.shape, generator=source, dtype=tensor.dtype, device="cpu"))
 
@@ -44,7 +41,6 @@ class Rank:
             self.pipeline.finish(self.tensors)
 
     def check(self) -> None:
-        """What outlives the step is finite, whatever arrived."""
         for name, part in self.pipeline.memories().items():
             if not bool(part.isfinite().all()):
                 raise AssertionError(f"{name} is not finite")

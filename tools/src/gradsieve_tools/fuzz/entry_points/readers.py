@@ -39,7 +39,7 @@ _CANARY = 12345.0  # surrounds the memory that a codec may write
 
 
 def on_the_host() -> Iterator[EntryPoint]:
-    """What numpy reads: packed rows, counts, tags."""
+    """Return what numpy reads: packed rows, counts, tags."""
     yield from _packed_rows()
     yield from _index_codecs()
     yield from _numbers()
@@ -47,7 +47,7 @@ def on_the_host() -> Iterator[EntryPoint]:
 
 
 def on_the_device() -> Iterator[EntryPoint]:
-    """What torch reads, at several times the price: entries, blocks, pairs, values."""
+    """Return what torch reads, at several times the price: entries, blocks, pairs, values."""
     yield from _entries()
     yield from _blocks()
     yield from _pairs()
@@ -92,7 +92,6 @@ def _enter_rows(
 
 
 def _index_codecs() -> Iterator[EntryPoint]:
-    """By themselves, with a count before the row that need not be true."""
     for capacity, span in ((1, 1), (7, 7), (24, 97), (5, 2**20), (3, 2**33)):
         picked = torch.linspace(0, span - 1, capacity, dtype=torch.float64, device="cpu").long()
         for codec in indices.INDEX_CODECS:
@@ -229,7 +228,7 @@ def _numbers() -> Iterator[EntryPoint]:
 
 
 def _tags() -> Iterator[EntryPoint]:
-    """What is piggybacked, and what ranks say of themselves where that does not add up."""
+    """Return what is piggybacked, and what ranks say of themselves where that does not add up."""
     tag, cpu = Tag(0, 17, 2, 0, 3), torch.device("cpu")
     said_by_all = [words(tag, rank, 0, False) for rank in range(WORLD)]
     ride = torch.tensor(said_by_all, dtype=torch.float32, device="cpu").sum(0)

@@ -32,6 +32,8 @@ from gradsieve_tools.bench.common.in_lab import bytes_out, most_anywhere, run_ra
 from gradsieve_tools.bench.common.syncs import treated
 from gradsieve_tools.bench.common.workloads import build
 
+COLUMNS = ["hosts", "what", "ms", "ratio", "bytes_sent"]
+
 _WARM, _STEPS = 10, 5  # steps until the threshold is found, and timed steps
 _REPEATED = 10  # exchanges in a turn
 _CPU = torch.device("cpu")
@@ -65,7 +67,7 @@ def measure(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _real_steps(engine: Engine, config: dict[str, Any]) -> tuple[list[Op], list[Turn]]:
-    """Of the whole pipeline on random gradients; the ops of the last one, with tensors of zeros."""
+    """Run the pipeline on random gradients, and return the last step's ops with tensors of zeros."""
     torch.manual_seed(dist.get_rank())
     parameters = dict(build("mlp", config["params"]).named_parameters())
     optimizer = torch.optim.SGD(parameters.values(), lr=0.01)
@@ -98,7 +100,7 @@ def _noted(program: Program[Result], ops: list[Op]) -> Program[Result]:
 
 
 def ask(ops: Sequence[Op]) -> Program[list[Tensor]]:
-    """One op after the other; the replies."""
+    """Ask for the ops in order and return the replies."""
     replies = []
     for op in ops:
         replies.append((yield op))

@@ -21,22 +21,24 @@ from typing import Any
 
 from gradsieve import torch_names
 
-FOLDER = "gradsieve-fleet-"
-"""A temporary one's name begins so, and with the id of the process."""
+FOLDER = "gradsieve-fleet-"  # begins the name of a temporary folder, followed by the process id
+DONE, PEER_FAILED, FAILED = 0, 10, 11  # exit codes of a rank
 _STACK_SECONDS = 1.0
 _LONGEST_MESSAGE = 1 << 20
+
+Tell = Callable[[dict[str, Any]], None]
+
+
+def teller(pipe: Any) -> Tell:
+    """Return a function that sends messages, each with its `event`, to the process that watches."""
+    return lambda message: pipe.send_bytes(json.dumps(message).encode())
 
 
 @dataclass(slots=True)
 class Ending:
-    """How a rank came to its end."""
-
-    exit_code: int | None = None
-    """Negative for a signal; None for one that hung, and was killed."""
-    messages: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The last of every event."""
-    stacks: str = ""
-    """Where a rank hung."""
+    exit_code: int | None = None  # negative for a signal; None: it hung and was killed
+    messages: dict[str, dict[str, Any]] = field(default_factory=dict)  # the last of every event
+    stacks: str = ""  # of a rank that hung
 
     def message(self, event: str) -> dict[str, Any]:
         return self.messages.get(event, {})
@@ -89,8 +91,7 @@ class _Case:
     ):
         self.folder = folder
         self.endings = [Ending() for _ in arguments]
-        self.silent: set[int] = set()
-        """Ranks that closed their end of the pipe."""
+        self.silent: set[int] = set()  # ranks that closed their end of the pipe
         self.processes, self.pipes = [], []
         for rank, each in enumerate(arguments):
             ours, theirs = context.Pipe(duplex=False)
@@ -129,7 +130,7 @@ class _Case:
         return self.endings
 
     def _is_over(self, stopped: int, running: set[int], stop_seconds: float | None, now: float) -> bool:
-        """Whether the stopped rank's time has come."""
+        """Return whether the stopped rank's time has come."""
         fired = self.endings[stopped].message("fired").get("at")
         return running == {stopped} or (
             fired is not None and stop_seconds is not None and now >= fired + stop_seconds
@@ -148,7 +149,6 @@ class _Case:
         self.endings[rank].exit_code = self.processes[rank].exitcode
 
     def _read(self, rank: int) -> None:
-        """What it said; the pipe holds it all, also that of a rank which died since."""
         try:
             while rank not in self.silent and self.pipes[rank].poll():
                 message = json.loads(self.pipes[rank].recv_bytes(_LONGEST_MESSAGE))

@@ -28,6 +28,9 @@ from gradsieve_tools.bench.common.in_lab import (
 )
 from gradsieve_tools.bench.common.workloads import batch_for, build
 
+COLUMNS = ["sync", "step_ms", "vs_noop", "vs_noop_half", "vs_dense", "vs_dense_half", "bytes_sent", "bits"]
+COLUMNS += ["replicas_equal_for"]
+
 SYNCS = ("noop", "dense", "auto")
 _WARM = {"noop": 3, "dense": 3, "auto": 60}  # steps before the clock runs: a budget is chosen
 _TURN_SECONDS, _MOST_STEPS = 2.0, 50

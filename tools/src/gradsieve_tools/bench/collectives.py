@@ -15,8 +15,10 @@ from gradsieve.comm import rounds
 from gradsieve.comm.engine import Engine
 from gradsieve.schemes import AllGather, AllReduce, AllToAll, Ctx, Op, Program
 from gradsieve_tools.bench.common.in_lab import Rows, run_rank, tell
-from gradsieve_tools.bench.exchange.worker import bare, turn
+from gradsieve_tools.bench.exchange import bare, turn
 from gradsieve_tools.link_costs import measure_all
+
+COLUMNS = ["hosts", "op", "bytes", "bare_ms", "engine_ms", "rounds_ms", "direct_ms", "chosen", "faster"]
 
 _CPU = torch.device("cpu")
 Way = Callable[[], object]

@@ -1,1 +1,0 @@
-"""gloo's collectives next to ours."""

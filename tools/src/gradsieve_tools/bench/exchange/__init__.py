@@ -1,1 +1,0 @@
-"""One exchange, by what it is made of."""

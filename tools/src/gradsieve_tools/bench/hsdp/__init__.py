@@ -1,1 +1,0 @@
-"""Sharded inside hosts, sparse between them."""
