@@ -18,7 +18,7 @@ from default_training import STEPS, modules, run
 
 SOURCE = Path(__file__).parent.parent / "src" / "gradsieve"
 # Of today. A change that makes the library smaller lowers them; none raises them without an ADR.
-LIMITS = {"lines": 17400, "modules": 121, "loaded lines": 11200, "loaded modules": 64}
+LIMITS = {"lines": 17400, "modules": 121, "loaded lines": 9900, "loaded modules": 58}
 
 
 def look(train: Callable[[int], None]) -> Any:

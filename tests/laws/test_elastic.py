@@ -31,7 +31,8 @@ class One(Member):
     """A replica that draws whole gradients."""
 
     def __init__(self, number: int, scheme: str = "stripes", **settings: Any) -> None:
-        self.number, self.steps, self.model = number, 0, Small()
+        self.number, self.steps = number, 0
+        self.model = Small(settings.pop("dtype", torch.float32))
         optimizer = sgd(self.model.parameters())
         settings = {
             "scheme": scheme,
@@ -44,7 +45,8 @@ class One(Member):
     def step(self) -> None:
         source = torch.Generator().manual_seed(1009 * self.steps + self.number)
         for parameter in self.model.parameters():
-            parameter.grad = torch.randint(-8, 9, parameter.shape, generator=source) / 8
+            drawn = torch.randint(-8, 9, parameter.shape, generator=source) / 8
+            parameter.grad = drawn.to(parameter.dtype)
         self.steps += 1
         self.optimizers[0].step()
 
@@ -171,6 +173,16 @@ def test_a_newcomer_leaves_the_model_where_it_was(scheme: str) -> None:
         assert newcomer.optimizers[0].state_dict()["state"], "without a peer's momentum"
         group.train(3)
         assert group.share_one_model()
+
+
+def test_so_it_does_where_its_own_model_is_rounded_to_16_bits() -> None:
+    """What a peer sends is in the shared model's type, and residuals are from the rounded model."""
+    ones = [One(number, dtype=torch.bfloat16) for number in range(3)]
+    with Group(1, ones) as group:
+        aim = group.train(4).leads_to()
+    newcomer = brought_up(One(3, dtype=torch.bfloat16), ones[0])
+    with Group(2, [*ones, newcomer]) as group:
+        close(group.leads_to(), aim)
 
 
 def test_one_that_was_late_keeps_what_waits_there() -> None:

@@ -334,10 +334,9 @@ def vote(replica: Replica, outcome: str, what: str, row: Sequence[int], problem:
     rows, refusal = attempt(lambda: replica.engine.run(program, when, replica.device))
     if replica.shards_of_host > 1:
         reason = as_bytes("" if refusal is None else f"-{_reason(refusal)}", replica.device)
-        reasons = [as_text(text)[1:] for text in replica.of_all_shards(reason)]
-        for shard, text in enumerate(reasons):
+        for shard, text in enumerate(map(as_text, replica.of_all_shards(reason))):
             if text and refusal is None:
-                raise RefusedError(f"{replica.where}: {outcome}: shard {shard} refused: {text}")
+                raise RefusedError(f"{replica.where}: {outcome}: shard {shard} refused: {text[1:]}")
     if refusal is not None:
         raise refusal
     assert rows is not None

@@ -15,13 +15,9 @@ import logging
 import secrets
 from pathlib import Path
 
-import torch
-
 from gradsieve.checkpoint import fencing, files, state
-from gradsieve.comm.ops import AllGather
 from gradsieve.errors import ConfigError, MismatchError, list_ranks
 from gradsieve.sync.gradient_sync import GradientSync
-from gradsieve.types import Program
 
 _log = logging.getLogger("gradsieve")
 
@@ -72,16 +68,11 @@ def load_from(sync: GradientSync, folder: str | Path, promised: bool, pair: str 
 def is_seen_by_all(sync: GradientSync, folder: str | Path, is_there: bool) -> bool:
     """Return whether all ranks see the folder; raise if only some do."""
     sync.quiesce("load()")
-    seen = sync.engine.run(_who_sees(sync, is_there), "who sees a checkpoint", sync.replica.device)
-    blind = [rank for rank, sees in enumerate(seen) if not sees]
-    if 0 < len(blind) < len(seen):
+    rows = state.vote(sync.replica, "nothing was loaded", "who sees a checkpoint", [is_there], None)
+    blind = [rank for rank, (sees,) in enumerate(rows[0].tolist()) if not sees]
+    if 0 < len(blind) < sync.engine.world:
         raise MismatchError(
-            f"{sync.replica.where}: {list_ranks(blind)} of {len(seen)} do not see {folder}: the checkpoint "
-            "has to be in a folder that all ranks share"
+            f"{sync.replica.where}: {list_ranks(blind)} of {sync.engine.world} do not see {folder}: the "
+            "checkpoint has to be in a folder that all ranks share"
         )
     return not blind
-
-
-def _who_sees(sync: GradientSync, is_there: bool) -> Program[list[int]]:
-    rows = yield AllGather(torch.tensor([int(is_there)], dtype=torch.int64, device=sync.replica.device))
-    return [int(row[0]) for row in rows]

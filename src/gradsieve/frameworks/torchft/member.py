@@ -328,7 +328,9 @@ class Member:
     def _part_for(self, pipeline: StepPipeline) -> RankState:
         """Return what this replica goes on with among the members of the new group."""
         part, agreed = capture(pipeline), self._agreed
-        memories = part.memories if self._kept is None else self._kept
+        memories = part.memories
+        if self._kept is not None:  # those of a peer are all in the shared model's type
+            memories = {key: self._kept[key].to(view.dtype) for key, view in memories.items()}
         if agreed is None:
             return RankState(part.step, part.figures, memories, part.states)
         world, scheme = agreed["world"], pipeline.scheme
