@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op
 from gradsieve.errors import ConfigError
-from gradsieve.schemes.agreed import Agreed, Values
-from gradsieve.schemes.base import Scheme
+from gradsieve.schemes.base import Agreed, Scheme, Values
 from gradsieve.types import (
     Ctx,
     Outcome,

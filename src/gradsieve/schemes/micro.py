@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gradsieve.schemes.exclusive import Exclusive, absorb, gather_selected, sum_values
-from gradsieve.schemes.quota import quota
+from gradsieve.schemes.shares import quota
 from gradsieve.schemes.threshold import Partitioned, no_curve
 from gradsieve.types import Ctx, Outcome, Program, Vector
 

@@ -33,7 +33,7 @@ from gradsieve.schemes.oktopk_parts import (
     make_regions,
     split_and_reduce,
 )
-from gradsieve.schemes.quota import quota
+from gradsieve.schemes.shares import quota
 from gradsieve.types import Ctx, Outcome, Program, Sparse
 from gradsieve.wire.check import counts_within, strictly_increasing
 from gradsieve.wire.pairs import from_pairs, index_dtype, to_pairs

@@ -31,7 +31,7 @@ from gradsieve.schemes.papers.exclusive import (
     select_round_robin,
     sum_at,
 )
-from gradsieve.schemes.quota import evenly
+from gradsieve.schemes.shares import evenly
 from gradsieve.types import Ctx, Outcome, Program
 
 
