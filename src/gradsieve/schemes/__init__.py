@@ -1,4 +1,4 @@
-"""Schemes are registered here by name, and imported when somebody asks for them."""
+"""Schemes are registered here by name, and imported when they are asked for."""
 
 from __future__ import annotations
 

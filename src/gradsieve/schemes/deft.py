@@ -9,7 +9,7 @@
 6. Gather the selected indices; a layer that travels whole needs none.
 7. All-reduce the values at those indices.
 
-Everybody knows the norms (in the paper each rank has its own), so everybody finds the same division and the
+All ranks know the norms (in the paper each rank has its own), so all find the same division and the
 same bins: no leader, no broadcast, and the count is k.
 """
 

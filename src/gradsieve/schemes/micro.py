@@ -6,7 +6,7 @@
 4. All-reduce the values at those indices.
 5. Scale the threshold by the error of the count.
 
-Partitions are never adjusted: where gradients are skewed, one rank's row is long and everybody pays for it
+Partitions are never adjusted: where gradients are skewed, one rank's row is long and all ranks pay for it
 (f in the formula). ExDyna is this scheme with balanced partitions.
 """
 

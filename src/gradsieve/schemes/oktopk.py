@@ -1,9 +1,9 @@
-"""Ok-Topk (PPoPP 2022): every rank adds up one region of the vector, the k largest sums go to everybody.
+"""Ok-Topk (PPoPP 2022): every rank adds up one region of the vector, the k largest sums go to all ranks.
 
 1. Local threshold: the exact k-th largest |acc| in every `local_period`-th step, followed in between.
 2. Select what reaches it, at most the k largest. What is left out is not spent.
 3. In every `region_period`-th step set the regions again: the mean over ranks of the quantiles of the
-   selected indices. In between they follow the loads of their owners, which everybody knows.
+   selected indices. In between they follow the loads of their owners, which all ranks know.
 4. Split and reduce: each rank sends to each region's owner what it selected there; the owner adds up.
 5. Global selection: in every `global_period`-th step all sums are gathered and the k largest of them taken;
    in between each owner offers what reaches the global threshold, and if these are more than k, its share

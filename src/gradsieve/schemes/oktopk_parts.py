@@ -109,7 +109,7 @@ def make_regions(wanted: Tensor, n: int) -> Program[Tensor]:
 def split_and_reduce(acc: Tensor, selected: Tensor, cuts: Tensor, most: int, ctx: Ctx) -> Program[Sums]:
     """Adds up what all ranks selected in this rank's region, at most `most` each, in rank order.
 
-    The engine sees to it that nobody is everybody's target at once, and that few messages are pending
+    The engine sees to it that no rank is the target of all at once, and that few messages are pending
     together.
     """
     n, start, stop = acc.numel(), int(cuts[ctx.rank]), int(cuts[ctx.rank + 1])

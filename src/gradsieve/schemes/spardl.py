@@ -6,9 +6,9 @@ P ranks form d teams of Q = P/d; rank = team Q + place. The vector has Q blocks,
    to place w + gap, each cut down to its k/Q largest elements first, all in one message; what it receives is
    added to the blocks it still holds. In the end it holds the team's sum of block w.
 2. Spar-All-Gather between the same places of the teams. R-SAG: log2 d rounds of exchanging, adding and
-   cutting down by pairs. B-SAG: h elements of everybody gathered, added, cut down; h learns how many fit.
+   cutting down by pairs. B-SAG: h elements of all teams gathered, added, cut down; h learns how many fit.
 3. All-gather of the blocks inside the team, ceil(log2 Q) rounds.
-4. Global residual collection: an element stays in the residual of whoever did not choose it (local); of its
+4. Global residual collection: an element stays in the residual of a rank that did not choose it (local); of its
    first owner, if it is not in the end result (end); what others had added to it, of the rank that dropped
    the sum (in-procedure).
 

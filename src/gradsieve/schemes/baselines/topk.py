@@ -1,4 +1,4 @@
-"""Top-k with all-gather (TopkA): every rank sends its own k largest elements to everybody.
+"""Top-k with all-gather (TopkA): every rank sends its own k largest elements to all ranks.
 
 Traffic grows with the number of ranks, and so does the number of elements that come back (up to k P).
 

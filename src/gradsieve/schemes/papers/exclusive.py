@@ -117,7 +117,7 @@ def select_round_robin(acc: Tensor, cuts: Tensor, threshold: float, ctx: Ctx) ->
 
 
 def gather_padded(selected: Tensor, most: Host, n: int, ctx: Ctx) -> Program[tuple[Tensor, Tensor]]:
-    """Returns everybody's indices, not checked yet, and how many each rank has; both in rank order. `most`
+    """Returns all ranks' indices, not checked yet, and how many each rank has; both in rank order. `most`
     says how many each rank can have."""
     counts = yield AllGather(torch.tensor([selected.numel()], dtype=torch.long, device=selected.device))
     counts = counts.flatten()
