@@ -8,9 +8,9 @@ P ranks form d teams of Q = P/d; rank = team Q + place. The vector has Q blocks,
 2. Spar-All-Gather between the same places of the teams. R-SAG: log2 d rounds of exchanging, adding and
    cutting down by pairs. B-SAG: h elements of all teams gathered, added, cut down; h learns how many fit.
 3. All-gather of the blocks inside the team, ceil(log2 Q) rounds.
-4. Global residual collection: an element stays in the residual of a rank that did not choose it (local); of its
-   first owner, if it is not in the end result (end); what others had added to it, of the rank that dropped
-   the sum (in-procedure).
+4. Global residual collection: an element stays in the residual of a rank that did not choose it (local); of
+   its first owner, if it is not in the end result (end); what others had added to it, of the rank that
+   dropped the sum (in-procedure).
 
 A block's elements that can be among its largest are looked for once (`candidates`); from then on all work is
 on short lists.
