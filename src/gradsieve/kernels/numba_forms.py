@@ -11,7 +11,6 @@ are `uint64`: a signed one is tested for its sign.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -39,16 +38,15 @@ _ROUNDER = 1.5 * 2**23  # added to a small float32 and taken away again, it leav
 _HALF = BLOCK // 2
 
 
-def _compiled(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _compiled(signature: str) -> Any:
     """Compiles a kernel when this module is imported, and keeps its machine code on disk if that is possible:
     numba raises what it finds, no place to write or a broken file."""
 
-    def compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
-        settings = {"nogil": True, "error_model": "numpy"}
+    def compiled(kernel: Any) -> Any:
         try:
-            return njit(signature, cache=True, **settings)(kernel)
+            return njit(signature, nogil=True, error_model="numpy", cache=True)(kernel)
         except Exception:
-            return njit(signature, **settings)(kernel)
+            return njit(signature, nogil=True, error_model="numpy")(kernel)
 
     return compiled
 
