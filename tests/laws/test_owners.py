@@ -16,7 +16,7 @@ from gradsieve.comm.ops import Meter
 from gradsieve.errors import Malformed
 from gradsieve.schemes.exclusive import read_rows
 from gradsieve.schemes.exdyna import ExDyna
-from gradsieve.schemes.owners import MANY, Owners, partitions
+from gradsieve.schemes.shares import MANY, Owners, partitions
 from gradsieve.testing.gradients import KINDS, Source
 from gradsieve.testing.laws import check_drained, check_round, check_same_states
 from gradsieve.testing.ranks import VirtualRanks

@@ -26,7 +26,6 @@ def test_a_scheme_is_held_to_the_laws_merely_by_being_registered(tmp_path: Path)
     laws = [
         "spent_adds_up_to_update_exactly",
         "no_gradient_is_lost_over_a_run_of_whole",
-        "sorted_unique_and_in_range",
         "drained_to_the_end",
     ]
     plugins = ["-p", "register_toys", "-p", "no:cacheprovider", "-p", "no:xdist"]

@@ -1,27 +1,27 @@
-"""What is done to every element of a model: what each kernel means, and which form of it runs.
+"""Kernels: all that is done to every element of a model, what it means, and which form of it runs.
 
     torch    anywhere
     numba    contiguous float32 vectors on the CPU
     Triton   the same on CUDA, where a small trial on the device answers as torch does; parameters may be
              bfloat16 or float16
 
-All forms give the same bits, but for which NaN a NaN is. Compiled ones are taken where their library can be
-imported and loaded at the first call: numba alone takes longer than a step.
+All forms give the same bits, except for the payload of a NaN. A compiled form runs if its library can be
+imported, which is tried at the first call: numba alone takes longer than a step.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradsieve.errors import ConfigError
-from gradsieve.kernels import torch_low_bit, torch_passes
+from gradsieve.kernels import torch_passes
 from gradsieve.kernels.blocks import BLOCK, Blocks, even
 from gradsieve.kernels.torch_passes import candidates, largest, largest_of_each, sum_by_index, window
 
@@ -52,28 +52,32 @@ __all__ = [
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _form = "compiled"
-_loading = threading.Lock()
+# The module with a group's form, by type of device; the first one takes all tensors.
+_MODULES = {
+    "passes": {"any": "torch_passes", "cpu": "numba_forms", "cuda": "triton_passes"},
+    "low bit": {"any": "torch_low_bit", "cpu": "numba_forms", "cuda": "triton_low_bit"},
+}
 
 
 def above(x: Tensor, threshold: float) -> Tensor:
-    """Sorted indices with |x| >= threshold. NaN is never above."""
+    """Returns sorted indices with |x| >= threshold. NaN is never above."""
     found: Tensor = _passes(x).above(x, threshold)
     return found
 
 
 def accumulate(residual: Tensor, gradient: Tensor, scale: float, out: Tensor) -> bool:
-    """out = scale * residual + gradient; whether all of it is finite. `out` may be the residual. The product
-    is rounded before it is added, which every machine can do: not all have a fused multiply-add."""
+    """Sets out = scale * residual + gradient and says whether all of it is finite. `out` may be the residual.
+    The product is rounded before it is added, since not all machines have a fused multiply-add."""
     return bool(_passes(residual, out, narrow=gradient).accumulate(residual, gradient, scale, out))
 
 
 def is_finite(*tensors: Tensor) -> bool:
-    """No NaN and no infinity in any of them. On an accelerator the host waits once, for all of them."""
+    """Says whether no NaN or infinity is in any tensor. On an accelerator the host waits once, for all."""
     return bool(finite(*tensors))
 
 
 def finite(*tensors: Tensor) -> Tensor:
-    """The same, where they are: the host does not wait for an accelerator."""
+    """Does the same on the tensors' device: the host does not wait for an accelerator."""
     vectors = [x.detach().view(-1) if x.is_contiguous() else x.detach() for x in tensors]
     here = all(_passes(x).is_finite(x) for x in vectors if x.is_cpu)
     elsewhere = [x for x in vectors if not x.is_cpu]
@@ -83,32 +87,33 @@ def finite(*tensors: Tensor) -> Tensor:
 
 
 def waiting(anchor: Tensor, own: Tensor, out: Tensor) -> None:
-    """out = the residual, anchor - own; what is not finite counts as 0 (an optimizer overflowed there). `out`
-    may be `own`."""
+    """Sets out = the residual, anchor - own; what is not finite counts as 0 (an optimizer overflowed there).
+    `out` may be `own`."""
     _passes(anchor, out, narrow=own).waiting(anchor, own, out)
 
 
 def waiting_above(anchor: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Sorted indices where |residual| >= threshold, and the residual there; no vector of n is written."""
+    """Returns sorted indices where |residual| >= threshold, and the residual there, without a vector of n."""
     found: tuple[Tensor, Tensor] = _passes(anchor, narrow=own).waiting_above(anchor, own, threshold)
     return found
 
 
 def rebase(shared: Tensor, own: Tensor, anchor: Tensor, preview: float) -> None:
-    """In place: own = shared - preview * residual, rounded to its dtype, and the anchor follows, so that the
-    residual is the same afterwards, up to rounding."""
+    """Sets own = shared - preview * residual in place, rounded to its dtype. The anchor follows, so that the
+    residual stays the same, up to rounding."""
     _passes(shared, anchor, narrow=own).rebase(shared, own, anchor, preview)
 
 
 def apply(shared: Tensor, own: Tensor, anchor: Tensor, update: Tensor, spent: Tensor, world: int) -> None:
-    """In place: shared -= update / world; the residual gets smaller by what was spent. The anchor is exactly
-    `own` where nothing is left, so that a model of which all was sent is the shared one to the last bit.
-    `own` is only read."""
+    """Subtracts update / world from shared, and what was spent from the residual, in place. The anchor is
+    exactly `own` where nothing is left, so that a model of which all was sent is the shared one to the last
+    bit. `own` is only read."""
     _passes(shared, anchor, update, spent, narrow=own).apply(shared, own, anchor, update, spent, world)
 
 
 def select(x: Tensor, threshold: float, capacity: int, phase: float) -> tuple[Tensor, Tensor, Tensor]:
-    """`capacity` of the sorted indices with |x| >= threshold, how many there are (demand), and their tail.
+    """Returns `capacity` of the sorted indices with |x| >= threshold, how many there are (demand), and their
+    tail.
 
     Where there are more than fit, the run of them from rank floor(phase * (demand - capacity)) on; where
     there are fewer, filled up with x.numel(). The tail is the sum of ln(|x| / threshold) over the demand, as
@@ -124,18 +129,18 @@ def select(x: Tensor, threshold: float, capacity: int, phase: float) -> tuple[Te
 
 
 def low_bit_size(bits: int, count: int, blocks: Blocks | None = None) -> int:
-    """Bytes that `encode_low` makes of `count` values."""
+    """Returns how many bytes `encode_low` makes of `count` values."""
     return 2 * low_bit_blocks(count) + -(-count * bits // 8) if blocks is None else blocks.size(bits)
 
 
 def low_bit_blocks(count: int) -> int:
-    """Blocks of `count` values, each with two bytes of scale before all codes."""
+    """Returns how many blocks `count` values have, each with two bytes of scale before all codes."""
     return -(-count // BLOCK)
 
 
 def encode_low(bits: int, values: Tensor, blocks: Blocks | None = None) -> Tensor:
-    """Of float32 or float64 of shape (..., count) the bytes of shape (..., size): codes of 1, 2 or 4 bits, in
-    these blocks or in such as are full up to the last one."""
+    """Writes float32 or float64 of shape (..., count) as bytes of shape (..., size): codes of 1, 2 or 4 bits,
+    in these blocks or in blocks that are full up to the last one."""
     blocks = _blocks_of(values.shape[-1], blocks)
     data: Tensor = _low_bit(values, values.dtype).encode_low(bits, values, blocks)
     return data
@@ -144,21 +149,21 @@ def encode_low(bits: int, values: Tensor, blocks: Blocks | None = None) -> Tenso
 def decode_low(
     bits: int, data: Tensor, count: int, dtype: torch.dtype, blocks: Blocks | None = None
 ) -> Tensor:
-    """Of bytes of shape (..., size) the values of shape (..., count); any bytes decode to some floats."""
+    """Reads bytes of shape (..., size) as values of shape (..., count); any bytes decode to some floats."""
     out = torch.empty((*data.shape[:-1], count), dtype=dtype, device=data.device)
     decode_low_into(bits, data, out, blocks)
     return out
 
 
 def decode_low_into(bits: int, data: Tensor, out: Tensor, blocks: Blocks | None = None) -> None:
-    """As `decode_low`, into memory that is there already: new memory costs more than the decoding."""
+    """Decodes into memory that is there already: new memory costs more than the decoding."""
     _decode(bits, data, out, blocks, add=False)
 
 
 def decode_low_sum(
     bits: int, data: Tensor, count: int, dtype: torch.dtype, blocks: Blocks | None = None
 ) -> Tensor:
-    """Of bytes of shape (rows, size) the sum of the rows' values, added up in the order of the rows."""
+    """Adds up the values of rows of bytes, of shape (rows, size), in the order of the rows."""
     if data.dim() != 2 or not len(data):
         raise ValueError(f"rows to add up, not a tensor of shape {tuple(data.shape)}")
     out = torch.empty(count, dtype=dtype, device=data.device)
@@ -175,7 +180,7 @@ def _decode(bits: int, data: Tensor, out: Tensor, blocks: Blocks | None, add: bo
 
 
 def _blocks_of(count: int, blocks: Blocks | None) -> Blocks:
-    """Compiled forms read and write as much as the blocks say."""
+    """Checks the count of the blocks: compiled forms read and write as much as the blocks say."""
     blocks = blocks or even(count)
     if blocks.count != count:
         raise ValueError(f"these blocks are of {blocks.count} values, not of {count}")
@@ -187,11 +192,11 @@ def _blocks_of(count: int, blocks: Blocks | None) -> Blocks:
 
 @contextmanager
 def using(form: str) -> Iterator[None]:
-    """Within it, in all threads, "torch": torch's form alone; "compiled": the compiled one, or an error."""
+    """Chooses a form for all threads: "torch", or "compiled", which raises if there is none."""
     global _form
     if form not in ("torch", "compiled"):
         raise ConfigError(f'kernels are "torch" or "compiled", not {form!r}')
-    if form == "compiled" and (reason := _loaded("passes", "cpu")[1]):
+    if form == "compiled" and (reason := _load("passes", "cpu")[1]):
         raise ConfigError(f"no compiled kernels: {reason}; pip install 'gradsieve[cpu]'")
     before, _form = _form, form
     try:
@@ -201,23 +206,23 @@ def using(form: str) -> Iterator[None]:
 
 
 def active() -> str:
-    """The form that float32 on the CPU takes: "compiled", "torch", or "torch (why it is not compiled)"."""
+    """Names the form that float32 on the CPU takes: "compiled", "torch", or "torch (why not compiled)"."""
     if _form == "torch":
         return "torch"
-    reason = _loaded("passes", "cpu")[1]
+    reason = _load("passes", "cpu")[1]
     return f"torch ({reason})" if reason else "compiled"
 
 
 def library_of(kernel: str, x: Tensor) -> str:
-    """ "torch", "numba" or "triton": whose form of this kernel runs for vectors like x."""
+    """Names the library whose form of this kernel runs for vectors like x: "torch", "numba" or "triton"."""
     form = _low_bit(x, x.dtype) if "low" in kernel else _passes(x)
     module: str = getattr(form, kernel).__module__
     return module.rpartition(".")[2].partition("_")[0]
 
 
 def _passes(*tensors: Tensor, narrow: Tensor | None = None) -> Any:
-    """The form of passes for these tensors. Compiled ones take float32 vectors as long as the first, end to
-    end; on CUDA the one given as `narrow`, a gradient or parameters, may be bfloat16 or float16."""
+    """Returns the form of passes for these tensors. Compiled ones take float32 vectors as long as the first,
+    end to end; on CUDA the one given as `narrow`, a gradient or parameters, may be bfloat16 or float16."""
     first, n = tensors[0], tensors[0].numel()
     if _form == "torch" or not (first.is_cpu or first.is_cuda):
         return torch_passes
@@ -225,38 +230,23 @@ def _passes(*tensors: Tensor, narrow: Tensor | None = None) -> Any:
         fits = x.dtype in _NARROW if x is narrow and x.is_cuda else x.dtype == torch.float32
         if not fits or x.dim() != 1 or x.numel() != n or not x.is_contiguous() or x.is_cpu != first.is_cpu:
             return torch_passes
-    return _loaded("passes", first.device.type)[0]
+    return _load("passes", first.device.type)[0]
 
 
 def _low_bit(x: Tensor, dtype: torch.dtype) -> Any:
-    """The form of codes for values of this type that are, or become, x."""
+    """Returns the form of codes for values of this type that are, or become, x."""
     if _form == "torch" or dtype != torch.float32 or not x.is_contiguous() or not (x.is_cpu or x.is_cuda):
-        return torch_low_bit
-    return _loaded("low bit", x.device.type)[0]
-
-
-def _loaded(kind: str, device: str) -> tuple[Any, str]:
-    with _loading:  # two threads need not compile the same
-        return _load_once(kind, device)
+        return _load("low bit", "any")[0]
+    return _load("low bit", x.device.type)[0]
 
 
 @cache
-def _load_once(kind: str, device: str) -> tuple[Any, str]:
-    """The form; or torch's, and why: whatever is wrong with an extra, training goes on without it."""
+def _load(group: str, device: str) -> tuple[Any, str]:
+    """Returns the form; or torch's, and why: whatever is wrong with an extra, training goes on without it."""
     try:
-        return _load(kind, device), ""
+        form = import_module(f"{__name__}.{_MODULES[group][device]}")
+        if device == "cuda":
+            form.try_out(torch.device(device))
+        return form, ""
     except Exception as error:
-        return torch_passes if kind == "passes" else torch_low_bit, f"{type(error).__name__}: {error}"
-
-
-def _load(kind: str, device: str) -> Any:
-    """Passes apart from codes, as few runs need the machine code of these."""
-    if device == "cpu":
-        from gradsieve.kernels import numba_forms
-
-        return numba_forms.Passes() if kind == "passes" else numba_forms.LowBit()
-    from gradsieve.kernels import triton_low_bit, triton_passes
-
-    form = triton_passes if kind == "passes" else triton_low_bit
-    form.try_out(torch.device("cuda"))
-    return form
+        return _load(group, "any")[0], f"{type(error).__name__}: {error}"

@@ -1,15 +1,16 @@
-"""The kernels compiled for this CPU by numba: for contiguous float32 vectors of one length, which
-`gradsieve.kernels` sees to, since nothing here checks a bound.
+"""Numba's form of the kernels, for contiguous float32 vectors of one length: `gradsieve.kernels` sees
+to that, since nothing here checks a bound.
 
 Vectors are passed by address: `Tensor.numpy()` forbids their owner to resize them, for ever. Every kernel
 releases the GIL: backward runs in one thread while another one exchanges. Signatures are given, so that numba
-compiles when a group of kernels is loaded and not in some later step. Indices of loops that have to be
-vectorised are `uint64`: a signed one is tested for its sign.
+compiles when this module is imported and not in some later step. Indices of loops that have to be vectorised
+are `uint64`: a signed one is tested for its sign.
 """
+
+# mypy: allow-untyped-defs, allow-untyped-calls
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,16 @@ from numba import carray, float32, int32, int64, njit, types, uint8, uint32, uin
 from numba.extending import register_jitable
 from torch import Tensor
 
-from gradsieve.kernels.blocks import BLOCK, Blocks
-from gradsieve.kernels.torch_low_bit import INFINITE, NOT_A_NUMBER, SHARE, STEPS, WITH_ZEROS, level_table
+from gradsieve.kernels.blocks import (
+    BLOCK,
+    INFINITE,
+    NOT_A_NUMBER,
+    SHARE,
+    STEPS,
+    WITH_ZEROS,
+    Blocks,
+    level_table,
+)
 
 _INFINITE_FLOAT = 0x7F800000  # the bits of infinity; those of every NaN are more
 _LARGEST = torch.finfo(torch.float32).max
@@ -29,29 +38,42 @@ _ROUNDER = 1.5 * 2**23  # added to a small float32 and taken away again, it leav
 _HALF = BLOCK // 2
 
 
+def _compiled(signature: str) -> Any:
+    """Compiles a kernel when this module is imported, and keeps its machine code on disk if that is possible:
+    numba raises what it finds, no place to write or a broken file."""
+
+    def compiled(kernel: Any) -> Any:
+        try:
+            return njit(signature, nogil=True, error_model="numpy", cache=True)(kernel)
+        except Exception:
+            return njit(signature, nogil=True, error_model="numpy")(kernel)
+
+    return compiled
+
+
 @njit(types.voidptr(types.voidptr))
-def _pointer(address: Any) -> Any:
-    """An integer becomes a pointer where it is passed."""
+def _pointer(address):
+    """Makes a pointer of an integer, where it is passed."""
     return address
 
 
 @register_jitable
-def _floats(address: Any, n: Any) -> Any:
+def _floats(address, n):
     return carray(_pointer(types.uintp(address)), n, np.float32)
 
 
 @register_jitable
-def _integers(address: Any, n: Any) -> Any:
+def _integers(address, n):
     return carray(_pointer(types.uintp(address)), n, np.int64)
 
 
 @register_jitable
-def _bytes(address: Any, n: Any) -> Any:
+def _bytes(address, n):
     return carray(_pointer(types.uintp(address)), n, np.uint8)
 
 
 @register_jitable
-def _bits_of(x: Any) -> Any:
+def _bits_of(x):
     return np.float32(x).view(np.uint32)
 
 
@@ -59,11 +81,18 @@ def _bits_of(x: Any) -> Any:
 
 
 @register_jitable
-def _finite_or_zero(x: Any) -> Any:
+def _finite_or_zero(x):
     return x if abs(x) <= float32(_LARGEST) else float32(0)
 
 
-def _accumulate(n: Any, residual: Any, gradient: Any, scale: Any, out: Any) -> Any:
+@register_jitable
+def _magnitude(x):
+    """Returns bits in the order of the magnitudes, with infinity and every NaN above all numbers."""
+    return int32(_bits_of(x) & uint32(0x7FFFFFFF))
+
+
+@_compiled("boolean(int64, int64, int64, float32, int64)")
+def _accumulate(n, residual, gradient, scale, out):
     residual, gradient, out = _floats(residual, n), _floats(gradient, n), _floats(out, n)
     most = int32(0)
     for i in range(n):
@@ -73,13 +102,8 @@ def _accumulate(n: Any, residual: Any, gradient: Any, scale: Any, out: Any) -> A
     return most < int32(_INFINITE_FLOAT)
 
 
-@register_jitable
-def _magnitude(x: Any) -> Any:
-    """As bits, whose order is that of the magnitudes, with infinity and every NaN above all numbers."""
-    return int32(_bits_of(x) & uint32(0x7FFFFFFF))
-
-
-def _is_finite(n: Any, x: Any) -> Any:
+@_compiled("boolean(int64, int64)")
+def _is_finite(n, x):
     x = _floats(x, n)
     most = int32(0)
     for i in range(n):
@@ -87,13 +111,15 @@ def _is_finite(n: Any, x: Any) -> Any:
     return most < int32(_INFINITE_FLOAT)
 
 
-def _waiting(n: Any, anchor: Any, own: Any, out: Any) -> None:
+@_compiled("void(int64, int64, int64, int64)")
+def _waiting(n, anchor, own, out):
     anchor, own, out = _floats(anchor, n), _floats(own, n), _floats(out, n)
     for i in range(n):
         out[i] = _finite_or_zero(anchor[i] - own[i])
 
 
-def _rebase(n: Any, shared: Any, own: Any, anchor: Any, preview: Any) -> None:
+@_compiled("void(int64, int64, int64, int64, float32)")
+def _rebase(n, shared, own, anchor, preview):
     shared, own, anchor = _floats(shared, n), _floats(own, n), _floats(anchor, n)
     for i in range(n):
         residual = _finite_or_zero(anchor[i] - own[i])
@@ -101,7 +127,8 @@ def _rebase(n: Any, shared: Any, own: Any, anchor: Any, preview: Any) -> None:
         anchor[i] = own[i] + residual
 
 
-def _apply(n: Any, shared: Any, own: Any, anchor: Any, update: Any, spent: Any, world: Any) -> None:
+@_compiled("void(int64, int64, int64, int64, int64, int64, float32)")
+def _apply(n, shared, own, anchor, update, spent, world):
     shared, own, anchor = _floats(shared, n), _floats(own, n), _floats(anchor, n)
     update, spent = _floats(update, n), _floats(spent, n)
     for i in range(n):
@@ -110,22 +137,12 @@ def _apply(n: Any, shared: Any, own: Any, anchor: Any, update: Any, spent: Any, 
 
 
 @register_jitable
-def _value(x: Any, own: Any, is_residual: Any, i: Any) -> Any:
+def _value(x, own, is_residual, i):
     return _finite_or_zero(x[i] - own[i]) if is_residual else x[i]
 
 
 @register_jitable
-def _list(
-    x: Any,
-    own: Any,
-    is_residual: Any,
-    threshold: Any,
-    begin: Any,
-    end: Any,
-    found: Any,
-    values: Any,
-    count: Any,
-) -> Any:
+def _list(x, own, is_residual, threshold, begin, end, found, values, count):
     for i in range(begin, end):
         value = _value(x, own, is_residual, i)
         found[count], values[count] = i, value
@@ -133,19 +150,9 @@ def _list(
     return count
 
 
-def _above(
-    n: Any,
-    x: Any,
-    own: Any,
-    is_residual: Any,
-    threshold: Any,
-    begin: Any,
-    buffer: Any,
-    found: Any,
-    values: Any,
-    count: Any,
-) -> Any:
-    """Goes on from `begin` until x ends or the buffer is full; returns how far that was, and the count."""
+@_compiled("UniTuple(int64, 2)(int64, int64, int64, boolean, float32, int64, int64, int64, int64, int64)")
+def _above(n, x, own, is_residual, threshold, begin, buffer, found, values, count):
+    """Goes on from `begin` until x ends or the buffer is full; returns how far that is, and the count."""
     x, own = _floats(x, n), _floats(own, n)
     found, values = _integers(found, buffer), _floats(values, buffer)
     whole = begin + (n - begin) // _GROUP * _GROUP
@@ -160,6 +167,47 @@ def _above(
     return n, _list(x, own, is_residual, threshold, whole, n, found, values, count)
 
 
+def accumulate(residual: Tensor, gradient: Tensor, scale: float, out: Tensor) -> bool:
+    sources = residual.data_ptr(), gradient.data_ptr(), scale
+    return bool(_accumulate(out.numel(), *sources, out.data_ptr()))
+
+
+def is_finite(x: Tensor) -> bool:
+    return bool(_is_finite(x.numel(), x.data_ptr()))
+
+
+def waiting(anchor: Tensor, own: Tensor, out: Tensor) -> None:
+    _waiting(out.numel(), anchor.data_ptr(), own.data_ptr(), out.data_ptr())
+
+
+def rebase(shared: Tensor, own: Tensor, anchor: Tensor, preview: float) -> None:
+    _rebase(shared.numel(), shared.data_ptr(), own.data_ptr(), anchor.data_ptr(), preview)
+
+
+def apply(shared: Tensor, own: Tensor, anchor: Tensor, update: Tensor, spent: Tensor, world: int) -> None:
+    _apply(shared.numel(), *(x.data_ptr() for x in (shared, own, anchor, update, spent)), world)
+
+
+def above(x: Tensor, threshold: float) -> Tensor:
+    return _find(x, x, False, threshold)[0]
+
+
+def waiting_above(anchor: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    return _find(anchor, own, True, threshold)
+
+
+def _find(x: Tensor, own: Tensor, is_residual: bool, threshold: float) -> tuple[Tensor, Tensor]:
+    n, place, count = x.numel(), 0, 0
+    sources = x.data_ptr(), own.data_ptr(), is_residual, threshold
+    found = torch.empty(n // _EXPECTED + 2 * _GROUP, dtype=torch.int64, device=x.device)
+    values = torch.empty(found.numel(), dtype=torch.float32, device=x.device)
+    while True:
+        place, count = _above(n, *sources, place, found.numel(), found.data_ptr(), values.data_ptr(), count)
+        if place == n:
+            return found[:count].clone(), values[:count].clone()
+        found, values = (torch.cat([full, torch.empty_like(full)]) for full in (found, values))
+
+
 # -- values in few bits ----------------------------------------------------------------------------------
 
 _TABLE_1, _TABLE_2, _TABLE_4 = (
@@ -168,7 +216,7 @@ _TABLE_1, _TABLE_2, _TABLE_4 = (
 
 
 @register_jitable
-def _bfloat16(scale: Any) -> Any:
+def _bfloat16(scale):
     word = int64(_bits_of(scale))
     if word & 0x7FFFFFFF > _INFINITE_FLOAT:
         return int64(NOT_A_NUMBER)
@@ -176,20 +224,20 @@ def _bfloat16(scale: Any) -> Any:
 
 
 @register_jitable
-def _widened(half: Any) -> Any:
+def _widened(half):
     return np.uint32(half << 16).view(np.float32)
 
 
 @register_jitable
-def _level(bits: Any, total: Any, number: Any) -> Any:
-    """The scale, as the bits of bfloat16."""
+def _level(bits, total, number):
+    """Returns the scale, as the bits of bfloat16."""
     mean = total / float32(number)
     return _bfloat16(mean if bits == 1 else mean * float32(SHARE))
 
 
 @register_jitable
-def _sum_parities(x: Any, begin: Any, sums: Any) -> Any:
-    """sums[0] and sums[1] = the sums of |x| over even and odd places of a block; whether any x is 0."""
+def _sum_parities(x, begin, sums):
+    """Sets sums[0] and sums[1] to the sums of |x| over even and odd places of a block; says if any x is 0."""
     zeros = int32(0)
     for i in range(_HALF):
         low, high = abs(x[uint64(begin + i)]), abs(x[uint64(begin + i + _HALF)])
@@ -202,8 +250,8 @@ def _sum_parities(x: Any, begin: Any, sums: Any) -> Any:
 
 
 @register_jitable
-def _scale_with_zeros(bits: Any, x: Any, begin: Any, even: Any, odd: Any) -> Any:
-    """Zeros that fill a block up are not sent, and not counted."""
+def _scale_with_zeros(bits, x, begin, even, odd):
+    """Returns the scale of the larger parity: zeros that fill a block up are not sent, and not counted."""
     parity = int64(1) if odd > even else int64(0)
     members = int64(0)
     for i in range(_HALF):
@@ -215,8 +263,8 @@ def _scale_with_zeros(bits: Any, x: Any, begin: Any, even: Any, odd: Any) -> Any
 
 
 @register_jitable
-def _scale_of(bits: Any, x: Any, begin: Any, real: Any, sums: Any) -> Any:
-    """Of a block that is filled up to 256, as the bits of bfloat16."""
+def _scale_of(bits, x, begin, real, sums):
+    """Returns the scale of a block that is filled up to 256, as the bits of bfloat16."""
     if bits == 4:
         most = int32(0)
         for i in range(BLOCK):
@@ -235,8 +283,8 @@ def _scale_of(bits: Any, x: Any, begin: Any, real: Any, sums: Any) -> Any:
 
 
 @register_jitable
-def _write_sent(bits: Any, x: Any, begin: Any, half: Any, count: Any, data: Any, to: Any) -> None:
-    """So many bytes of codes of a block with zeros."""
+def _write_sent(bits, x, begin, half, count, data, to):
+    """Writes `count` bytes of codes of a block with zeros."""
     first, limit = begin + (half & 1), float32(2) * _widened(half & 0x7FFF)
     for byte in range(count):
         code = uint32(0)
@@ -255,8 +303,8 @@ def _write_sent(bits: Any, x: Any, begin: Any, half: Any, count: Any, data: Any,
 
 
 @register_jitable
-def _write(bits: Any, x: Any, begin: Any, half: Any, count: Any, data: Any, to: Any) -> None:
-    """So many bytes of codes of a block."""
+def _write(bits, x, begin, half, count, data, to):
+    """Writes `count` bytes of codes of a block."""
     scale = _widened(half)
     limit = float32(2) * scale
     if bits == 1:
@@ -284,14 +332,13 @@ def _write(bits: Any, x: Any, begin: Any, half: Any, count: Any, data: Any, to: 
 
 
 @register_jitable
-def _four_bits(steps: Any) -> Any:
+def _four_bits(steps):
     steps = min(max(steps, float32(-STEPS)), float32(STEPS))
     return uint32(int32((steps + float32(_ROUNDER)) - float32(_ROUNDER)) + int32(8))
 
 
-def _encode(
-    bits: Any, rows: Any, blocks: Any, edges: Any, values: Any, size: Any, data: Any, buffer: Any
-) -> None:
+@_compiled("void(int64, int64, int64, int64, int64, int64, int64, int64)")
+def _encode(bits, rows, blocks, edges, values, size, data, buffer):
     edges = _integers(edges, blocks + 1)
     count = edges[blocks] - edges[0]
     values, data = _floats(values, rows * count), _bytes(data, rows * size)
@@ -318,8 +365,8 @@ def _encode(
 
 
 @register_jitable
-def _read(bits: Any, data: Any, place: Any, half: Any, count: Any, out: Any, to: Any) -> None:
-    """What so many bytes of codes of a block stand for."""
+def _read(bits, data, place, half, count, out, to):
+    """Reads what `count` bytes of codes of a block stand for."""
     rows, scale = int64(0), _widened(half)
     if bits < 4 and half & WITH_ZEROS:
         rows, scale = 256 * (1 + (half & 1)), _widened(half & 0x7FFF)
@@ -340,10 +387,9 @@ def _read(bits: Any, data: Any, place: Any, half: Any, count: Any, out: Any, to:
                 out[uint64(to + 2 * byte + j)] = _TABLE_4[row + uint64(j)] * scale
 
 
-def _decode(
-    bits: Any, rows: Any, blocks: Any, edges: Any, size: Any, data: Any, out: Any, buffer: Any, add: Any
-) -> None:
-    """To as many rows; or, to add them up, to one, block by block, so that the sum stays in the cache."""
+@_compiled("void(int64, int64, int64, int64, int64, int64, int64, int64, boolean)")
+def _decode(bits, rows, blocks, edges, size, data, out, buffer, add):
+    """Reads rows; or adds them up to one, block by block, so that the sum stays in the cache."""
     edges = _integers(edges, blocks + 1)
     count = edges[blocks] - edges[0]
     data, out = _bytes(data, rows * size), _floats(out, count if add else rows * count)
@@ -365,98 +411,20 @@ def _decode(
             begin, codes, scales = begin + real, codes + there, scales + 2
 
 
-PASSES: dict[str, tuple[Callable[..., Any], str]] = {
-    "accumulate": (_accumulate, "boolean(int64, int64, int64, float32, int64)"),
-    "waiting": (_waiting, "void(int64, int64, int64, int64)"),
-    "rebase": (_rebase, "void(int64, int64, int64, int64, float32)"),
-    "apply": (_apply, "void(int64, int64, int64, int64, int64, int64, float32)"),
-    "is_finite": (_is_finite, "boolean(int64, int64)"),
-    "above": (
-        _above,
-        "UniTuple(int64, 2)(int64, int64, int64, boolean, float32, int64, int64, int64, int64, int64)",
-    ),
-}
-LOW_BIT: dict[str, tuple[Callable[..., Any], str]] = {
-    "encode": (_encode, "void(int64, int64, int64, int64, int64, int64, int64, int64)"),
-    "decode": (_decode, "void(int64, int64, int64, int64, int64, int64, int64, int64, boolean)"),
-}
+def encode_low(bits: int, values: Tensor, blocks: Blocks) -> Tensor:
+    lead, size = values.shape[:-1], blocks.size(bits)
+    data, buffer = torch.empty((*lead, size), dtype=torch.uint8, device=values.device), _buffer()
+    addresses = values.data_ptr(), size, data.data_ptr(), buffer.data_ptr()
+    _encode(bits, lead.numel(), blocks.number, blocks.address, *addresses)
+    return data
 
 
-def _compiled(kernels: Mapping[str, tuple[Callable[..., Any], str]]) -> dict[str, Callable[..., Any]]:
-    """Machine code is kept on disk where that is possible: numba raises what it finds, no place to write or
-    a broken file."""
-
-    def compiled(cache: bool) -> dict[str, Callable[..., Any]]:
-        return {
-            name: njit(signature, nogil=True, cache=cache, error_model="numpy")(kernel)
-            for name, (kernel, signature) in kernels.items()
-        }
-
-    try:
-        return compiled(cache=True)
-    except Exception:
-        return compiled(cache=False)
-
-
-class Passes:
-    def __init__(self) -> None:
-        self._run = _compiled(PASSES)
-
-    def accumulate(self, residual: Tensor, gradient: Tensor, scale: float, out: Tensor) -> bool:
-        sources = residual.data_ptr(), gradient.data_ptr(), scale
-        return bool(self._run["accumulate"](out.numel(), *sources, out.data_ptr()))
-
-    def is_finite(self, x: Tensor) -> bool:
-        return bool(self._run["is_finite"](x.numel(), x.data_ptr()))
-
-    def waiting(self, anchor: Tensor, own: Tensor, out: Tensor) -> None:
-        self._run["waiting"](out.numel(), anchor.data_ptr(), own.data_ptr(), out.data_ptr())
-
-    def rebase(self, shared: Tensor, own: Tensor, anchor: Tensor, preview: float) -> None:
-        self._run["rebase"](shared.numel(), shared.data_ptr(), own.data_ptr(), anchor.data_ptr(), preview)
-
-    def apply(
-        self, shared: Tensor, own: Tensor, anchor: Tensor, update: Tensor, spent: Tensor, world: int
-    ) -> None:
-        vectors = (x.data_ptr() for x in (shared, own, anchor, update, spent))
-        self._run["apply"](shared.numel(), *vectors, world)
-
-    def above(self, x: Tensor, threshold: float) -> Tensor:
-        return self._above(x, x, False, threshold)[0]
-
-    def waiting_above(self, anchor: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-        return self._above(anchor, own, True, threshold)
-
-    def _above(self, x: Tensor, own: Tensor, is_residual: bool, threshold: float) -> tuple[Tensor, Tensor]:
-        n, place, count = x.numel(), 0, 0
-        sources = x.data_ptr(), own.data_ptr(), is_residual, threshold
-        found = torch.empty(n // _EXPECTED + 2 * _GROUP, dtype=torch.int64, device=x.device)
-        values = torch.empty(found.numel(), dtype=torch.float32, device=x.device)
-        while True:
-            buffer = found.numel(), found.data_ptr(), values.data_ptr()
-            place, count = self._run["above"](n, *sources, place, *buffer, count)
-            if place == n:
-                return found[:count].clone(), values[:count].clone()
-            found, values = (torch.cat([full, torch.empty_like(full)]) for full in (found, values))
-
-
-class LowBit:
-    def __init__(self) -> None:
-        self._run = _compiled(LOW_BIT)
-
-    def encode_low(self, bits: int, values: Tensor, blocks: Blocks) -> Tensor:
-        lead, size = values.shape[:-1], blocks.size(bits)
-        data, buffer = torch.empty((*lead, size), dtype=torch.uint8, device=values.device), _buffer()
-        addresses = values.data_ptr(), size, data.data_ptr(), buffer.data_ptr()
-        self._run["encode"](bits, lead.numel(), blocks.number, blocks.address, *addresses)
-        return data
-
-    def decode_low(self, bits: int, data: Tensor, out: Tensor, blocks: Blocks, add: bool) -> None:
-        rows, size, buffer = data.shape[:-1].numel(), data.shape[-1], _buffer()
-        addresses = blocks.address, size, data.data_ptr(), out.data_ptr(), buffer.data_ptr()
-        self._run["decode"](bits, rows, blocks.number, *addresses, add)
+def decode_low(bits: int, data: Tensor, out: Tensor, blocks: Blocks, add: bool) -> None:
+    rows, size, buffer = data.shape[:-1].numel(), data.shape[-1], _buffer()
+    addresses = blocks.address, size, data.data_ptr(), out.data_ptr(), buffer.data_ptr()
+    _decode(bits, rows, blocks.number, *addresses, add)
 
 
 def _buffer() -> Tensor:
-    """For a block that is filled up, and partial sums."""
+    """Returns memory for a block that is filled up, and partial sums."""
     return torch.empty(BLOCK + _HALF, dtype=torch.float32, device="cpu")

@@ -47,19 +47,26 @@ import math
 import torch
 from torch import Tensor
 
-from gradsieve.kernels.blocks import BLOCK, Blocks, closed, lengths, spread
+from gradsieve.kernels.blocks import (
+    BLOCK,
+    INFINITE,
+    NOT_A_NUMBER,
+    SHARE,
+    STEPS,
+    WITH_ZEROS,
+    Blocks,
+    closed,
+    lengths,
+    level_table,
+    spread,
+)
 from gradsieve.kernels.torch_passes import divisor
 
-SHARE = 0.625  # of mean|x|, the lower of two levels
-STEPS = 7  # the largest code of four bits, as a number
-NOT_A_NUMBER = 0x7FC0  # as bfloat16, the one NaN that is sent: processors make different ones
-INFINITE = 0x7F80  # infinity as bfloat16; what is not finite is no less
-WITH_ZEROS = 0x8000  # in a scale as bfloat16
 _TOGETHER = 512  # blocks that are encoded at once on a CPU
 
 
 def encode_low(bits: int, values: Tensor, blocks: Blocks) -> Tensor:
-    """Of values of shape (..., count) the bytes of shape (..., size)."""
+    """Writes values of shape (..., count) as bytes of shape (..., size)."""
     values = values.detach()
     lead, count = values.shape[:-1], values.shape[-1]
     true = lengths(blocks, values.device)
@@ -99,17 +106,17 @@ def _decoded(bits: int, data: Tensor, out: Tensor, blocks: Blocks) -> Tensor:
 
 
 def _pieces(blocks: Tensor) -> tuple[Tensor, ...]:
-    """On a CPU, so few blocks at once that what is made of them stays in a core's cache."""
+    """Cuts blocks into groups, on a CPU so few at once that what is made of them stays in a core's cache."""
     return torch.split(blocks, _TOGETHER if blocks.is_cpu else max(len(blocks), 1))
 
 
 def _may_hold(marks: Tensor) -> bool:
-    """Whether any is set; of an accelerator nobody asks, as the host would wait for it."""
+    """Says whether any mark is set; on an accelerator always, since the host would wait for it."""
     return not marks.is_cpu or bool(marks.any())
 
 
 def _encode_blocks(bits: int, blocks: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
-    """The bytes of their scales, and of their codes."""
+    """Returns the bytes of the blocks' scales, and of their codes."""
     inside = torch.arange(BLOCK, dtype=torch.int64, device=blocks.device) < true[:, None]
     if bits == 4:
         most = blocks.abs().amax(-1) / divisor(STEPS, blocks)
@@ -143,20 +150,20 @@ def _sums_of_parities(magnitude: Tensor) -> Tensor:
 
 
 def _level(bits: int, total: Tensor, number: Tensor) -> Tensor:
-    """The scale before rounding."""
+    """Returns the scale before rounding."""
     mean = total / number.to(total.dtype)
     return mean if bits == 1 else mean * SHARE
 
 
 def _bfloat16(scale: Tensor) -> Tensor:
-    """The bits of bfloat16, by integers: processors differ in denormals, and torch in its NaN."""
+    """Returns the bits of bfloat16, by integers: processors differ in denormals, and torch in its NaN."""
     word = scale.to(torch.float32).view(torch.int32)
     nearest = (word + 0x7FFF + (word >> 16 & 1)) >> 16
     return torch.where(scale.isnan(), NOT_A_NUMBER, nearest).to(torch.int16)
 
 
 def _four_bits(blocks: Tensor, scale: Tensor) -> Tensor:
-    """One byte a code, here and below."""
+    """Returns one byte a code, as the functions below do."""
     usable = (scale > 0) & (scale < math.inf)
     steps = torch.where(usable, blocks / scale, 0.0).clamp_(-STEPS, STEPS).round_()
     return steps.add_(8).to(torch.uint8)
@@ -168,7 +175,7 @@ def _codes(bits: int, blocks: Tensor, scale: Tensor) -> Tensor:
 
 
 def _codes_with_zeros(bits: int, blocks: Tensor, scale: Tensor, parity: Tensor) -> Tensor:
-    """A code of twice the bits lies where the two of its pair would: as these two."""
+    """Returns a code of twice the bits as two codes, since it lies where the two of its pair would."""
     pairs = blocks.view(-1, BLOCK // 2, 2)
     x = torch.where(parity[:, None] == 0, pairs[..., 0], pairs[..., 1])
     sent, above = (x != 0).view(torch.uint8), (x > 0).view(torch.uint8)
@@ -178,33 +185,10 @@ def _codes_with_zeros(bits: int, blocks: Tensor, scale: Tensor, parity: Tensor) 
 
 
 def _pack(bits: int, codes: Tensor) -> Tensor:
-    """Eight bits of codes a byte, from one code a byte: in words, where neighbours move together."""
+    """Packs one code a byte to eight bits of codes a byte: in words, where neighbours move together."""
     word = codes.view({4: torch.int16, 2: torch.int32, 1: torch.int64}[bits])
     gap = 8 - bits
     while gap < 4 * word.element_size():
         word = word | word >> gap
         gap *= 2
     return (word & 0xFF).to(torch.uint8)
-
-
-def level_table(bits: int, device: torch.device) -> Tensor:
-    """What the codes in each of 256 bytes stand for, in units of the scale: a row a byte. For one bit and for
-    two, after the rows of blocks without zeros those of blocks in which even elements are sent, then odd."""
-    code = _codes_in_bytes(bits, device)
-    if bits == 4:
-        return (code - 8).float()
-    levels = (2 * (code & 1) - 1) * (1 + 2 * (code >> 1))
-    wide = _codes_in_bytes(2 * bits, device)
-    sent = (wide & 1) * ((wide & 2) - 1) * (1 + (wide >> 1 & 2))
-    zeros = torch.zeros_like(sent)
-    return torch.cat([levels, _in_turn(sent, zeros), _in_turn(zeros, sent)]).float()
-
-
-def _in_turn(even: Tensor, odd: Tensor) -> Tensor:
-    return torch.stack([even, odd], -1).flatten(1)
-
-
-def _codes_in_bytes(bits: int, device: torch.device) -> Tensor:
-    byte = torch.arange(256, dtype=torch.int32, device=device)
-    place = torch.arange(0, 8, bits, dtype=torch.int32, device=device)
-    return byte[:, None] >> place & (1 << bits) - 1

@@ -1,4 +1,4 @@
-"""The reference kernels with fewer passes over memory, in plain torch ops on the tensors' own device."""
+"""Torch's form of the kernels, on the tensors' own device, in few passes over memory."""
 
 from __future__ import annotations
 
@@ -8,35 +8,29 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+# Elements whose magnitudes and marks stay in a CPU core's cache between the passes over them.
 _CHUNK = 1 << 17
-"""Elements whose magnitudes and marks stay in a CPU core's cache between the passes over them."""
-
+# Elements of which only the largest is compared first: at low density that is enough for most rows.
 _ROW = 64
-"""Elements of which only the largest is compared first: at low density most rows are done with that."""
-
+# Elements among the largest that a sample should contain.
 _SAMPLED = 50
-"""Elements among the largest that a sample should contain."""
+# Elements of a long block for one that is sampled, at least.
 _FEWEST = 16
-"""Of so many elements of a long block, at most one is sampled."""
 
 
 def is_finite(x: Tensor) -> bool:
-    """No NaN and no infinity in it.
-
-    One pass: a sum over something that is not finite is not finite. The reverse can fail by overflow, so
-    that a bad sum is looked at again element by element.
-    """
+    """Sums in one pass: a sum with a NaN or infinity is not finite. Finite elements may overflow, so that a
+    bad sum is checked again element by element."""
     return math.isfinite(x.sum().item()) or bool(x.isfinite().all())
 
 
 def finite(tensors: Sequence[Tensor]) -> Tensor:
-    """The same of many on an accelerator, in as many launches as for few; the host does not wait."""
+    """Checks many tensors on an accelerator, in as many launches as few; the host does not wait."""
     there = [x for x in tensors if x.numel()]
     return torch.nn.utils.get_total_norm(there, math.inf) < math.inf
 
 
 def above(x: Tensor, threshold: float) -> Tensor:
-    """Sorted indices with |x| >= threshold. NaN is never above."""
     if not x.is_cpu or x.numel() < _CHUNK:
         return (x.abs() >= threshold).nonzero().flatten()
     magnitude = x.new_empty(_CHUNK)
@@ -48,7 +42,7 @@ def above(x: Tensor, threshold: float) -> Tensor:
 
 
 def _places_above(magnitude: Tensor, threshold: float) -> Tensor:
-    """Sorted places with magnitude >= threshold, found by looking into the rows that can contain one."""
+    """Returns sorted places with magnitude >= threshold, found in the rows that can contain one."""
     body = magnitude.numel() - magnitude.numel() % _ROW
     rows = magnitude[:body].view(-1, _ROW)
     hot = (rows.amax(1) < threshold).logical_not_().nonzero().flatten()  # also where a NaN hides the largest
@@ -60,7 +54,7 @@ def _places_above(magnitude: Tensor, threshold: float) -> Tensor:
 
 
 def largest(x: Tensor, k: int) -> Tensor:
-    """Sorted indices of the k largest |x|, fewer where x has fewer elements that are neither zero nor NaN.
+    """Returns sorted indices of the k largest |x|, fewer if fewer elements are neither zero nor NaN.
 
     Between equal magnitudes the lower index is taken. Exact, at about the price of a comparison: only what
     can be among the k largest is sorted.
@@ -76,10 +70,8 @@ def largest(x: Tensor, k: int) -> Tensor:
 
 
 def candidates(x: Tensor, length: int, count: int) -> Tensor:
-    """Sorted indices of what can be among the `count` largest |x| of each block of `length` elements.
-
-    A superset, of about twice as many: all elements above a threshold that a sample of the block suggests.
-    """
+    """Returns sorted indices of what can be among the `count` largest |x| of each block of `length` elements:
+    all above a threshold that a sample of the block suggests, about twice as many."""
     whole = x.numel() - x.numel() % length if length else 0
     found = []
     if whole:
@@ -116,7 +108,7 @@ def _candidates(blocks: Tensor, count: int) -> Tensor:
 
 
 def _above_each(blocks: Tensor, threshold: Tensor) -> Tensor:
-    """`above` for every row with its own threshold, as indices into the concatenated rows."""
+    """Does `above` for every row with its own threshold; indices are into the concatenated rows."""
     count, length = blocks.shape
     if length >= _CHUNK:
         rows = [
@@ -134,10 +126,8 @@ def _above_each(blocks: Tensor, threshold: Tensor) -> Tensor:
 
 
 def largest_of_each(magnitude: Tensor, block: Tensor, counts: Tensor) -> Tensor:
-    """Places of the counts[b] largest magnitudes of every block b, sorted; `block` does not decrease.
-
-    Between equal magnitudes the earlier place is taken.
-    """
+    """Returns sorted places of the counts[b] largest magnitudes of every block b; `block` does not decrease.
+    Between equal magnitudes the earlier place is taken."""
     order = magnitude.sort(descending=True, stable=True).indices
     order = order[block[order].sort(stable=True).indices]
     lengths = torch.bincount(block, minlength=counts.numel())
@@ -147,7 +137,7 @@ def largest_of_each(magnitude: Tensor, block: Tensor, counts: Tensor) -> Tensor:
 
 
 def sum_by_index(indices: Tensor, values: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Sorted unique indices and, for each, its values added up in the order given.
+    """Returns sorted unique indices and, for each, its values added up in the order given.
 
     Sorting serves every device and is the same on each rank (`index_add_` on a GPU is not). On a CPU, with
     more entries than is worth sorting, adding into a dense vector is sequential too, and faster.
@@ -166,10 +156,6 @@ def sum_by_index(indices: Tensor, values: Tensor, n: int) -> tuple[Tensor, Tenso
 
 
 def accumulate(residual: Tensor, gradient: Tensor, scale: float, out: Tensor) -> bool:
-    """out = scale * residual + gradient; whether all of it is finite. `out` may be the residual.
-
-    The product is rounded before it is added, which every machine can do: not all have a fused multiply-add.
-    """
     sums = []
     for here in _pieces(out):
         if scale == 1.0:
@@ -181,14 +167,12 @@ def accumulate(residual: Tensor, gradient: Tensor, scale: float, out: Tensor) ->
 
 
 def waiting(anchor: Tensor, own: Tensor, out: Tensor) -> None:
-    """out = anchor - own; what is not finite counts as 0: an optimizer overflowed there."""
     own = own.detach()
     for here in _pieces(anchor):
         _wait(anchor[here], own[here], out[here])
 
 
 def waiting_above(anchor: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Sorted indices where |waiting| >= threshold, and the residual there; no vector of n is written."""
     own = own.detach()
     indices, values, magnitude = [], [], _buffer(anchor)
     for here, waits in _pieces_with_buffer(anchor):
@@ -200,7 +184,6 @@ def waiting_above(anchor: Tensor, own: Tensor, threshold: float) -> tuple[Tensor
 
 
 def rebase(shared: Tensor, own: Tensor, anchor: Tensor, preview: float) -> None:
-    """own = shared - preview * waiting, rounded to its dtype; the anchor follows: same residual."""
     own = own.detach()
     for here, waits in _pieces_with_buffer(shared):
         x, m = own[here], anchor[here]
@@ -213,8 +196,7 @@ def rebase(shared: Tensor, own: Tensor, anchor: Tensor, preview: float) -> None:
 
 
 def apply(shared: Tensor, own: Tensor, anchor: Tensor, update: Tensor, spent: Tensor, world: int) -> None:
-    """Two roundings, not a fused one: replicas on different processors must keep the same bits."""
-    own = own.detach()
+    own = own.detach()  # two roundings, not a fused one: replicas on all processors must keep the same bits
     ranks = divisor(world, update)
     for here in _pieces(shared):
         x = own[here].to(anchor.dtype)
@@ -224,28 +206,28 @@ def apply(shared: Tensor, own: Tensor, anchor: Tensor, update: Tensor, spent: Te
 
 
 def divisor(number: float, of: Tensor) -> Tensor:
-    """A tensor to divide by: for a number, CUDA multiplies with its inverse, which rounds otherwise."""
+    """Returns a tensor to divide by: CUDA would multiply with a number's inverse, which rounds otherwise."""
     return torch.full((), number, dtype=of.dtype, device=of.device)
 
 
 def select_without_waiting(
     x: Tensor, threshold: float, capacity: int, phase: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For accelerators: no shape depends on the data and the host waits for nothing."""
+    """Selects on an accelerator: no shape depends on the data and the host waits for nothing."""
     magnitude = x.abs()
     marks = magnitude >= threshold
     tail = torch.where(marks, (magnitude / threshold).log(), 0.0).sum()
     seen = marks.cumsum(0)
     demand = seen[-1:].sum()
     ranks = torch.arange(1, capacity + 1, dtype=torch.int64, device=x.device)
-    wanted = window_start(demand, capacity, phase) + ranks
-    return torch.searchsorted(seen, wanted), demand, sendable(tail)
+    begin = (phase * (demand - capacity).clamp(min=0).double()).floor().long()
+    return torch.searchsorted(seen, begin + ranks), demand, sendable(tail)
 
 
 def window(
     found: Tensor, values: Tensor, n: int, threshold: float, capacity: int, phase: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`select` from n elements of which all indices above the threshold are known, and the values there."""
+    """Does `select` for n elements, given all indices above the threshold and the values there."""
     tail = (values.abs() / threshold).log().sum()
     begin = math.floor(phase * max(found.numel() - capacity, 0))
     taken = found[begin : begin + capacity]
@@ -254,13 +236,8 @@ def window(
     return torch.cat([taken, filling]), demand, sendable(tail)
 
 
-def window_start(demand: Tensor, capacity: int, phase: float) -> Tensor:
-    """Rank of the first element taken, of `demand` in index order, without the host's waiting for it."""
-    return (phase * (demand - capacity).clamp(min=0).double()).floor().long()
-
-
 def sendable(tail: Tensor) -> Tensor:
-    """As a finite float32, whatever strange values were in the gradient."""
+    """Turns a statistic into a finite float32, whatever strange values were in the gradient."""
     largest_float = torch.finfo(torch.float32).max
     return tail.nan_to_num(nan=largest_float).clamp(0.0, largest_float).float()
 
@@ -272,17 +249,17 @@ def _wait(anchor: Tensor, own: Tensor, out: Tensor) -> None:
 
 
 def _pieces(x: Tensor) -> Iterator[slice]:
-    """All of x, on a CPU in pieces that stay in a core's cache; of an empty x, one empty piece."""
+    """Returns all of x, on a CPU in pieces that fit a core's cache; of an empty x, one empty piece."""
     step = _CHUNK if x.is_cpu else max(x.numel(), 1)
     return (slice(begin, min(begin + step, x.numel())) for begin in range(0, max(x.numel(), 1), step))
 
 
 def _pieces_with_buffer(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Each piece with the same buffer to compute it in: what is new to the cache pushes something out."""
+    """Returns each piece and one buffer to compute all in: new memory would push some out of the cache."""
     buffer = _buffer(x)
     return ((here, buffer[: here.stop - here.start]) for here in _pieces(x))
 
 
 def _buffer(x: Tensor) -> Tensor:
-    """As long as the longest of its pieces."""
+    """Makes memory as long as the longest piece of x."""
     return x.new_empty(min(x.numel(), _CHUNK) if x.is_cpu else x.numel())

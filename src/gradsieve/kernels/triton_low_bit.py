@@ -20,8 +20,8 @@ from gradsieve.kernels.triton_passes import bits_of_bfloat16, on
 
 @triton.jit
 def _sums_of_parities(magnitude):  # type: ignore[no-untyped-def]
-    """Upper half to lower half, seven times: sums of two, whose order does not matter. Even places, then odd
-    ones."""
+    """Adds the upper half to the lower one seven times: sums of two, whose order does not matter. Returns the
+    sum over even places, then over odd ones."""
     magnitude = tl.sum(tl.reshape(magnitude, [2, 128]), 0)
     magnitude = tl.sum(tl.reshape(magnitude, [2, 64]), 0)
     magnitude = tl.sum(tl.reshape(magnitude, [2, 32]), 0)
@@ -90,7 +90,7 @@ def _encode(values, data, edges, places, count, size, blocks, bits: tl.constexpr
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _decoded(start, codes, block, i, inside, bits: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What one row's codes at these places of a block stand for; `codes`: where they begin in a row."""
+    """Reads one row's codes at these places of a block, given where codes begin in a row."""
     low = tl.load(start + 2 * block).to(tl.int32)
     high = tl.load(start + 2 * block + 1).to(tl.int32)
     half = low | (high << 8)
@@ -114,7 +114,7 @@ def _decoded(start, codes, block, i, inside, bits: tl.constexpr):  # type: ignor
 
 @triton.jit(do_not_specialize=["data", "out", "edges", "places", "rows", "count", "size", "blocks"])  # type: ignore[untyped-decorator]
 def _decode(data, out, edges, places, rows, count, size, blocks, bits: tl.constexpr, width: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sum of so many rows from that of the program on."""
+    """Adds up rows from the program's own on."""
     block, first = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     begin = tl.load(edges + block)
     i = tl.arange(0, width)

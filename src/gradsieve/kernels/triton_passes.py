@@ -38,8 +38,8 @@ def _finite_or_zero(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def wide(x):  # type: ignore[no-untyped-def]
-    """As float32. bfloat16 is handled by its bits, here and below: Triton's interpreter has other denormals
-    and cuts instead of rounding, and what is tested has to be what runs."""
+    """Widens to float32. bfloat16 is handled by its bits, here and below: Triton's interpreter has other
+    denormals and cuts instead of rounding, and what is tested has to be what runs."""
     if x.dtype == tl.bfloat16:
         x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return x.to(tl.float32)
@@ -47,7 +47,7 @@ def wide(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def bits_of_bfloat16(x):  # type: ignore[no-untyped-def]
-    """The nearest, ties to even; one NaN for all."""
+    """Rounds to the nearest, ties to even; one NaN stands for all."""
     word = x.to(tl.uint32, bitcast=True)
     nearest = (word + 0x7FFF + ((word >> 16) & 1)) >> 16
     return tl.where((word & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, nearest)
@@ -55,7 +55,7 @@ def bits_of_bfloat16(x):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rounded(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """To nearest, ties to even."""
+    """Rounds to the nearest, ties to even."""
     if dtype == tl.bfloat16:
         x = bits_of_bfloat16(x).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return x.to(dtype)
@@ -63,7 +63,7 @@ def _rounded(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def at(vector, place, aligned: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Pointers to elements from a multiple of four on; aligned where the vector is, to 16 bytes."""
+    """Returns pointers to elements from a multiple of four on; aligned to 16 bytes if the vector is."""
     there = vector + place
     if aligned:
         there = tl.multiple_of(there, 16)
@@ -145,7 +145,7 @@ def apply(shared: Tensor, own: Tensor, anchor: Tensor, update: Tensor, spent: Te
 
 
 def launched(*vectors: Tensor) -> dict[str, Any]:
-    """How kernels over whole vectors are: `enable_fp_fusion` would round a product and a sum only once."""
+    """Returns the settings of a launch: `enable_fp_fusion` would round a product and a sum only once."""
     aligned = all(x.data_ptr() % 16 == 0 for x in vectors)
     return {"aligned": aligned, "size": BLOCK, "num_warps": WARPS, "enable_fp_fusion": False}
 

@@ -20,8 +20,7 @@ from typing import Any, ClassVar, TypeAlias
 from gradsieve.errors import ConfigError
 from gradsieve.pipeline.budget import Budget
 from gradsieve.schemes import make
-from gradsieve.schemes.agreed import Values
-from gradsieve.schemes.base import Scheme
+from gradsieve.schemes.base import Scheme, Values
 from gradsieve.schemes.stripes import Stripes
 
 _GRADIENT_BITS: dict[Values, int] = {"int4": 8, "int8": 16, "bf16": 32, "exact": 64}

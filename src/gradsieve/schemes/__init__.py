@@ -1,4 +1,4 @@
-"""Schemes are registered here by name, and imported when somebody asks for them."""
+"""Schemes are registered here by name, and imported when they are asked for."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op
 from gradsieve.errors import ConfigError
-from gradsieve.schemes.agreed import Agreed, Values
-from gradsieve.schemes.base import Scheme
+from gradsieve.schemes.base import Agreed, Scheme, Values
 from gradsieve.types import (
     Ctx,
     Outcome,

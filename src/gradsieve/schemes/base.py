@@ -9,14 +9,28 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Generic
+from typing import ClassVar, Generic, Literal, TypeAlias
 
-import torch
 from torch import Tensor
 
-from gradsieve.comm.ops import AllReduce
+from gradsieve.comm.ops import AllGather, AllReduce, AllToAll
 from gradsieve.errors import ConfigError
-from gradsieve.types import Ctx, Outcome, Program, Sparse, State, Vector, check_density, target_count
+from gradsieve.kernels.blocks import Layout
+from gradsieve.types import (
+    Ctx,
+    Outcome,
+    Program,
+    Sparse,
+    State,
+    Stream,
+    Vector,
+    check_density,
+    gathered,
+    target_count,
+)
+from gradsieve.wire.values import VALUE_CODECS, EncodedVector, RoundedSum, RowLayout, row_layout_over
+
+Values: TypeAlias = Literal["exact", "bf16", "int8", "int4", "int2", "sign"]
 
 
 @dataclass(frozen=True)
@@ -24,30 +38,9 @@ class Stateless:
     """A scheme that remembers nothing has this state."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Seen(Stateless):
-    """These figures of the last step are for reports only: no step depends on them."""
-
-    # Most elements that one rank selected.
-    longest: int = 0
-    # Elements that a rank selected, on average.
-    mean: float = 0.0
-    # Elements in the update.
-    union: int = 0
-
-    @property
-    def imbalance(self) -> float:
-        return self.longest / self.mean if self.mean else 1.0
-
-
 def log2_ceil(world: int) -> int:
     """Returns the rounds of the best broadcast or gather among `world` ranks."""
     return (world - 1).bit_length()
-
-
-def blank(count: int, dtype: torch.dtype = torch.int32) -> Tensor:
-    """Makes a tensor of that size and no content, for an op that nobody carries."""
-    return torch.empty(count, dtype=dtype, device="meta")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,9 +126,62 @@ class Scheme(ABC, Generic[State]):
         """Runs a step, dense where the density is 1. All drivers enter here."""
         if self.reads_parts and not self.is_whole:
             return (yield from self.step(acc, state, ctx))  # type: ignore[arg-type]  # it takes both
-        if not isinstance(acc, Tensor):
-            acc = acc.between(0, acc.numel())
+        vector = acc if isinstance(acc, Tensor) else acc.between(0, acc.numel())
         if not self.is_whole:
-            return (yield from self.step(acc, state, ctx))
-        total = yield AllReduce(acc.clone())
-        return Outcome(Sparse.full(total), Sparse.full(acc), state)
+            return (yield from self.step(vector, state, ctx))
+        total = yield AllReduce(vector.clone())
+        return Outcome(Sparse.full(total), Sparse.full(vector), state)
+
+
+# -- sums at places that all ranks know --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreed(Scheme[State]):
+    """In an agreed scheme all ranks know the places before any value travels."""
+
+    # How values travel. The rank that rounds keeps the rounding error, so that nothing is lost.
+    values: Values = "exact"
+
+
+def sum_agreed(mine: Tensor, values: Values, ctx: Ctx) -> Program[tuple[Tensor, Tensor]]:
+    """Returns the sum over ranks, and what this rank gave to it. `mine` is handed over."""
+    total, given = yield from sum_between(mine, 0, mine.numel(), values, ctx)
+    return gathered(total), gathered(given, mine)
+
+
+def sum_between(
+    acc: Tensor | Vector, start: int, stop: int, values: Values, ctx: Ctx, layout: Layout | None = None
+) -> Program[tuple[Tensor | Stream, Tensor | Stream]]:
+    """Sums some elements of a vector that need not be in memory; nor need what is returned. With the vector's
+    layout, blocks end with its tensors, and `start` and `stop` are edges of blocks.
+
+    exact    one all-reduce
+    others   the vector is dealt out in rows, one an owner. Every rank rounds its values and sends each owner
+             its row; the owner adds up what arrives, in rank order, rounds the sum and sends it to all ranks.
+
+    A rank gave what its rounded values say; the owner of a row gave, in addition, what rounding its sum
+    added. Owners change from step to step, so that no rank keeps more of the rounding than another.
+    """
+
+    def read(first: int, last: int) -> Tensor:
+        first, last = start + first, start + last
+        return acc[first:last] if isinstance(acc, Tensor) else acc.between(first, last)
+
+    if values == "exact":
+        given = acc[start:stop].clone() if isinstance(acc, Tensor) else acc.between(start, stop)
+        total = yield AllReduce(given.clone())
+        return total, given
+    world, turn = ctx.world, ctx.step % ctx.world
+    own = (ctx.rank + turn) % world
+    if layout is None:
+        shape = RowLayout(VALUE_CODECS[values], world, stop - start, acc.dtype, acc.device)
+    else:
+        shape = row_layout_over(values, world, acc.dtype, acc.device, layout, start, stop)
+    rows = shape.encode(read)
+    dealt, one_each = rows.roll(-turn, 0), (1,) * world  # row (r + step) mod P is rank r's
+    arrived = yield AllToAll(dealt, one_each, one_each, even=True)
+    row = shape.add_up(own, arrived)
+    sums = (yield AllGather(row)).roll(turn, 0)
+    mine = RoundedSum(own, arrived, sums[own])
+    return EncodedVector(shape, sums), EncodedVector(shape, rows, mine)

@@ -9,7 +9,7 @@
 6. Gather the selected indices; a layer that travels whole needs none.
 7. All-reduce the values at those indices.
 
-Everybody knows the norms (in the paper each rank has its own), so everybody finds the same division and the
+All ranks know the norms (in the paper each rank has its own), so all find the same division and the
 same bins: no leader, no broadcast, and the count is k.
 """
 
@@ -24,9 +24,8 @@ from torch import Tensor
 from gradsieve import torch_names
 from gradsieve.comm.ops import AllGather, AllReduce
 from gradsieve.kernels import largest
-from gradsieve.schemes.agreed import Agreed, sum_agreed
-from gradsieve.schemes.quota import evenly, phase
-from gradsieve.schemes.speeds import check_speeds, shares_of_work
+from gradsieve.schemes.base import Agreed, sum_agreed
+from gradsieve.schemes.shares import check_speeds, evenly, phase, shares_of_work
 from gradsieve.types import Ctx, Outcome, Program, Sparse
 from gradsieve.wire.check import none_negative, rows_increasing, strictly_increasing
 from gradsieve.wire.pairs import index_dtype

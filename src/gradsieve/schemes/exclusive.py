@@ -39,9 +39,8 @@ from gradsieve.comm import rounds
 from gradsieve.comm.ops import AllGather
 from gradsieve.kernels import largest, select
 from gradsieve.kernels.torch_passes import sendable
-from gradsieve.schemes.agreed import Agreed, Values, sum_agreed
-from gradsieve.schemes.owners import Owners
-from gradsieve.schemes.quota import phase
+from gradsieve.schemes.base import Agreed, Values, sum_agreed
+from gradsieve.schemes.shares import Owners, phase
 from gradsieve.schemes.threshold import FACTORS, AnyPartitioned, move_threshold
 from gradsieve.types import Ctx, Host, Program, Sparse, Vector, to_host
 from gradsieve.wire import indices

@@ -2,7 +2,7 @@
 
 1. Divide the vector into blocks; a partition is a contiguous run of blocks.
 2. In step t rank r owns partition (t + r) mod P and selects there what is above the threshold. There are
-   fewer partitions, and owners, than ranks where rows would be of few elements (`owners.py`).
+   fewer partitions, and owners, than ranks where rows would be of few elements (`shares.py`).
 3. Gather the selected indices of all ranks, counts included, in one collective.
 4. All-reduce the values at those indices.
 5. Adjust the partitions: every rank knows all selected indices now, so the cuts that would have given all
@@ -25,9 +25,7 @@ from torch import Tensor
 
 from gradsieve.errors import ConfigError
 from gradsieve.schemes.exclusive import Exclusive, Gathered, absorb, gather_selected, sum_values
-from gradsieve.schemes.owners import partitions
-from gradsieve.schemes.quota import quota
-from gradsieve.schemes.speeds import check_speeds, shares_of_work
+from gradsieve.schemes.shares import check_speeds, partitions, quota, shares_of_work
 from gradsieve.schemes.threshold import Partitioned, no_curve
 from gradsieve.types import Ctx, Outcome, Program, Vector
 

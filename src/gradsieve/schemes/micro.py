@@ -6,7 +6,7 @@
 4. All-reduce the values at those indices.
 5. Scale the threshold by the error of the count.
 
-Partitions are never adjusted: where gradients are skewed, one rank's row is long and everybody pays for it
+Partitions are never adjusted: where gradients are skewed, one rank's row is long and all ranks pay for it
 (f in the formula). ExDyna is this scheme with balanced partitions.
 """
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gradsieve.schemes.exclusive import Exclusive, absorb, gather_selected, sum_values
-from gradsieve.schemes.quota import quota
+from gradsieve.schemes.shares import quota
 from gradsieve.schemes.threshold import Partitioned, no_curve
 from gradsieve.types import Ctx, Outcome, Program, Vector
 

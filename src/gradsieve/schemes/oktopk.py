@@ -1,13 +1,13 @@
-"""Ok-Topk (PPoPP 2022): every rank adds up one region of the vector, the k largest sums go to everybody.
+"""Ok-Topk (PPoPP 2022): every rank adds up one region of the vector, the k largest sums go to all ranks.
 
 1. Local threshold: the exact k-th largest |acc| in every `local_period`-th step, followed in between.
 2. Select what reaches it, at most the k largest. What is left out is not spent.
 3. In every `region_period`-th step set the regions again: the mean over ranks of the quantiles of the
-   selected indices. In between they follow the loads of their owners, which everybody knows.
+   selected indices. In between they follow the loads of their owners, which all ranks know.
 4. Split and reduce: each rank sends to each region's owner what it selected there; the owner adds up.
 5. Global selection: in every `global_period`-th step all sums are gathered and the k largest of them taken;
    in between each owner offers what reaches the global threshold, and if these are more than k, its share
-   of k. Uneven lists are balanced before they are gathered (`oktopk_balance.py`).
+   of k. Uneven lists are balanced before they are gathered (`oktopk_parts.py`).
 6. A rank has spent what it selected and finds in the update.
 
 A threshold that fewer than k/2 elements reach has been lost and is evaluated in that very step.
@@ -21,22 +21,23 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradsieve.comm.ops import AllGather
 from gradsieve.kernels import above, largest
-from gradsieve.schemes.oktopk_balance import balancing_pays, evened, gather_lists, thinned
 from gradsieve.schemes.oktopk_parts import (
     Chosen,
     Regional,
     State,
     Sums,
     among,
+    announce,
+    balancing_pays,
+    evened,
+    gather_sums,
     make_regions,
     split_and_reduce,
+    thinned,
 )
-from gradsieve.schemes.quota import quota
+from gradsieve.schemes.shares import quota
 from gradsieve.types import Ctx, Outcome, Program, Sparse
-from gradsieve.wire.check import counts_within, strictly_increasing
-from gradsieve.wire.pairs import from_pairs, index_dtype, to_pairs
 
 # Elements over k that shall reach a threshold. More than k never travel, so that a little too many cost
 # nothing, and too few would leave capacity unused.
@@ -104,29 +105,21 @@ def _select_globally(sums: Sums, threshold: float, k: int, cuts: Tensor, ctx: Ct
 
     Sums of zero are among those gathered then: where ranks cancel each other out, all ranks have to know it.
     """
-    indices, values, load = sums
-    n = int(cuts[-1])
-    every = torch.arange(values.numel(), dtype=torch.long, device=values.device)
-    offered = above(values, threshold) if threshold else every
-    most = k * ctx.world
-    sizes = yield AllGather(values.new_tensor([offered.numel(), load], dtype=index_dtype(most)))
-    counts, loads = sizes.cpu().long().unbind(1)
-    counts_within(counts, cuts.diff().clamp(max=most).numpy(), f"sums in step {ctx.step}")
-    counts_within(loads, most, f"elements received in step {ctx.step}")
+    every = torch.arange(sums.values.numel(), dtype=torch.long, device=sums.values.device)
+    offered = above(sums.values, threshold) if threshold else every
+    counts, loads = yield from announce(sums, offered, cuts, k * ctx.world, ctx)
     reached = int(counts.sum())
     if threshold and 2 * reached < k:
         return (yield from _select_globally(sums, 0.0, k, cuts, ctx))
     if threshold and reached > k:
         counts = quota(counts, k, ctx.step)
-        offered = offered[largest(values[offered], int(counts[ctx.rank]))]
-    rows = to_pairs(indices[offered], values[offered], n)
-    rows = yield from gather_lists(rows, counts, ctx.rank, balancing_pays(counts.cpu()))
-    indices, values = from_pairs(rows, values.dtype)
-    strictly_increasing(indices, n, f"indices gathered in step {ctx.step}")
+        offered = offered[largest(sums.values[offered], int(counts[ctx.rank]))]
+    n, balanced = int(cuts[-1]), balancing_pays(counts)
+    indices, values = yield from gather_sums(sums, offered, counts, n, balanced, ctx)
     if threshold:
-        return Chosen(indices, values, len(rows), _follow(threshold, reached, values.abs(), k), loads)
+        return Chosen(indices, values, len(indices), _follow(threshold, reached, values.abs(), k), loads)
     best = torch.topk(values.abs(), min(k, reached), sorted=False).indices.sort().values
-    return Chosen(indices[best], values[best], len(rows), _exact(values[best].abs(), k), loads)
+    return Chosen(indices[best], values[best], len(indices), _exact(values[best].abs(), k), loads)
 
 
 def _exact(kept: Tensor, k: int) -> float:

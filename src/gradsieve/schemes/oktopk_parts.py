@@ -1,7 +1,18 @@
-"""What Ok-Topk's rules, ours and the published ones, share: regions, and who adds up what."""
+"""What Ok-Topk's rules, ours and the published ones, share: regions, who adds up what, and lists of sums.
+
+Lists of index and value, of known but different lengths, are gathered in rank order the cheaper of two ways:
+
+    padded      all-gather of every list, filled up to the longest           longest (P-1) rows
+    balanced    all-to-all of contiguous slices, so that every rank holds    moved + mean (P-1) rows
+                the same number; then all-gather without gaps
+
+All ranks know all lengths, so that all come to the same choice (`balancing_pays`; the paper has a rule of its
+own). Rows are counted at the busiest rank.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,16 +21,18 @@ import torch
 from torch import Tensor
 
 from gradsieve.comm import rounds
-from gradsieve.comm.ops import AllReduce, AllToAll
+from gradsieve.comm.ops import AllGather, AllReduce, AllToAll
 from gradsieve.errors import ConfigError
-from gradsieve.kernels import sum_by_index
+from gradsieve.kernels import largest_of_each, sum_by_index
 from gradsieve.schemes.base import Scheme
 from gradsieve.types import Ctx, Program, private
-from gradsieve.wire.check import counts_within, lists_increasing, stamped
+from gradsieve.wire.check import counts_within, lists_increasing, stamped, strictly_increasing
 from gradsieve.wire.pairs import from_pairs, index_dtype, to_pairs
 
 # As many as four bytes hold.
 _STAMPS = 2**31
+# Elements for one region over k / P. Bounds what an owner receives, wherever ranks select.
+_MOST = 1.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +109,7 @@ def make_regions(wanted: Tensor, n: int) -> Program[Tensor]:
 def split_and_reduce(acc: Tensor, selected: Tensor, cuts: Tensor, most: int, ctx: Ctx) -> Program[Sums]:
     """Adds up what all ranks selected in this rank's region, at most `most` each, in rank order.
 
-    The engine sees to it that nobody is everybody's target at once, and that few messages are pending
+    The engine sees to it that no rank is the target of all at once, and that few messages are pending
     together.
     """
     n, start, stop = acc.numel(), int(cuts[ctx.rank]), int(cuts[ctx.rank + 1])
@@ -132,3 +145,93 @@ def among(sorted_some: Tensor, sorted_all: Tensor) -> Tensor:
         return torch.zeros_like(sorted_some, dtype=torch.bool)
     place = torch.searchsorted(sorted_all, sorted_some).clamp(max=sorted_all.numel() - 1)
     return sorted_all[place] == sorted_some
+
+
+def evened(cuts: Tensor, loads: Tensor) -> Tensor:
+    """Returns regions that would have had equal loads, if every load lay evenly in its region.
+
+    It does not, but a region that is cut is known better in the next step. (The mean of the ranks' quantiles
+    is not: it falls next to the clusters that all of them select.)
+    """
+    world = loads.numel()
+    before = torch.cat([loads.new_zeros(1), loads.cumsum(0)]).double()
+    goals = torch.arange(1, world, dtype=torch.float64, device=loads.device) * before[-1] / world
+    region = (torch.searchsorted(before, goals, right=True) - 1).clamp(0, world - 1)
+    inside = (goals - before[region]) / loads[region].clamp(min=1)
+    moved = cuts.clone()
+    moved[1:-1] = (cuts[region] + inside * (cuts[region + 1] - cuts[region])).round().long()
+    return moved
+
+
+def thinned(acc: Tensor, selected: Tensor, cuts: Tensor, k: int) -> Tensor:
+    """Keeps of the selected indices no more for one region than its owner can be sent by all: a little over k
+    / P, the largest of them. The others stay in the residual until regions have followed."""
+    world = cuts.numel() - 1
+    region = torch.searchsorted(cuts[1:-1].to(selected.device), selected, right=True)
+    share = math.ceil(_MOST * k / world)
+    most = torch.full((world,), share, dtype=torch.long, device=selected.device)
+    return selected[largest_of_each(acc[selected].abs(), region, most)]
+
+
+def announce(
+    sums: Sums, offered: Tensor, cuts: Tensor, most: int, ctx: Ctx
+) -> Program[tuple[Tensor, Tensor]]:
+    """Returns how many sums each owner offers, and how many elements, `most` at most, came to it."""
+    mine = sums.values.new_tensor([offered.numel(), sums.load], dtype=index_dtype(most))
+    sizes = yield AllGather(mine)
+    counts, loads = sizes.cpu().long().unbind(1)
+    counts_within(counts, cuts.diff().clamp(max=most).numpy(), f"sums in step {ctx.step}")
+    counts_within(loads, most, f"elements received in step {ctx.step}")
+    return counts, loads
+
+
+def gather_sums(
+    sums: Sums, offered: Tensor, counts: Tensor, n: int, balanced: bool, ctx: Ctx
+) -> Program[tuple[Tensor, Tensor]]:
+    """Returns indices and values of the sums that all owners offer, `counts[r]` of them rank r's."""
+    rows = to_pairs(sums.indices[offered], sums.values[offered], n)
+    rows = yield from gather_lists(rows, counts, ctx.rank, balanced)
+    indices, values = from_pairs(rows, sums.values.dtype)
+    strictly_increasing(indices, n, f"indices gathered in step {ctx.step}")
+    return indices, values
+
+
+def gather_lists(rows: Tensor, counts: Tensor, rank: int, balanced: bool) -> Program[Tensor]:
+    """Gathers `counts[r]` rows of rank r, one list behind the other."""
+    counts = counts.cpu()
+    if balanced:
+        held, shall = _edges(counts), _edges(_even(counts))
+        sends = _overlaps(held[rank], held[rank + 1], shall)
+        receives = _overlaps(shall[rank], shall[rank + 1], held)
+        rows = yield AllToAll(rows, tuple(sends.tolist()), tuple(receives.tolist()))
+        counts = _even(counts)
+    longest = int(counts.max())
+    message = rows.new_zeros((longest, *rows.shape[1:]))
+    message[: rows.shape[0]] = rows
+    gathered = yield AllGather(message)
+    filled = torch.arange(longest, dtype=torch.long, device=counts.device) < counts[:, None]
+    return gathered[filled.to(gathered.device)]
+
+
+def balancing_pays(counts: Tensor) -> bool:
+    held, shall, even = _edges(counts), _edges(_even(counts)), _even(counts)
+    stays = (torch.minimum(held[1:], shall[1:]) - torch.maximum(held[:-1], shall[:-1])).clamp(min=0)
+    moved = int((torch.maximum(counts, even) - stays).max())
+    return moved + int(even.max()) * (counts.numel() - 1) < int(counts.max()) * (counts.numel() - 1)
+
+
+def _even(counts: Tensor) -> Tensor:
+    """Divides the same total into lists of one length, but for the last."""
+    total, world = int(counts.sum()), counts.numel()
+    place = torch.arange(world + 1, dtype=torch.long, device=counts.device)
+    return (place * -(-total // world)).clamp(max=total).diff()
+
+
+def _edges(counts: Tensor) -> Tensor:
+    """Says where each list begins and ends when they stand one behind the other."""
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+def _overlaps(start: Tensor, stop: Tensor, edges: Tensor) -> Tensor:
+    """Says how much of start..stop lies between each edge and the next."""
+    return edges.clamp(start, stop).diff()

@@ -6,11 +6,11 @@ P ranks form d teams of Q = P/d; rank = team Q + place. The vector has Q blocks,
    to place w + gap, each cut down to its k/Q largest elements first, all in one message; what it receives is
    added to the blocks it still holds. In the end it holds the team's sum of block w.
 2. Spar-All-Gather between the same places of the teams. R-SAG: log2 d rounds of exchanging, adding and
-   cutting down by pairs. B-SAG: h elements of everybody gathered, added, cut down; h learns how many fit.
+   cutting down by pairs. B-SAG: h elements of all teams gathered, added, cut down; h learns how many fit.
 3. All-gather of the blocks inside the team, ceil(log2 Q) rounds.
-4. Global residual collection: an element stays in the residual of whoever did not choose it (local); of its
-   first owner, if it is not in the end result (end); what others had added to it, of the rank that dropped
-   the sum (in-procedure).
+4. Global residual collection: an element stays in the residual of a rank that did not choose it (local); of
+   its first owner, if it is not in the end result (end); what others had added to it, of the rank that
+   dropped the sum (in-procedure).
 
 A block's elements that can be among its largest are looked for once (`candidates`); from then on all work is
 on short lists.
@@ -31,8 +31,7 @@ from gradsieve.comm.ops import Exchange
 from gradsieve.errors import ConfigError
 from gradsieve.schemes.base import Scheme, log2_ceil
 from gradsieve.schemes.block_buffers import BlockBuffers, Entries
-from gradsieve.schemes.quota import quota
-from gradsieve.schemes.teams import best_teams
+from gradsieve.schemes.shares import quota
 from gradsieve.types import Ctx, Outcome, Program, Sparse, private
 
 Residuals = Literal["local", "end", "all"]
@@ -87,7 +86,7 @@ class SparDL(Scheme[State]):
     def step(self, acc: Tensor, state: State, ctx: Ctx) -> Program[Outcome[State]]:
         if not state.teams:
             links = yield from measure_links(ctx, acc.device)
-            state = replace(state, teams=self._best_teams(state.n, ctx.world, links))
+            state = replace(state, teams=self.best_teams(state.n, ctx.world, links))
         places = ctx.world // state.teams
         team, place = divmod(ctx.rank, places)
         quotas = self.quotas(state.n, places, ctx.step)
@@ -153,12 +152,17 @@ class SparDL(Scheme[State]):
         block, _ = buffers.largest(union, place)
         return block, new
 
-    def _best_teams(self, n: int, world: int, links: Links) -> int:
+    def best_teams(self, n: int, world: int, links: Links) -> int:
+        """Returns the number of teams that divides the ranks and is quickest by the cost formulas."""
+
         def seconds(teams: int) -> float:
             state = State(n=n, teams=teams)
             return links.seconds(self.expected_rounds(n, world, state), self.expected_words(n, world, state))
 
-        return best_teams(world, seconds, powers_of_two=self.across == "r-sag")
+        divisors = [d for d in range(1, world + 1) if world % d == 0]
+        if self.across == "r-sag":
+            divisors = [d for d in divisors if not d & (d - 1)]
+        return min(divisors, key=seconds)
 
     def report(self, state: State) -> Mapping[str, float]:
         return {"teams": float(state.teams)}

@@ -3,7 +3,7 @@
 1. In each step the next stretch, from where the last one ended to the end of the vector at most, then from
    its beginning again. Stretches between two ends are about equally long: whole blocks of codes, as many as
    make it k elements a step in the long run, and as many for each owner.
-2. Sum the values there in few bits (`agreed.py`), in blocks that end where tensors do.
+2. Sum the values there in few bits (`base.py`), in blocks that end where tensors do.
 
 Every element is sent every 1/density steps, so that nothing is in the residual for longer, whatever its size.
 With error feedback one bit a value does: a stretch of n/3 as signs costs as much as the largest n/100 with
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gradsieve.kernels import blocks
 from gradsieve.kernels.blocks import Layout
-from gradsieve.schemes.agreed import Agreed, Values, sum_between
+from gradsieve.schemes.base import Agreed, Values, sum_between
 from gradsieve.types import Ctx, Outcome, Program, Sparse, Vector, static
 from gradsieve.wire.values import VALUE_CODECS
 

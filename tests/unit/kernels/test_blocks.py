@@ -17,7 +17,7 @@ from torch import Tensor
 from gradsieve import kernels
 from gradsieve.comm import lockstep
 from gradsieve.kernels.blocks import BLOCK, Blocks, block_layout, even
-from gradsieve.schemes.agreed import Values
+from gradsieve.schemes.base import Values
 from gradsieve.schemes.stripes import Stripes, cost
 from gradsieve.testing.laws import same_bits
 from gradsieve.types import Ctx, Outcome

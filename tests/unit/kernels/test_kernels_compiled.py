@@ -270,7 +270,7 @@ def test_above_compiled_is_above(vectors: list[Tensor], threshold: float) -> Non
 
 def test_float32_vectors_on_the_cpu_are_compiled_and_all_else_is_torchs() -> None:
     x = torch.zeros(8)
-    assert isinstance(kernels._passes(x, x), numba_forms.Passes)
+    assert kernels._passes(x, x) is numba_forms
     others = [x.double(), x.bfloat16(), x[::2], x[:4], x.view(2, 4), x.to("meta")]
     assert [kernels._passes(x, other) for other in others] == [torch_passes] * len(others)
     with kernels.using("torch"):
@@ -280,7 +280,7 @@ def test_float32_vectors_on_the_cpu_are_compiled_and_all_else_is_torchs() -> Non
 
 
 def test_on_cuda_gradients_and_parameters_may_be_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_loaded", lambda kind, device: (device, ""))
+    monkeypatch.setattr(kernels, "_load", lambda group, device: (device, ""))
     with FakeTensorMode():
         wide, on_cpu = torch.empty(8, device="cuda"), torch.empty(8)
         for dtype in NARROW:
@@ -323,7 +323,7 @@ def test_a_form_nobody_knows_is_refused() -> None:
 
 @pytest.fixture
 def loads_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_load_once", kernels._load_once.__wrapped__)
+    monkeypatch.setattr(kernels, "_load", kernels._load.__wrapped__)
 
 
 @pytest.mark.usefixtures("loads_again")
@@ -351,15 +351,16 @@ def test_numba_is_not_imported_before_the_first_call() -> None:
 
 @pytest.fixture
 def one_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A cache of its own, and only one kernel to compile."""
-    monkeypatch.setattr(numba_forms, "PASSES", {"rebase": numba_forms.PASSES["rebase"]})
+    """A cache of its own."""
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     return tmp_path
 
 
 def rebases() -> bool:
     shared, own, anchor = torch.ones(3), torch.zeros(3), torch.ones(3)
-    numba_forms.Passes().rebase(shared, own, anchor, 0.25)
+    signature = "void(int64, int64, int64, int64, float32)"
+    rebase = numba_forms._compiled(signature)(numba_forms._rebase.py_func)
+    rebase(3, shared.data_ptr(), own.data_ptr(), anchor.data_ptr(), 0.25)
     return own.tolist() == [0.75] * 3 and anchor.tolist() == [1.75] * 3
 
 
@@ -401,11 +402,14 @@ def _seen_once(work: Callable[[], object]) -> bool:
 
 def test_every_compiled_kernel_lets_other_threads_run() -> None:
     a, b, c, d, e = (torch.zeros(1 << 20) for _ in range(5))
-    form = numba_forms.Passes()
-    assert seen_while_running(lambda: form.accumulate(a, b, 1.0, c))
-    assert seen_while_running(lambda: form.waiting(a, b, c))
-    assert seen_while_running(lambda: form.apply(a, b, c, d, e, 4))
-    assert seen_while_running(lambda: form.rebase(a, b, c, 1.0))
-    assert seen_while_running(lambda: form.is_finite(a))
-    assert seen_while_running(lambda: form.above(a, 1.0))
-    assert seen_while_running(lambda: form.waiting_above(a, b, 1.0))
+    assert seen_while_running(lambda: numba_forms.accumulate(a, b, 1.0, c))
+    assert seen_while_running(lambda: numba_forms.waiting(a, b, c))
+    assert seen_while_running(lambda: numba_forms.apply(a, b, c, d, e, 4))
+    assert seen_while_running(lambda: numba_forms.rebase(a, b, c, 1.0))
+    assert seen_while_running(lambda: numba_forms.is_finite(a))
+    assert seen_while_running(lambda: numba_forms.above(a, 1.0))
+    assert seen_while_running(lambda: numba_forms.waiting_above(a, b, 1.0))
+
+
+def test_what_keeps_the_others_waiting_is_seen() -> None:
+    assert not seen_while_running(lambda: sum(range(100_000)))

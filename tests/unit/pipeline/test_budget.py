@@ -13,7 +13,7 @@ from gradsieve.errors import ConfigError, Malformed
 from gradsieve.pipeline import StepPipeline
 from gradsieve.pipeline.budget import ALL, LEAST, LITTLE, Budget, Timed, Timer, choose, needed
 from gradsieve.pipeline.exchange_settings import Gradients, choose_scheme
-from gradsieve.schemes.agreed import Values
+from gradsieve.schemes.base import Values
 from gradsieve.schemes.exdyna import ExDyna
 from gradsieve.schemes.stripes import Stripes, cost
 

@@ -19,8 +19,7 @@ from gradsieve.errors import ConfigError
 from gradsieve.schemes import exdyna, make
 from gradsieve.schemes.exclusive import HEADER
 from gradsieve.schemes.exdyna import ExDyna
-from gradsieve.schemes.quota import quota
-from gradsieve.schemes.speeds import shares_of_work
+from gradsieve.schemes.shares import quota, shares_of_work
 from gradsieve.schemes.threshold import FACTORS
 from gradsieve.testing.gradients import Source
 from gradsieve.testing.ranks import Gradients, VirtualRanks

@@ -15,9 +15,9 @@ from torch import Tensor
 from gradsieve.comm import lockstep
 from gradsieve.comm.ops import AllReduce, Meter
 from gradsieve.errors import ConfigError, Malformed
-from gradsieve.schemes import oktopk, oktopk_balance, oktopk_parts
+from gradsieve.schemes import oktopk, oktopk_parts
 from gradsieve.schemes.oktopk import OkTopk
-from gradsieve.schemes.oktopk_balance import balancing_pays, gather_lists
+from gradsieve.schemes.oktopk_parts import balancing_pays, gather_lists
 from gradsieve.testing import VirtualRanks
 from gradsieve.testing.gradients import Source
 from gradsieve.types import Ctx, Outcome
@@ -163,15 +163,15 @@ def test_an_exact_step_takes_the_k_largest_sums_of_what_was_sent(
 def test_no_region_is_sent_much_more_than_its_part_and_the_largest_go_first() -> None:
     acc = torch.arange(100.0)
     selected, cuts = torch.arange(50, 100), torch.tensor([0, 10, 60, 70, 100])
-    kept = oktopk_balance.thinned(acc, selected, cuts, k=40)  # 11 a region at most: 1.1 of 40 / 4
+    kept = oktopk_parts.thinned(acc, selected, cuts, k=40)  # 11 a region at most: 1.1 of 40 / 4
     assert kept.tolist() == [*range(50, 60), *range(60, 70), *range(89, 100)]
 
 
 def test_regions_follow_the_loads_and_stay_where_these_are_even() -> None:
     cuts = torch.tensor([0, 10, 20, 100])
-    assert oktopk_balance.evened(cuts, torch.tensor([5, 5, 5])).tolist() == cuts.tolist()
-    assert oktopk_balance.evened(cuts, torch.tensor([6, 0, 0])).tolist() == [0, 3, 7, 100]
-    assert oktopk_balance.evened(cuts, torch.tensor([0, 0, 0])).tolist()[-1] == 100
+    assert oktopk_parts.evened(cuts, torch.tensor([5, 5, 5])).tolist() == cuts.tolist()
+    assert oktopk_parts.evened(cuts, torch.tensor([6, 0, 0])).tolist() == [0, 3, 7, 100]
+    assert oktopk_parts.evened(cuts, torch.tensor([0, 0, 0])).tolist()[-1] == 100
 
 
 def test_what_was_sent_on_an_exact_step_does_not_stay_in_the_residual() -> None:

@@ -20,7 +20,7 @@ def loaded(code: str) -> set[str]:
     script = f"import sys, gradsieve\n{code}\n{LOADED}"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     names = {name.removeprefix("gradsieve.schemes.") for name in done.stdout.split()}
-    return names - {"agreed", "base"}
+    return names - {"base"}
 
 
 def test_only_the_scheme_that_is_asked_for_is_imported() -> None:

@@ -14,7 +14,6 @@ from gradsieve.errors import ConfigError
 from gradsieve.schemes.base import log2_ceil
 from gradsieve.schemes.block_buffers import BlockBuffers, Entries
 from gradsieve.schemes.spardl import SparDL
-from gradsieve.schemes.teams import best_teams
 from gradsieve.testing.gradients import Source
 from gradsieve.testing.ranks import VirtualRanks
 from gradsieve.types import Ctx, Outcome
@@ -156,8 +155,8 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], world: in
 def test_slow_links_choose_few_rounds_and_narrow_ones_few_words() -> None:
     scheme = SparDL(density=0.001, teams="auto", across="r-sag")
     n, world = 1_000_000, 16
-    assert scheme._best_teams(n, world, Links(latency=0.0, word=1e-6)) == 1
-    far = scheme._best_teams(n, world, Links(latency=1.0, word=1e-9))
+    assert scheme.best_teams(n, world, Links(latency=0.0, word=1e-6)) == 1
+    far = scheme.best_teams(n, world, Links(latency=1.0, word=1e-9))
     assert far == 16
     rounds = [
         scheme.expected_rounds(n, world, scheme.begin(n, world).__class__(n=n, teams=d)) for d in (1, 16)
@@ -165,17 +164,18 @@ def test_slow_links_choose_few_rounds_and_narrow_ones_few_words() -> None:
     assert rounds == [8, 4]
 
 
-def test_only_divisors_and_where_needed_powers_of_two_are_candidates() -> None:
+def test_only_divisors_and_where_needed_powers_of_two_are_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
 
-    def seconds(teams: int) -> float:
-        tried.append(teams)
-        return 0.0
+    def tries(scheme: SparDL, n: int, world: int, state: Any) -> int:
+        tried.append(state.teams)
+        return 0
 
-    best_teams(12, seconds, powers_of_two=False)
+    monkeypatch.setattr(SparDL, "expected_rounds", tries)
+    SparDL(teams="auto").best_teams(1000, 12, Links(latency=0.0, word=0.0))
     assert tried == [1, 2, 3, 4, 6, 12]
     tried.clear()
-    best_teams(12, seconds, powers_of_two=True)
+    SparDL(teams="auto", across="r-sag").best_teams(1000, 12, Links(latency=0.0, word=0.0))
     assert tried == [1, 2, 4]
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gradsieve.comm import lockstep
 from gradsieve.comm.ops import Meter
 from gradsieve.kernels.blocks import BLOCK
-from gradsieve.schemes.agreed import sum_agreed
+from gradsieve.schemes.base import sum_agreed
 from gradsieve.schemes.stripes import Stripes
 from gradsieve.testing.gradients import Source
 from gradsieve.testing.ranks import VirtualRanks

@@ -15,7 +15,7 @@ import torch
 
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Broadcast, Exchange, Op
 from gradsieve.errors import ConfigError
-from gradsieve.schemes.base import Scheme, blank, log2_ceil
+from gradsieve.schemes.base import Scheme, log2_ceil
 from gradsieve.schemes.baselines.dense import Dense
 from gradsieve.schemes.baselines.noop import Noop
 from gradsieve.schemes.baselines.randomk import RandomK
@@ -23,21 +23,21 @@ from gradsieve.schemes.baselines.topk import TopK
 from gradsieve.schemes.baselines.topk_union import TopKUnion
 from gradsieve.schemes.deft import Deft
 from gradsieve.schemes.exclusive import HEADER, Exclusive
-from gradsieve.schemes.gathering import Gathering
 from gradsieve.schemes.oktopk_parts import Regional
 from gradsieve.schemes.papers.deft import DeftPaper
 from gradsieve.schemes.papers.exclusive import PublishedThreshold
-from gradsieve.schemes.quota import evenly
+from gradsieve.schemes.shares import evenly
 from gradsieve.schemes.spardl import SparDL
 from gradsieve.schemes.stripes import Stripes
 from gradsieve.wire import indices
 from gradsieve.wire.values import VALUE_CODECS
 from gradsieve_tools.baselines.cltk import CltK
+from gradsieve_tools.baselines.gathering import Gathering
 from gradsieve_tools.baselines.gaussiank import GaussianK
 from gradsieve_tools.baselines.gtopk import GTopK
 from gradsieve_tools.baselines.hard_threshold import HardThreshold
 from gradsieve_tools.baselines.sidco import Sidco
-from gradsieve_tools.link_costs import rows_asked, stripes_asks, stripes_row
+from gradsieve_tools.link_costs import blank, rows_asked, stripes_asks, stripes_row
 
 SchemeAny: TypeAlias = Any  # a scheme of the class that the row of the table is for
 Words: TypeAlias = Callable[[SchemeAny, int, int, Any], float]

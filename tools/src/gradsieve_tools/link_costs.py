@@ -12,11 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradsieve.comm.links import Links, agreed_seconds, measure_links, zeros
 from gradsieve.comm.ops import FEW, AllGather, AllReduce, AllToAll, Meter, Op
 from gradsieve.comm.rounds import route, seconds_by_route
-from gradsieve.schemes.base import Scheme, blank
+from gradsieve.schemes.base import Scheme
 from gradsieve.schemes.stripes import Stripes
 from gradsieve.types import Ctx, Program
 from gradsieve.wire.values import VALUE_CODECS
@@ -26,6 +27,11 @@ WORD = 4  # bytes
 # most: the MLP of `bench step`. A transformer has a little more.
 _SMALL = 0.0005
 _PIGGYBACK = 32  # words piggybacked in any exchange: tags, votes, seconds
+
+
+def blank(count: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    """Makes a tensor of that size and no content, for an op that is never carried out."""
+    return torch.empty(count, dtype=dtype, device="meta")
 
 
 def stripes_asks(scheme: Stripes, n: int, world: int, state: Any = None) -> list[Op]:

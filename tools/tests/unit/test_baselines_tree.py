@@ -12,9 +12,9 @@ from gradsieve.comm import lockstep
 from gradsieve.comm.ops import Meter
 from gradsieve.errors import Malformed
 from gradsieve.schemes import make
-from gradsieve.schemes.base import Scheme, Seen, log2_ceil
+from gradsieve.schemes.base import Scheme, log2_ceil
 from gradsieve.schemes.baselines.randomk import RandomK, turn
-from gradsieve.schemes.baselines.topk_union import TopKUnion
+from gradsieve.schemes.baselines.topk_union import Seen, TopKUnion
 from gradsieve.types import Ctx, Outcome, Sparse
 from gradsieve_tools import formulas
 from gradsieve_tools.baselines.cltk import CltK

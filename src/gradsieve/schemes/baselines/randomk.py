@@ -19,8 +19,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from gradsieve.schemes.agreed import Agreed, sum_agreed
-from gradsieve.schemes.base import Stateless
+from gradsieve.schemes.base import Agreed, Stateless, sum_agreed
 from gradsieve.types import Ctx, Outcome, Program, Sparse
 
 # Keeps a * k + n below 2^63.

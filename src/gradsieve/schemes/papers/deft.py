@@ -32,7 +32,7 @@ from gradsieve.kernels import largest
 from gradsieve.schemes.base import Scheme
 from gradsieve.schemes.deft import State, all_of, finite, make_layers, norms_of, pack
 from gradsieve.schemes.papers.exclusive import by_owner, edges_of, gather_padded, sum_at
-from gradsieve.schemes.speeds import shares_of_work
+from gradsieve.schemes.shares import shares_of_work
 from gradsieve.types import Ctx, Outcome, Program
 from gradsieve.wire.check import dealt_once
 

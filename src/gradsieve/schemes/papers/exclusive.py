@@ -92,6 +92,19 @@ def edges_of(sizes: Sequence[int]) -> Tensor:
     return ends.cumsum(0)
 
 
+def exchange_partitions(
+    acc: Tensor, cuts: Tensor, threshold: float, ctx: Ctx
+) -> Program[tuple[Sparse, Sparse, Tensor]]:
+    """Returns update, spent, and how many elements each partition had, after all ranks selected in theirs."""
+    n, turn = acc.numel(), ctx.step % ctx.world
+    selected = select_round_robin(acc, cuts, threshold, ctx)
+    gathered, counts = yield from gather_padded(selected, by_owner(cuts.diff(), ctx.step), n, ctx)
+    # From rank order into partition order: partition p was with rank (p - t) mod P.
+    picked = gathered.roll(int(counts[ctx.world - turn :].sum()))
+    update, spent = yield from sum_at(acc, picked, ctx)
+    return update, spent, counts.roll(turn)
+
+
 def select_round_robin(acc: Tensor, cuts: Tensor, threshold: float, ctx: Ctx) -> Tensor:
     """Selects what reaches the threshold in partition (t + r) mod P; where nothing does, one element, round
     robin."""
@@ -104,7 +117,7 @@ def select_round_robin(acc: Tensor, cuts: Tensor, threshold: float, ctx: Ctx) ->
 
 
 def gather_padded(selected: Tensor, most: Host, n: int, ctx: Ctx) -> Program[tuple[Tensor, Tensor]]:
-    """Returns everybody's indices, not checked yet, and how many each rank has; both in rank order. `most`
+    """Returns all ranks' indices, not checked yet, and how many each rank has; both in rank order. `most`
     says how many each rank can have."""
     counts = yield AllGather(torch.tensor([selected.numel()], dtype=torch.long, device=selected.device))
     counts = counts.flatten()
@@ -119,12 +132,6 @@ def gather_padded(selected: Tensor, most: Host, n: int, ctx: Ctx) -> Program[tup
 def by_owner(sizes: Tensor, step: int) -> Host:
     """Puts sizes of partitions in the order of their owners: rank r has partition (t + r) mod P."""
     return sizes.roll(-step % sizes.numel()).numpy()
-
-
-def in_partition_order(gathered: Tensor, counts: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """Puts lists in rank order into partition order: partition p was with rank (p - step) mod P."""
-    turn = step % counts.numel()
-    return gathered.roll(int(counts[counts.numel() - turn :].sum())), counts.roll(turn)
 
 
 def sum_at(acc: Tensor, picked: Tensor, ctx: Ctx) -> Program[tuple[Sparse, Sparse]]:

@@ -21,17 +21,8 @@ import torch
 from torch import Tensor
 
 from gradsieve.errors import ConfigError
-from gradsieve.schemes.papers.exclusive import (
-    PublishedThreshold,
-    Tracked,
-    by_owner,
-    edges_of,
-    gather_padded,
-    in_partition_order,
-    select_round_robin,
-    sum_at,
-)
-from gradsieve.schemes.quota import evenly
+from gradsieve.schemes.papers.exclusive import PublishedThreshold, Tracked, edges_of, exchange_partitions
+from gradsieve.schemes.shares import evenly
 from gradsieve.types import Ctx, Outcome, Program
 
 
@@ -73,13 +64,8 @@ class ExDynaPaper(PublishedThreshold[State]):
         blocks = self._adjusted(state, length)
         cuts = (edges_of(blocks.tolist()) * length).clamp(max=n)
         cuts[-1] = n
-        # 3.
-        selected = select_round_robin(acc, cuts, state.threshold, ctx)
-        # 4. (5. is in `next_states`)
-        most = by_owner(cuts.diff(), ctx.step)
-        gathered, counts = yield from gather_padded(selected, most, n, ctx)
-        picked, load = in_partition_order(gathered, counts, ctx.step)
-        update, spent = yield from sum_at(acc, picked, ctx)
+        # 3. and 4. (5. is in `next_states`)
+        update, spent, load = yield from exchange_partitions(acc, cuts, state.threshold, ctx)
         return Outcome(update, spent, replace(state, blocks=blocks, load=load, sent=update.count))
 
     def _length(self, n: int, blocks: int) -> int:

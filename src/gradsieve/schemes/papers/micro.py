@@ -17,17 +17,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradsieve.schemes.papers.exclusive import (
-    PublishedThreshold,
-    Tracked,
-    by_owner,
-    edges_of,
-    gather_padded,
-    in_partition_order,
-    select_round_robin,
-    sum_at,
-)
-from gradsieve.schemes.quota import evenly
+from gradsieve.schemes.papers.exclusive import PublishedThreshold, Tracked, edges_of, exchange_partitions
+from gradsieve.schemes.shares import evenly
 from gradsieve.types import Ctx, Outcome, Program
 
 
@@ -40,11 +31,6 @@ class MicroPaper(PublishedThreshold[Tracked]):
     def step(self, acc: Tensor, state: Tracked, ctx: Ctx) -> Program[Outcome[Tracked]]:
         # 1.
         cuts = edges_of(evenly(state.n, ctx.world))
-        # 2.
-        selected = select_round_robin(acc, cuts, state.threshold, ctx)
-        # 3. (4. is in `next_states`)
-        most = by_owner(cuts.diff(), ctx.step)
-        gathered, counts = yield from gather_padded(selected, most, state.n, ctx)
-        picked, load = in_partition_order(gathered, counts, ctx.step)
-        update, spent = yield from sum_at(acc, picked, ctx)
+        # 2. and 3. (4. is in `next_states`)
+        update, spent, load = yield from exchange_partitions(acc, cuts, state.threshold, ctx)
         return Outcome(update, spent, replace(state, load=load, sent=update.count))

@@ -27,22 +27,21 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradsieve.comm.ops import AllGather, AllReduce
+from gradsieve.comm.ops import AllReduce
 from gradsieve.errors import ConfigError
 from gradsieve.kernels import above, largest
-from gradsieve.schemes.oktopk_balance import gather_lists
 from gradsieve.schemes.oktopk_parts import (
     Chosen,
     Regional,
     State,
     Sums,
     among,
+    announce,
+    gather_sums,
     make_regions,
     split_and_reduce,
 )
 from gradsieve.types import Ctx, Outcome, Program, Sparse
-from gradsieve.wire.check import counts_within, strictly_increasing
-from gradsieve.wire.pairs import from_pairs, index_dtype, to_pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +117,7 @@ class OkTopkPaper(Regional):
     def _select(self, acc: Tensor, threshold: float, k: int, step: int) -> tuple[Tensor, float]:
         """Returns this rank's indices and the threshold they are beyond."""
         if step % self.local_period == 0 or not threshold:
-            kept = acc[largest(acc, k)].abs()
-            threshold = float(kept.min()) if 0 < k == kept.numel() else 0.0
+            threshold = _smallest(acc[largest(acc, k)], k)
             return _beyond(acc, threshold), threshold
         selected = _beyond(acc, threshold)
         for _ in range(self.guard_rounds):
@@ -135,25 +133,15 @@ class OkTopkPaper(Regional):
         """Returns the k largest of the sums of all regions; with a threshold, those beyond it."""
         offered = _beyond(sums.values, threshold)
         n = int(cuts[-1])
-        most = n * ctx.world
-        sizes = yield AllGather(
-            sums.indices.new_tensor([offered.numel(), sums.load], dtype=index_dtype(most))
-        )
-        counts, loads = sizes.cpu().long().unbind(1)
-        counts_within(counts, cuts.diff().numpy(), f"sums in step {ctx.step}")
-        counts_within(loads, most, f"elements received in step {ctx.step}")
+        counts, loads = yield from announce(sums, offered, cuts, n * ctx.world, ctx)
         reached = int(counts.sum())
-        rows = to_pairs(sums.indices[offered], sums.values[offered], n)
         balanced = int(counts.max()) * ctx.world > self.lopsided * reached
-        rows = yield from gather_lists(rows, counts, ctx.rank, balanced)
-        indices, values = from_pairs(rows, sums.values.dtype)
-        strictly_increasing(indices, n, f"indices gathered in step {ctx.step}")
+        indices, values = yield from gather_sums(sums, offered, counts, n, balanced, ctx)
         if threshold:
             band = self.global_few, self.global_many, self.global_down, self.global_up
             return Chosen(indices, values, reached, threshold * _factor(reached / max(k, 1), *band), loads)
         best = torch.topk(values.abs(), min(k, reached), sorted=False).indices.sort().values
-        kept = values[best].abs()
-        threshold = float(kept.min()) if 0 < k == kept.numel() else 0.0
+        threshold = _smallest(values[best], k)
         return Chosen(indices[best], values[best], reached, threshold, loads)
 
 
@@ -161,6 +149,11 @@ def _beyond(x: Tensor, threshold: float) -> Tensor:
     """Returns sorted indices with |x| > threshold, where `above` has >=."""
     at = torch.tensor(threshold, dtype=x.dtype, device="cpu")
     return above(x, float(at.nextafter(at.new_tensor(torch.inf))))
+
+
+def _smallest(kept: Tensor, k: int) -> float:
+    """Returns the exact threshold of the k largest, or 0 if there are fewer."""
+    return float(kept.abs().min()) if 0 < k == kept.numel() else 0.0
 
 
 def _factor(ratio: float, few: float, many: float, down: float, up: float) -> float:

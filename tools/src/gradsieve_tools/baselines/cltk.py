@@ -16,8 +16,7 @@ from torch import Tensor
 
 from gradsieve.comm.ops import Broadcast
 from gradsieve.kernels import largest
-from gradsieve.schemes.agreed import Agreed, sum_agreed
-from gradsieve.schemes.base import Stateless
+from gradsieve.schemes.base import Agreed, Stateless, sum_agreed
 from gradsieve.types import Ctx, Outcome, Program, Sparse
 from gradsieve.wire.check import row_increasing
 from gradsieve.wire.pairs import index_dtype

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from gradsieve.kernels import largest
-from gradsieve.schemes.base import Seen
-from gradsieve.schemes.gathering import Gathering, at_least_one, gather_entries, reaching
+from gradsieve.schemes.baselines.topk_union import Seen
 from gradsieve.types import Ctx, Outcome, Program
+from gradsieve_tools.baselines.gathering import Gathering, at_least_one, gather_entries, reaching
 
 _SHARE = 0.01
 # Elements of the sample that should reach the threshold: the count then errs by a fifth or so.

@@ -19,9 +19,9 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from gradsieve.schemes.base import Seen
-from gradsieve.schemes.gathering import Gathering, at_least_one, gather_entries, reaching
+from gradsieve.schemes.baselines.topk_union import Seen
 from gradsieve.types import Ctx, Outcome, Program
+from gradsieve_tools.baselines.gathering import Gathering, at_least_one, gather_entries, reaching
 
 _CORRECTIONS, _STEP = 20, 1.02
 _FEW, _MANY = 0.75, 1.25

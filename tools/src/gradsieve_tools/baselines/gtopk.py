@@ -22,7 +22,7 @@ from torch import Tensor
 from gradsieve.comm.ops import Broadcast, Exchange
 from gradsieve.kernels import largest, sum_by_index
 from gradsieve.schemes.base import Scheme, Stateless, log2_ceil
-from gradsieve.schemes.gathering import pack_entries
+from gradsieve.schemes.baselines.topk import pack_entries
 from gradsieve.types import Ctx, Outcome, Program, Sparse
 from gradsieve.wire.check import row_increasing
 from gradsieve.wire.pairs import from_bits, index_dtype

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gradsieve.kernels import above
-from gradsieve.schemes.agreed import Agreed
-from gradsieve.schemes.base import Seen
-from gradsieve.schemes.gathering import reduce_union
+from gradsieve.schemes.base import Agreed
+from gradsieve.schemes.baselines.topk_union import Seen, reduce_union
 from gradsieve.types import Ctx, Outcome, Program
+from gradsieve_tools.baselines.gathering import gather_counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +38,9 @@ class HardThreshold(Agreed[Seen]):
         # 1. and 2.
         mine = above(acc, self.threshold(acc.numel()))
         # 3. and 4.
-        update, spent, seen = yield from reduce_union(acc, mine, self.values, ctx)
-        return Outcome(update, spent, seen)
+        n = acc.numel()
+        counts = yield from gather_counts(mine, n, n, ctx)
+        return (yield from reduce_union(acc, mine, int(counts.max()), self.values, ctx))
 
     def threshold(self, n: int) -> float:
         return 0.5 / math.sqrt(max(self.k(n), 1))

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from gradsieve.errors import ConfigError
-from gradsieve.schemes.gathering import Gathering, at_least_one, gather_entries, reaching
 from gradsieve.types import Ctx, Outcome, Program, private
+from gradsieve_tools.baselines.gathering import Gathering, at_least_one, gather_entries, reaching
 
 # Share that the first of several stages keeps.
 _FIRST = 0.25

@@ -13,12 +13,11 @@ from gradsieve.comm.ops import AllReduce
 from gradsieve.pipeline.base import UNIT_CAP_MB
 from gradsieve.pipeline.budget import LEAST, MOST_STEPS, needed
 from gradsieve.schemes import SCHEMES, make
-from gradsieve.schemes.agreed import Agreed
-from gradsieve.schemes.base import Scheme, blank
+from gradsieve.schemes.base import Agreed, Scheme
 from gradsieve.schemes.spardl import SparDL
 from gradsieve.schemes.stripes import SENT, Stripes, cost
 from gradsieve_tools.costs import PASS, Cost, Costs
-from gradsieve_tools.link_costs import WORD, bits_in, seconds_a_bit
+from gradsieve_tools.link_costs import WORD, bits_in, blank, seconds_a_bit
 from gradsieve_tools.plan import quality
 from gradsieve_tools.plan.quality import Gap
 

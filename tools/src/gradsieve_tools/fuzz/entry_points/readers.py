@@ -18,11 +18,10 @@ from gradsieve.kernels import largest
 from gradsieve.pipeline.frame import sums_within
 from gradsieve.pipeline.tags import Tag, agree, is_notice_given, who_is_idle, words
 from gradsieve.schemes import Ctx, Sparse
+from gradsieve.schemes.baselines.topk import pack_entries, sum_entries
 from gradsieve.schemes.block_buffers import BlockBuffers
 from gradsieve.schemes.exclusive import gather_selected, read_rows
-from gradsieve.schemes.gathering import pack_entries, sum_entries
-from gradsieve.schemes.owners import Owners
-from gradsieve.schemes.quota import quota
+from gradsieve.schemes.shares import Owners, quota
 from gradsieve.testing import lockstep
 from gradsieve.types import Host
 from gradsieve.wire import indices
