@@ -73,7 +73,7 @@ def of_another_step(turn: int, message: Tensor) -> Tensor:
 
 @every_step
 def test_a_count_of_another_step_is_refused_and_its_rank_named(steps: int) -> None:
-    said = rf"rank {EVIL} announced elements in step {steps} in a message of another step"
+    said = rf"rank {EVIL} announced elements in step {steps} in a stale or misrouted message"
     with pytest.raises(Malformed, match=said):
         target("oktopk", steps).attack(of_another_step)
 
