@@ -74,10 +74,7 @@ def row_of(runs: Sequence[Run], dense: Sequence[Run]) -> dict[str, Any]:
     """Return means over the seeds of one name, against dense of the same seeds."""
     theirs = {run.seed: run.seconds for run in dense}
     seconds = [run.seconds for run in runs]
-    ratios = [
-        None if theirs[run.seed] is None or run.seconds is None else theirs[run.seed] / run.seconds
-        for run in runs
-    ]
+    ratios = [_ratio(theirs[run.seed], run.seconds) for run in runs]
     ran = [run.curve for run in runs if run.curve.steps]
     return {
         "seconds": mean(seconds),
@@ -88,6 +85,10 @@ def row_of(runs: Sequence[Run], dense: Sequence[Run]) -> dict[str, Any]:
         "reached": f"{sum(each is not None for each in seconds)} of {len(runs)}",
         "step_ms": mean([1e3 * curve.seconds[-1] / curve.steps[-1] for curve in ran]),
     }
+
+
+def _ratio(top: float | None, bottom: float | None) -> float | None:
+    return None if top is None or bottom is None else top / bottom
 
 
 def mean(values: Sequence[float | None]) -> float | None:
