@@ -184,14 +184,14 @@ def plain_sgd(seed: int, world: int, steps: int) -> float:
 def test_dense_on_virtual_ranks_is_plain_sgd_and_steps_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(tasks.TASKS, TASK, replace(tasks.TASKS[TASK], metric="loss"))
     monkeypatch.setattr(virtual, "JUDGED_EVERY", 1)
-    case, steps = Case(task=TASK, sync="dense", steps=30, seed=3), []
+    case, steps = Case(task=TASK, sync="dense", steps=20, seed=3), []
     ended = accuracy.train(case, lambda: steps.append(1))
-    assert len(steps) == 30
+    assert len(steps) == 20
     assert len(ended.steps) == len(ended.values) == virtual.EVALUATIONS
-    assert ended.steps[-1] == 30
+    assert ended.steps[-1] == 20
     with one_thread():
-        assert ended.values[-1] == pytest.approx(plain_sgd(3, 4, 30), rel=1e-4)
-        assert ended.values[-1] != pytest.approx(plain_sgd(3, 2, 30), rel=1e-4)
+        assert ended.values[-1] == pytest.approx(plain_sgd(3, 4, 20), rel=1e-4)
+        assert ended.values[-1] != pytest.approx(plain_sgd(3, 2, 20), rel=1e-4)
     assert ended.values[-1] < 0.9 * ended.values[0]
 
 

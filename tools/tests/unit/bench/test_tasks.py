@@ -98,7 +98,7 @@ def test_a_seed_makes_a_model_and_leaves_the_callers_numbers_alone(name: str) ->
 def test_a_few_steps_lower_the_loss(name: str) -> None:
     training = build(name, 0, steps=12)
     feed = batches(torch.arange(len(training.train)), training.batch, seed=0)
-    same = training.train.take(next(feed))  # one batch again and again: chance has no say
+    same = training.train.take(next(feed)[:16])  # one batch again and again: chance has no say
 
     losses = []
     for _ in range(training.steps):
