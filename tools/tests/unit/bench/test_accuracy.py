@@ -182,6 +182,7 @@ def plain_sgd(seed: int, world: int, steps: int) -> float:
 
 @pytest.mark.usefixtures("tiny")
 def test_dense_on_virtual_ranks_is_plain_sgd_and_steps_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow: two whole trainings, which is what `bench accuracy` is."""
     monkeypatch.setitem(tasks.TASKS, TASK, replace(tasks.TASKS[TASK], metric="loss"))
     monkeypatch.setattr(virtual, "JUDGED_EVERY", 1)
     case, steps = Case(task=TASK, sync="dense", steps=20, seed=3), []

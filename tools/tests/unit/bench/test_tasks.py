@@ -94,7 +94,10 @@ def test_a_seed_makes_a_model_and_leaves_the_callers_numbers_alone(name: str) ->
     assert not torch.equal(weights(first), weights(other))
 
 
-@every_task
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.nightly] * recipe.held_out) for name, recipe in TASKS.items()],
+)
 def test_a_few_steps_lower_the_loss(name: str) -> None:
     training = build(name, 0, steps=12)
     feed = batches(torch.arange(len(training.train)), training.batch, seed=0)
