@@ -1,4 +1,4 @@
-"""Which replicas are there, which are missing, and which residuals the missing ones took along."""
+"""Records of the replicas that are there, and of those that are missing with their residuals."""
 
 from __future__ import annotations
 
