@@ -175,7 +175,7 @@ class ElasticSync:
                 replica.exchange(call)
         except PeerError as error:
             _log.warning(
-                "replica %s: exchange %d failed and is made again with whoever is there: %s",
+                "replica %s: exchange %d failed and is made again with the replicas that are there: %s",
                 replica.name,
                 manager.current_step(),
                 error,
