@@ -18,7 +18,7 @@ from default_training import STEPS, modules, run
 
 SOURCE = Path(__file__).parent.parent / "src" / "gradsieve"
 # Of today. A change that makes the library smaller lowers them; none raises them without an ADR.
-LIMITS = {"lines": 17150, "modules": 118, "loaded lines": 9550, "loaded modules": 54}
+LIMITS = {"lines": 16900, "modules": 112, "loaded lines": 9100, "loaded modules": 49}
 
 
 def look(train: Callable[[int], None]) -> Any:

@@ -50,8 +50,8 @@ class Coherence:
         return min(max(self.numerator / self.denominator, 1.0 / world), 1.0)
 
     def among(self, old: int, new: int) -> Coherence:
-        """What another number of ranks would have measured, each with as much noise of its own. One rank
-        alone cannot tell noise from gradient."""
+        """Return what another number of ranks would have measured, each with as much noise of its own. One
+        rank alone cannot tell noise from gradient."""
         if old == 1 or not self.denominator > 0.0:
             return Coherence()
         signal = (self.share(old) * old - 1.0) / (old - 1)
@@ -98,6 +98,6 @@ def with_square(values: Tensor) -> Tensor:
 
 
 def squares(total: Tensor) -> Tensor:
-    """Of probes that were summed over ranks: the square of the sums, and the sum of the squares."""
+    """Return the square of the sums and the sum of the squares, of probes that were summed over ranks."""
     total = total.double()
     return torch.stack([total[:-1].square().sum(), total[-1]])

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from gradsieve.pipeline import Pipeline, StepPipeline
-from gradsieve.replica.replica import Replica
+from gradsieve.pipeline import Pipeline
+from gradsieve.replica import Replica
 from gradsieve.types import to_host
 
 _PIECE = 1 << 17  # elements that stay in the processor's cache from one sum to the next
@@ -18,7 +18,7 @@ def metrics(replica: Replica) -> dict[str, float]:
     pipeline, stats = replica.pipeline, replica.pipeline.stats
     elements = sum(unit.n for unit in pipeline.units)
     residual = look(pipeline)
-    reports = [replica.scheme.report(state) for state in pipeline.states]
+    reports = pipeline.reports()
     figures: dict[str, float] = {
         "step": pipeline.step,
         "skipped": pipeline.skipped,
@@ -33,9 +33,7 @@ def metrics(replica: Replica) -> dict[str, float]:
         "waiting": residual.share or 0.0,
     }
     figures |= {f"seconds_{stage}": seconds for stage, seconds in stats.seconds.items()}
-    if isinstance(pipeline, StepPipeline):
-        budget = 0.0 if pipeline.budget is None else pipeline.budget.bits
-        figures |= {"preview": pipeline.preview, "rho": pipeline.rho, "budget": budget}
+    figures |= pipeline.report()
     return figures | {key: max(report[key] for report in reports) for key in (reports[0] if reports else ())}
 
 
@@ -53,7 +51,7 @@ def look(pipeline: Pipeline) -> Look:
     """Takes a pass over the residual e. As acc = e + spent, none over acc is needed: |acc|^2 = |e|^2 +
     2 e.spent + |spent|^2."""
     sums = torch.zeros(5, dtype=torch.float64, device=pipeline.units[0].device)
-    for residual, outcome in zip(pipeline.waiting(), pipeline.outcomes, strict=False):
+    for residual, outcome in zip(pipeline.residuals(), pipeline.outcomes, strict=False):
         for piece in torch.split(residual, _PIECE):
             sums[:2] += torch.stack([piece.norm(1), piece.dot(piece)])
         for part in outcome.spent.parts():

@@ -29,8 +29,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from gradsieve.errors import ConfigError
-from gradsieve.feedback.units import flat_view
 from gradsieve.torch_names import calls_hooks, plain_part_of, step_without_hooks, uncompiled
+from gradsieve.units import flat_view
 
 _log = logging.getLogger("gradsieve")
 
@@ -52,7 +52,7 @@ _OF_A_SCALER = frozenset({"grad_scale", "found_inf"})
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What an optimizer does with the parameters of one group."""
+    """Traits say what an optimizer does with the parameters of one group."""
 
     # The power of its gradients' size that the size of its steps follows: 1 for SGD, 0 for Adam.
     elasticity: float = 1.0
@@ -64,7 +64,7 @@ class Traits:
     copies: tuple[str, ...] = ()
 
     def factor(self, rho: float) -> float:
-        """How much longer steps have to be, where ranks' gradients agree by rho."""
+        """Return how much longer steps have to be if ranks' gradients agree by rho."""
         return float(rho ** (-(1.0 - self.elasticity) / 2))
 
 
@@ -72,9 +72,8 @@ _known: weakref.WeakKeyDictionary[Any, dict[Any, Traits]] = weakref.WeakKeyDicti
 
 
 def traits_of(optimizer: Any, group: Mapping[str, Any], gradient: float = _LARGE) -> Traits:
-    """By experiment, once for each kind of group and size of gradients (root mean square; 0 if not known).
-
-    Raises where the optimizer keeps the weights in a place in which they cannot be changed."""
+    """Find the traits by experiment, once for each kind of group and size of gradients (root mean square;
+    0 if not known). Raises if the optimizer keeps the weights where they cannot be changed."""
     floating = [parameter for parameter in group["params"] if parameter.is_floating_point()]
     if type(optimizer) is torch.optim.SGD or not floating or not gradient > 0.0:
         return Traits()
@@ -109,7 +108,7 @@ def _found(optimizer: Any, group: Mapping[str, Any], like: Tensor, size: float) 
 
 
 class Experiment:
-    """With one optimizer and one of its groups."""
+    """An experiment with copies of one optimizer and one of its groups."""
 
     def __init__(self, optimizer: Any, group: Mapping[str, Any], like: Tensor, size: float) -> None:
         self.optimizer, self.group, self.dtype = optimizer, group, like.dtype
@@ -182,7 +181,7 @@ class Experiment:
 
 
 def _is_equal(kept: Any, parameter: Tensor) -> bool:
-    """But for rounding to the parameter's type."""
+    """Whether both are equal, rounded to the parameter's type."""
     if type(kept) not in (Tensor, Parameter) or kept.shape != parameter.shape:
         return False
     return torch.equal(kept.to(parameter.dtype), parameter)
@@ -240,7 +239,7 @@ class Trial:
 
 
 def _copied(optimizer: Any, groups: list[dict[str, Any]], memo: dict[int, Any]) -> Any:
-    """With these groups and no state, also in optimizers that it puts a rule around."""
+    """Copy the optimizer, and those that it puts a rule around, with these groups and no state."""
     made = object.__new__(type(optimizer))
     memo |= {id(optimizer): made, id(optimizer.param_groups): groups, id(optimizer.state): defaultdict(dict)}
     own = {
@@ -257,7 +256,7 @@ def _copied(optimizer: Any, groups: list[dict[str, Any]], memo: dict[int, Any]) 
 
 
 def state_made_by(optimizer: Any, number: int) -> Mapping[str, Any]:
-    """What a copy's first step makes for the parameter of this number, as `state_dict()` counts them: which
+    """Return what a copy's first step makes for the parameter that has this number in `state_dict()`: which
     kinds of tensors an optimizer keeps is not known before it has stepped."""
     parameters = [(each, group) for group in optimizer.param_groups for each in group["params"]]
     parameter, group = parameters[number]
@@ -280,7 +279,7 @@ _FRAMEWORKS = frozenset({"accelerate", "lightning", "pytorch_lightning", "lightn
 
 
 def as_list(optimizers: Any) -> list[Any]:
-    """One optimizer or several, without what frameworks put around them. Refuses what cannot work."""
+    """Return the optimizers, without what frameworks put around them. Refuses what cannot work."""
     found = []
     for optimizer in optimizers if isinstance(optimizers, Iterable) else [optimizers]:
         while type(optimizer).__module__.partition(".")[0] in _FRAMEWORKS and hasattr(optimizer, "optimizer"):

@@ -18,9 +18,8 @@ from torch import Tensor
 from gradsieve import version, wire
 from gradsieve.comm.ops import AllGather
 from gradsieve.errors import ConfigError, DivergenceError, MismatchError, list_ranks, printable
-from gradsieve.pipeline import StepPipeline
 from gradsieve.pipeline.tags import sides
-from gradsieve.replica.replica import Replica
+from gradsieve.replica import Replica
 from gradsieve.types import Program, fields_to_tensors, replicated_fields
 
 _log = logging.getLogger("gradsieve")
@@ -55,7 +54,7 @@ def start_alike(replica: Replica) -> None:
 def _settings(replica: Replica) -> dict[str, str]:
     """Everything that has to be the same on all ranks, as text."""
     units, optimizers = replica.pipeline.units, replica.optimizers
-    layout = repr([[(slot.name, slot.numel, slot.sparse) for slot in unit.slots] for unit in units])
+    layout = repr([(unit.is_dense, [(slot.name, slot.numel) for slot in unit.slots]) for unit in units])
     elements = sum(slot.numel for unit in units for slot in unit.slots)
     settings = {
         "the version of gradsieve": version.VERSION,
@@ -155,15 +154,9 @@ def _compared(replica: Replica) -> Program[None]:
 def replicated(replica: Replica) -> dict[str, Tensor]:
     """Everything that has the same bits on all ranks, by names for people."""
     pipeline = replica.pipeline
-    figures = [float(pipeline.step)]
-    if isinstance(pipeline, StepPipeline):
-        kept = pipeline.kept().items()
-        tensors = {key.partition("/")[2]: part for key, part in kept if key.startswith("shared/")}
-        figures += pipeline.figures().values()
-    else:
-        tensors = dict(replica.parameters)
-        tensors |= {key: part for key, part in pipeline.kept().items() if key.startswith("total/")}
-    tensors["step and figures"] = torch.tensor(figures, dtype=torch.float64, device="cpu")
+    tensors, figures = pipeline.replicated()
+    numbers = [float(pipeline.step), *figures]
+    tensors["step and figures"] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     for index, state in enumerate(pipeline.states):
         fields = fields_to_tensors(state)
         of_unit = f"of unit {index}" if len(pipeline.states) > 1 else "of the scheme"

@@ -66,7 +66,7 @@ class Recorder:
             "density": 1.0 if pipeline.scheme.lossless else pipeline.scheme.density,
             "rank": pipeline.rank,
             "world": pipeline.world,
-            "parameters": pipeline.parameters,
+            "parameters": pipeline.elements,
             "every": self.every,
             "period": pipeline.settings.every,
             "budget": "" if budget is None else fixed,
@@ -95,10 +95,10 @@ class Recorder:
             self.line |= {"waiting": found.norm, "age": found.age, "contraction": found.contraction}
 
     def _selections(self) -> dict[str, float | None]:
-        reports = [self.pipeline.scheme.report(state) for state in self.pipeline.states]
+        reports = self.pipeline.reports()
         equal = [1.0] * len(reports)
         # The ranks of a unit wait for the longest selection in it: these add up over units.
-        demands = [r.get("demand", unit.n) for r, unit in zip(reports, self.pipeline.units, strict=True)]
+        demands = [r.get("demand", unit.n) for r, unit in zip(reports, self.pipeline.selected, strict=True)]
         return {
             "threshold": _mean(reports, "threshold", equal),
             "imbalance": _mean(reports, "imbalance", demands),

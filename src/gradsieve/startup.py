@@ -10,9 +10,9 @@ from dataclasses import fields
 from typing import Any
 
 from gradsieve import kernels, version
-from gradsieve.pipeline import StepPipeline
+from gradsieve.pipeline import Pipeline
 from gradsieve.ranks_alike import uncovered
-from gradsieve.replica.replica import Replica
+from gradsieve.replica import Replica
 from gradsieve.schemes.stripes import cost
 
 _log = logging.getLogger("gradsieve")
@@ -58,7 +58,7 @@ def changed(settings: Any) -> dict[str, Any]:
 
 
 def _odd_settings(replica: Replica) -> Iterator[str]:
-    pipeline, world, parameters = replica.pipeline, replica.world, replica.pipeline.parameters
+    pipeline, world, parameters = replica.pipeline, replica.world, replica.pipeline.elements
     if missing := uncovered(replica.held, replica.optimizers):
         some = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
         yield (
@@ -101,9 +101,9 @@ def _odd_settings(replica: Replica) -> Iterator[str]:
         )
 
 
-def warn_of_residual(pipeline: StepPipeline, event: str) -> None:
+def warn_of_residual(pipeline: Pipeline, event: str) -> None:
     """Warn without asking other ranks: this rank may end alone."""
-    left = pipeline.waiting_norm()
+    left = pipeline.residual_norm()
     if left:
         _log.warning(
             "rank %d, step %d: %s with steps of norm %.3g that were never exchanged and are not in the "

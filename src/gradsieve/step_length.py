@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsieve.feedback.local_steps import Noise
+from gradsieve.models import Noise
 from gradsieve.optimizers import Traits, follow, moments_in, traits_of
 from gradsieve.torch_names import copy_all, lerp_all, plain_part_of, scale_all
 
@@ -63,11 +63,11 @@ class Lengthened:
 
 
 class StepLength:
-    """What is done before and after each step of the optimizers of one sync."""
+    """Longer steps and less noise, for the optimizers of one sync."""
 
     def __init__(self, own: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
-        """By name: `own`, flat, the memory in which optimizers find the parameters; `held`, the parameters as
-        optimizers have them."""
+        """Both by name: `own`, flat, the memory in which optimizers find the parameters; `held`, the
+        parameters as optimizers have them."""
         self._own, self._held = own, held
         self._names = {id(parameter): name for name, parameter in held.items()}
         self._before: dict[str, Tensor] = {}
@@ -133,8 +133,8 @@ class StepLength:
 
 
 def take_out(pieces: Sequence[tuple[Tensor, Tensor, Tensor]], eps: float) -> None:
-    """Of pieces with both moments and own noise, each by a share of its own. On an accelerator most launches
-    are for all of them."""
+    """Take own noise out of pieces with both moments, by a share for each piece. On an accelerator most
+    launches are for all of them."""
     firsts, seconds, noises = zip(*pieces, strict=True)
     sizes = [each.numel() for each in noises]
     noise = torch.cat(noises)

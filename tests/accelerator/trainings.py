@@ -18,8 +18,7 @@ import gradsieve
 from accelerator import device as fake
 from accelerator.faults import FAULTS
 from accelerator.recorder import recording
-from gradsieve import kernels
-from gradsieve.feedback import local_steps
+from gradsieve import kernels, models
 from gradsieve.kernels.torch_passes import select_without_waiting
 from gradsieve.schemes import exclusive
 from multiproc.models import Mlp, batch
@@ -47,7 +46,7 @@ def kernels_of_a_device() -> Iterator[None]:
     with (
         kernels.using("torch"),
         mock.patch.object(exclusive, "select", select_without_waiting),
-        mock.patch.object(local_steps, "select", select_without_waiting),
+        mock.patch.object(models, "select", select_without_waiting),
     ):
         yield
 

@@ -125,21 +125,16 @@ class OneRank:
         return self.sync.pipeline
 
     def own(self) -> dict[str, Tensor]:
-        return {name: part.clone() for name, part in self.pipeline.own.items()}
+        return {name: part.clone() for name, part in self.pipeline.models.own.items()}
 
     def shared(self) -> dict[str, Tensor]:
-        shown = self.pipeline.shown()
+        shown = self.pipeline.models.shown()
         return {name: shown[name].clone().view(shape) for name, shape in SHAPES.items()}
 
     def waiting(self) -> dict[str, Tensor]:
         out = {}
-        for local in self.pipeline.local:
-            waits = (
-                local.waiting(self.pipeline.own).between(0, local.unit.n),
-                local.waiting_dense(self.pipeline.own),
-            )
-            for slots, vector in zip((local.unit.sparse, local.unit.dense), waits, strict=True):
-                out.update({slot.name: vector[slot.start : slot.stop].double() for slot in slots})
+        for unit, vector in zip(self.pipeline.units, self.pipeline.residuals(), strict=True):
+            out |= {slot.name: vector[slot.start : slot.stop].double() for slot in unit.slots}
         return out
 
 
@@ -194,7 +189,7 @@ class Fleet:
         """Whether its optimizer's step will wait for what an exchange gave."""
         if rank.sync._pending is not None:
             return rank.pipeline.is_exchange_due
-        return rank.pipeline.needs_rebase(rank.sync.parameters.keys())
+        return rank.pipeline.models.is_due(rank.sync.parameters.keys())
 
     @contextlib.contextmanager
     def interrupted(self) -> Iterator[None]:
@@ -216,7 +211,7 @@ class Fleet:
     def _others(self, rank: OneRank, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         its = {id(p) for group in optimizer.param_groups for p in group["params"]}
         names = [name for name, p in rank.model.named_parameters() if id(p) not in its]
-        return {name: rank.pipeline.own[name].clone() for name in names}
+        return {name: rank.pipeline.models.own[name].clone() for name in names}
 
     def note_step(self, optimizer: torch.optim.Optimizer, rank: OneRank, factors: dict[str, Tensor]) -> None:
         its = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -139,7 +139,7 @@ class AnyOrder(RuleBasedStateMachine):
     def _step(self, rank: int, how: str, middle: str, loss: Tensor, seed: int, micro: int) -> None:
         one = self.ranks[rank]
         self._in_the_middle(one, middle, seed)
-        own = one.pipeline.own
+        own = one.pipeline.models.own
         assert all(p.data_ptr() == own[name].data_ptr() for name, p in one.model.named_parameters()), (
             "a look between forward and backward left another model in place"
         )
@@ -169,7 +169,9 @@ class AnyOrder(RuleBasedStateMachine):
             return loss
 
         one.both.step(closure)
-        assert all(p.isfinite().all() for p in one.pipeline.own.values()), "a NaN reached the parameters"
+        assert all(p.isfinite().all() for p in one.pipeline.models.own.values()), (
+            "a NaN reached the parameters"
+        )
         if not broken:
             self.fleet.note_step(one.both, one, factors)
 
@@ -235,8 +237,8 @@ class AnyOrder(RuleBasedStateMachine):
     def write(self, seed: int) -> None:
         self.fleet.write(numbers(seed))
         for rank in self.fleet.ranks:
-            rank.sync.replica.views.show_own()  # as the next forward does
-            rank.sync.replica.views.show_shared()
+            rank.sync.replica.models.show_own()  # as the next forward does
+            rank.sync.replica.models.show_shared()
         self.fleet.check()
 
     @rule()

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import Phase
 from torch import Tensor
 
-from gradsieve import MismatchError
-from gradsieve.feedback import local_steps
-from gradsieve.replica.parameter_views import ParameterViews
+from gradsieve import MismatchError, models
+from gradsieve.models import Models
 from laws.stepping_ranks import Fleet
 from laws.test_any_order import AnyOrder, fake_group, numbers, run_machine
 from laws.test_what_is_seen import Seen
@@ -23,23 +22,21 @@ __all__ = ["fake_group"]
 def x_becomes_w(patch: pytest.MonkeyPatch) -> None:
     """Where all was sent, what an optimizer did meanwhile is overwritten."""
 
-    def apply(
-        shared: Tensor, own: Tensor, mark: Tensor, update: Tensor, spent: Tensor, world: int, _: Any
-    ) -> None:
+    def apply(shared: Tensor, own: Tensor, mark: Tensor, update: Tensor, spent: Tensor, world: int) -> None:
         shared -= update / world
         mark.copy_(own)
 
-    patch.setattr(local_steps, "apply", apply)
+    patch.setattr(models, "apply", apply)
 
 
 def a_backward_leaves_the_own_model_in_place(patch: pytest.MonkeyPatch) -> None:
-    show_shared = ParameterViews.show_shared
+    show_shared = Models.show_shared
 
-    def after_steps_only(self: ParameterViews, names: Any = None, *, raise_version: bool = True) -> None:
+    def after_steps_only(self: Models, names: Any = None, *, raise_version: bool = True) -> None:
         if raise_version:
             show_shared(self, names)
 
-    patch.setattr(ParameterViews, "show_shared", after_steps_only)
+    patch.setattr(Models, "show_shared", after_steps_only)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradsieve.errors import ConfigError, MismatchError
-from gradsieve.pipeline import StepPipeline
+from gradsieve.pipeline import Pending, make_pipeline
 from gradsieve.pipeline.budget import Budget
 from gradsieve.pipeline.exchange_settings import Steps
-from gradsieve.pipeline.optimizer_adapter import adapt
 from gradsieve.schemes.stripes import Stripes
 from gradsieve.testing.laws import same_bits
 from laws.cases import registered
@@ -52,27 +51,26 @@ class Lasting(Periods):
 
     def __init__(self, case: Case, scheme: Any, settings: Steps, at_once: bool) -> None:
         super().__init__(case, scheme, settings, 1.0)
-        self.at_once, self.under_way = at_once, False
+        self.at_once, self.begun = at_once, list[Pending]()
 
     def advance(self, step: int, idle: Any = ()) -> bool:
         """Whether an exchange was taken over."""
         if self.pipelines[0].since == self.every - 1:
-            for pipeline, own in zip(self.pipelines, self.flat, strict=True):
+            for pipeline in self.pipelines:
                 pipeline.begins_exchange()
-                pipeline.snapshot(own, everything=False)
-            self.under_way = True
+            self.begun = self.begin()
             if self.at_once:
-                self.run(self.flat)
+                self.carry(self.begun)
         else:
             for pipeline in self.pipelines:
                 pipeline.begins_exchange()
-        ripe = self.under_way and self.pipelines[0].is_exchange_due
+        ripe = bool(self.begun) and self.pipelines[0].is_exchange_due
         if ripe:
             if not self.at_once:
-                self.run(self.flat)
-            for pipeline, own in zip(self.pipelines, self.flat, strict=True):
-                pipeline.finish(own)
-            self.under_way = False
+                self.carry(self.begun)
+            for pipeline, pending in zip(self.pipelines, self.begun, strict=True):
+                pipeline.finish(pending)
+            self.begun = []
         for rank in range(self.world):
             self.move(rank, self.case.numbers(step, rank))
         return ripe
@@ -170,10 +168,8 @@ def test_after_an_exchange_all_of_the_model_is_folded_not_a_window_of_it() -> No
     for step in range(2):
         ranks.advance(step)
     for pipeline, own in zip(ranks.pipelines, ranks.flat, strict=True):
-        local = pipeline.local[0]
-        waiting = local.waiting(own).between(0, local.unit.n)
-        found = torch.cat([own[slot.name] for slot in local.unit.sparse])
-        assert torch.equal(found, local.shared - 0.5 * waiting)
+        found = torch.cat([own[slot.name] for slot in pipeline.units[0].slots])
+        assert torch.equal(found, pipeline.models.shared[0] - 0.5 * next(pipeline.residuals()))
 
 
 def test_ranks_at_different_places_of_their_periods_are_told() -> None:
@@ -209,5 +205,5 @@ def test_a_lossless_scheme_exchanges_steps_only_where_there_are_periods(every: i
     optimizer = torch.optim.SGD(model.values(), lr=0.1)
     from gradsieve.schemes import make
 
-    fitted = adapt(model, [optimizer], make("dense"), Steps(every=every), 0, 2)
-    assert isinstance(fitted.pipeline, StepPipeline) is kind
+    made = make_pipeline(model, [optimizer], make("dense"), Steps(every=every), 0, 2)
+    assert made.exchanges_steps is kind

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradsieve.feedback.local_steps import WINDOWS
-from gradsieve.feedback.units import flat_view
+from gradsieve.models import WINDOWS
 from gradsieve.schemes import SCHEMES, make
 from gradsieve.testing.laws import same_bits
+from gradsieve.units import flat_view
 from laws.cases import WORLDS, registered, schemes
 from laws.treated import (
     GRADIENTS,
@@ -91,14 +91,14 @@ def test_an_idle_rank_pays_its_share_and_no_more(scheme: str, case: Case, treatm
     ranks = Stepping(case, scheme, *STEPS[treatment])
     for step in range(case.steps):
         ranks.advance(step)
-    kept = [part.clone() for part in ranks.pipelines[0].waiting()]
-    ranks.run(ranks.flat)  # nobody moved since
-    assert same_bits(list(ranks.pipelines[0].waiting()), kept), (
+    kept = [part.clone() for part in ranks.pipelines[0].residuals()]
+    begun = ranks.carry(ranks.begin())  # nobody moved since
+    assert same_bits(list(ranks.pipelines[0].residuals()), kept), (
         "a model that did not move has something new to tell"
     )
-    spent = [staged.outcome.spent.to_dense() for staged in ranks.pipelines[0]._arriving]
-    ranks.pipelines[0].finish(ranks.flat[0])
-    for before, paid, after in zip(kept, spent, ranks.pipelines[0].waiting(), strict=True):
+    spent = [staged.outcome.spent.to_dense() for staged in begun[0].results]
+    ranks.pipelines[0].finish(begun[0])
+    for before, paid, after in zip(kept, spent, ranks.pipelines[0].residuals(), strict=True):
         assert torch.allclose(after, before - paid, rtol=0.0, atol=2.0**-22)
 
 

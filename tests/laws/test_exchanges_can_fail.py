@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from gradsieve.feedback.local_steps import LocalSteps
+from gradsieve.models import Models
 from gradsieve.types import Sparse
 from laws.treated import (
     STEPS,
@@ -24,27 +22,20 @@ from laws.treated import (
 CASE = Case(world=4, density=0.3)
 
 
-class KeepsWhatItSpent(LocalSteps):
-    def apply(self, update: Sparse, spent: Sparse, *others: Any) -> None:
-        super().apply(update, replace(spent, source=torch.zeros_like(spent.values)), *others)
+class KeepsWhatItSpent(Models):
+    def apply(self, index: int, update: Sparse, spent: Sparse, world: int) -> None:
+        super().apply(index, update, replace(spent, source=torch.zeros_like(spent.values)), world)
 
 
-class ForgetsToWrite(LocalSteps):
-    def apply(self, update: Sparse, spent: Sparse, dense: Any, parameters: Any, *others: Any) -> None:
-        super().apply(update, spent, dense, _copied(parameters), *others)
-
-    def rebase(self, parameters: Mapping[str, Tensor], *others: Any) -> None:
-        super().rebase(_copied(parameters), *others)
+class ForgetsToWrite(Models):
+    def rebase(self, *_: Any) -> None:
+        self._due = [[] for _ in self.units]
 
 
-def _copied(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: parameter.clone() for name, parameter in parameters.items()}
-
-
-class SharesItsOwn(LocalSteps):
-    def apply(self, *others: Any) -> None:
-        super().apply(*others)
-        self.shared += others[3][self.unit.sparse[0].name].sum()
+class SharesItsOwn(Models):
+    def apply(self, index: int, *others: Any) -> None:
+        super().apply(index, *others)
+        self.shared[index] += self.own[self.units[index].slots[0].name].sum()
 
 
 def exactly(ranks: Stepping) -> None:
@@ -56,11 +47,11 @@ def exactly(ranks: Stepping) -> None:
     [
         (KeepsWhatItSpent, exactly, "lost or made up"),
         (SharesItsOwn, check_shared, "shares another model"),
-        (ForgetsToWrite, check_one_model, "still waiting"),
+        (ForgetsToWrite, check_one_model, "another model"),
     ],
 )
 def test_a_broken_memory_of_steps_is_flagged(
-    broken: type[LocalSteps], check: Any, said: str, monkeypatch: pytest.MonkeyPatch
+    broken: type[Models], check: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def trained() -> Stepping:
         ranks = Stepping(CASE, "topk", *STEPS["whole"])
@@ -70,6 +61,6 @@ def test_a_broken_memory_of_steps_is_flagged(
         return ranks
 
     check(trained())
-    monkeypatch.setattr("gradsieve.pipeline.steps.LocalSteps", broken)
+    monkeypatch.setattr("laws.treated.Models", broken)
     with pytest.raises(AssertionError, match=said):
         check(trained())

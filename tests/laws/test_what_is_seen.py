@@ -58,7 +58,7 @@ def shows_shared(rank: OneRank) -> bool:
 
 
 def shows_own(rank: OneRank) -> bool:
-    own = rank.pipeline.own
+    own = rank.pipeline.models.own
     return all(p.data_ptr() == own[name].data_ptr() for name, p in rank.model.named_parameters())
 
 

@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradsieve.comm import lockstep
-from gradsieve.feedback.local_steps import WINDOWS
-from gradsieve.feedback.units import flat_view, parts_of
-from gradsieve.pipeline import GradientPipeline, StepPipeline
+from gradsieve.models import WINDOWS, Models
+from gradsieve.pipeline import Pending, Pipeline, StepPipeline
 from gradsieve.pipeline.exchange_settings import Gradients, Steps
+from gradsieve.pipeline.gradients import GradientPipeline
 from gradsieve.schemes import make
 from gradsieve.schemes.base import Scheme
 from gradsieve.testing.laws import same_bits, same_state
+from gradsieve.units import flat_view, parts_of
 from laws.cases import WORLDS
 from previews import fix_preview
 
@@ -87,16 +88,23 @@ def cases(draw: st.DrawFn, *, worlds: Sequence[int] = tuple(WORLDS)) -> Case:
 class Ranks:
     """What both kinds of training have in common."""
 
-    pipelines: Sequence[GradientPipeline | StepPipeline]
+    pipelines: Sequence[Pipeline]
 
-    def run(self, tensors: Sequence[Mapping[str, Tensor]], everything: bool = False) -> None:
+    def begin(self, call: str = "training", gradients: Sequence[Mapping[str, Tensor]] = ()) -> list[Pending]:
+        given = gradients or [None] * len(self.pipelines)
+        return [
+            pipeline.begin(call, gradients=own) for pipeline, own in zip(self.pipelines, given, strict=True)
+        ]
+
+    def carry(self, begun: Sequence[Pending]) -> Sequence[Pending]:
         for index in range(len(self.pipelines[0].units)):
             lockstep.run(
                 [
-                    pipeline.program(index, own, everything)
-                    for pipeline, own in zip(self.pipelines, tensors, strict=True)
+                    pipeline.program(pending, index)
+                    for pipeline, pending in zip(self.pipelines, begun, strict=True)
                 ]
             )
+        return begun
 
     def memories(self) -> list[dict[str, Tensor]]:
         return [
@@ -120,7 +128,7 @@ class Stepping(Ranks):
         scheme = make(scheme, case.density) if isinstance(scheme, str) else scheme
         self.models = [case.model() for _ in range(case.world)]
         self.pipelines = [
-            StepPipeline(model.items(), scheme, rank, case.world, case.cap_mb, settings)
+            StepPipeline(model, (), scheme, settings, rank, case.world, case.cap_mb, Models)
             for rank, model in enumerate(self.models)
         ]
         for pipeline in self.pipelines:
@@ -136,9 +144,9 @@ class Stepping(Ranks):
             self.owed[name] -= before.double() - parameter.double()
 
     def exchange(self, everything: bool = False) -> None:
-        self.run(self.flat, everything)
-        for pipeline, own in zip(self.pipelines, self.flat, strict=True):
-            pipeline.finish(own)
+        begun = self.carry(self.begin("flush()" if everything else "training"))
+        for pipeline, pending in zip(self.pipelines, begun, strict=True):
+            pipeline.finish(pending)
 
     def advance(self, step: int, idle: Sequence[int] = ()) -> None:
         for rank in range(self.world):
@@ -160,7 +168,7 @@ class Receiving(Ranks):
         scheme = make(scheme, case.density) if isinstance(scheme, str) else scheme
         self.model = case.model()
         self.pipelines = [
-            GradientPipeline(self.model.items(), scheme, rank, case.world, case.cap_mb, settings)
+            GradientPipeline(self.model, (), scheme, settings, rank, case.world, case.cap_mb)
             for rank in range(case.world)
         ]
 
@@ -169,7 +177,7 @@ class Receiving(Ranks):
 
     def give(self, gradients: list[dict[str, Tensor]], everything: bool = False) -> list[dict[str, Tensor]]:
         """What the optimizer of each rank is given instead."""
-        self.run(gradients, everything)
+        self.carry(self.begin("flush()" if everything else "training", gradients))
         return gradients
 
 
@@ -192,9 +200,8 @@ def shared_of(pipeline: StepPipeline) -> list[Tensor]:
 def waiting_of(ranks: Stepping, rank: int) -> dict[str, Tensor]:
     """What waits on a rank, by parameter."""
     pipeline, out = ranks.pipelines[rank], {}
-    for local, e in zip(pipeline.local, pipeline.waiting(), strict=True):
-        out |= parts_of(e, local.unit.sparse)
-        out |= parts_of(local.waiting_dense(pipeline.own), local.unit.dense)
+    for unit, e in zip(pipeline.units, pipeline.residuals(), strict=True):
+        out |= parts_of(e, unit.slots)
     return out
 
 
@@ -210,8 +217,7 @@ def check_steps_conserved(ranks: Stepping, exact: bool) -> None:
 
 
 def check_models(ranks: Stepping, exact: bool) -> None:
-    """x = w - preview e in what was folded last: the window, or what a scheme that takes turns has sent; and
-    in what goes dense."""
+    """x = w - preview e in what was folded last: the window, or what a scheme that takes turns has sent."""
     for rank, (pipeline, own) in enumerate(zip(ranks.pipelines, ranks.memories(), strict=True)):
         assert 0.0 <= pipeline.preview <= 1.0
         window = (pipeline.step - 1) % WINDOWS
@@ -222,18 +228,17 @@ def check_models(ranks: Stepping, exact: bool) -> None:
         }
         for unit, outcome in zip(pipeline.units, pipeline.outcomes, strict=True):
             here: Any = slice(unit.n * window // WINDOWS, unit.n * (window + 1) // WINDOWS)
-            if pipeline.scheme.round_robin:
+            if pipeline.scheme.round_robin or unit.is_dense:
                 here = outcome.update.where
-            sparse = torch.cat([x[:0] for x in flat.values()] + [off[slot.name] for slot in unit.sparse])
-            for part in (sparse[here], *(off[slot.name] for slot in unit.dense)):
-                worst = float(part.max()) if part.numel() else 0.0
-                assert worst <= (0.0 if exact else 1e-6), f"rank {rank}: {worst:g} from w - preview e"
+            part = torch.cat([off[slot.name] for slot in unit.slots])[here]
+            worst = float(part.max()) if part.numel() else 0.0
+            assert worst <= (0.0 if exact else 1e-6), f"rank {rank}: {worst:g} from w - preview e"
 
 
 def check_one_model(ranks: Stepping) -> None:
     """Nothing waits, and all models are the same bits."""
     for rank in range(ranks.world):
-        left = sum(int(kept.count_nonzero()) for kept in ranks.pipelines[rank].waiting())
+        left = sum(int(kept.count_nonzero()) for kept in ranks.pipelines[rank].residuals())
         assert left == 0, f"rank {rank}: {left} elements are still waiting"
         same = same_bits([*ranks.flat[rank].values()], [*ranks.flat[0].values()])
         assert same, f"rank {rank} has another model than rank 0"

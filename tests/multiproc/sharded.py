@@ -121,7 +121,7 @@ def whole_training(rank: int, steps: int, **settings: Any) -> dict[str, dict[str
         model(gradients).backward()
         optimizer.step()
     sync.verify()
-    shown, waits = full(model), any(bool(each.any()) for each in sync.pipeline.waiting())
+    shown, waits = full(model), any(bool(each.any()) for each in sync.pipeline.residuals())
     sync.flush()
     assert sync.pipeline.step == steps + 1
     return {"fed": fed, "shown": shown, "flushed": full(model), "waits": {"any": torch.tensor(waits)}}

@@ -141,11 +141,11 @@ def noisy(rank: int) -> tuple[float, float, float]:
             parameter.grad = torch.randn(parameter.shape, generator=source)
         run.optimizer.step()
     run.backward(60)
-    own = torch.cat([part.clone() for part in run.pipeline.own.values()])
+    own = torch.cat([part.clone() for part in run.pipeline.models.own.values()])
     for parameter in run.model.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=source)
     run.optimizer.step()
-    moved = torch.cat(list(run.pipeline.own.values())) - own
+    moved = torch.cat(list(run.pipeline.models.own.values())) - own
     return run.pipeline.rho, float(moved.square().mean().sqrt()), run.optimizer.param_groups[0]["lr"]
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from gradsieve.feedback.residual import Residual
+from gradsieve.pipeline.gradients import Residual
 from multiproc.harness import Ranks
 from multiproc.training import (
     Plan,

@@ -51,7 +51,7 @@ def long_training(rank: int) -> list[Any]:
         training.train(10 * ten, 10 * ten + 10)
         said.append((training.evaluated(), training.shown()))
     training.sync.verify()
-    own = {name: each.clone() for name, each in training.sync.pipeline.own.items()}
+    own = {name: each.clone() for name, each in training.sync.replica.models.own.items()}
     return [said, own, training.sync.pipeline.step]
 
 
@@ -81,7 +81,7 @@ def written_and_loaded(rank: int) -> list[Any]:
     after = training.shown()
     training.model.load_state_dict({name: each * 0.0 for name, each in training.model.state_dict().items()})
     loaded = [training.shown(), training.evaluated()]
-    waits = any(bool(each.any()) for each in training.sync.pipeline.waiting())
+    waits = any(bool(each.any()) for each in training.sync.pipeline.residuals())
     training.train(6, 8)
     training.sync.verify()
     return [before, *written, after, *loaded, waits]
@@ -102,7 +102,7 @@ def one_bad_gradient(rank: int) -> tuple[int, list[bool]]:
     """A NaN in rows that one shard of host 1 holds."""
     training = Training(bits=1.0)
     training.train(0, 2)
-    before = [local.clone() for local in training.sync.pipeline.own.values()]
+    before = [local.clone() for local in training.sync.replica.models.own.values()]
     inputs, labels = batch(2, rank)
     training.optimizer.zero_grad()
     nn.functional.cross_entropy(training.model(inputs), labels % 3).backward()
@@ -112,11 +112,11 @@ def one_bad_gradient(rank: int) -> tuple[int, list[bool]]:
         gradient._local_tensor[0, 0] = torch.nan
     training.sync.complete()
     training.sync.refresh()
-    before = [own.clone() for own in training.sync.pipeline.own.values()]
+    before = [own.clone() for own in training.sync.replica.models.own.values()]
     training.optimizer.step()
     moved = [
         not torch.equal(old, new)
-        for old, new in zip(before, training.sync.pipeline.own.values(), strict=True)
+        for old, new in zip(before, training.sync.replica.models.own.values(), strict=True)
     ]
     training.sync.verify()
     return training.sync.pipeline.skipped, moved

@@ -55,13 +55,13 @@ class Training:
     @property
     def shared(self) -> list[Tensor]:
         assert isinstance(self.sync.pipeline, StepPipeline)
-        shown = self.sync.pipeline.shown()
+        shown = self.sync.replica.models.shown()
         return [shown[name].clone().view_as(p) for name, p in self.model.named_parameters()]
 
     @property
     def own(self) -> list[Tensor]:
         assert isinstance(self.sync.pipeline, StepPipeline)
-        return [part.clone() for part in self.sync.pipeline.own.values()]
+        return [part.clone() for part in self.sync.replica.models.own.values()]
 
 
 # -- a script as people write it ------------------------------------------------------------------------

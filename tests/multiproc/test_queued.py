@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradsieve import Gradients, kernels
 from gradsieve.comm.engine import Engine
-from gradsieve.pipeline import GradientPipeline
+from gradsieve.pipeline.gradients import GradientPipeline
 from gradsieve_tools.specs import parse
 from multiproc.harness import Ranks
 
@@ -70,21 +70,22 @@ def queued(rank: int, steps: int = STEPS, overtaken_on: int = -1) -> Seen:
     treatment = Gradients(small=0)
     cap = 4 * N / 2**20
     with kernels.using("torch"):
-        pipeline = GradientPipeline(named.items(), parse("topk", 0.25), rank, 2, cap, treatment)
+        pipeline = GradientPipeline(named, (), parse("topk", 0.25), treatment, rank, 2, cap)
         names = [unit.slots[0].name for unit in pipeline.units]
         assert sorted(names) == sorted(named), "one unit each"
         given, order, futures = gradients_of(rank, steps), list[int](), list[Future[None]]()
         for step in given:
-            for index, name in enumerate(names):
+            pending = pipeline.begin(gradients=step)
+            for index in range(len(names)):
                 place = len(futures)
-                future = engine.submit(pipeline.program(index, {name: step[name]}), f"unit {index}", CPU)
+                future = engine.submit(pipeline.program(pending, index), f"unit {index}", CPU)
                 future.add_done_callback(lambda _, place=place: order.append(place))
                 futures.append(future)
         wait(futures)
     engine.close()  # whoever still waits for this rank is told
     failed = [str(error) for future in futures if (error := future.exception()) is not None]
     applied = {name: sum((step[name] for step in given), torch.zeros(N)) for name in names}
-    left = {name: each.kept for name, each in zip(names, pipeline.residuals, strict=True)}
+    left = dict(zip(names, pipeline.residuals(), strict=True))
     return Seen(order, failed, applied, left)
 
 

@@ -31,11 +31,11 @@ def train(rank: int, plan: Plan) -> list[dict[str, Tensor]]:
     run = Run(rank, plan).train()
     assert isinstance(run.sync.pipeline, StepPipeline)
     run.sync.verify()
-    own = {name: part.clone() for name, part in run.sync.pipeline.own.items()}
+    own = {name: part.clone() for name, part in run.sync.replica.models.own.items()}
     shown = {name: p.detach().clone() for name, p in run.model.named_parameters()}
     run.sync.flush()
     run.sync.verify()
-    assert not any(bool(waiting.any()) for waiting in run.sync.pipeline.waiting())
+    assert not any(bool(waiting.any()) for waiting in run.sync.pipeline.residuals())
     flushed = {name: p.detach().clone() for name, p in run.model.named_parameters()}
     return [run.seen.fed, own, flushed, shown]
 
@@ -56,12 +56,12 @@ def overflowing_flush(rank: int) -> tuple[str, bool, float]:
     """Each rank has moved as far as a float32 goes: what all of them moved is not one."""
     run = Run(rank, Plan(**WHOLE)).train()
     assert isinstance(run.sync.pipeline, StepPipeline)
-    name, own = next(iter(run.sync.pipeline.own.items()))
-    shared = run.sync.pipeline.shown()[name].clone()
+    name, own = next(iter(run.sync.replica.models.own.items()))
+    shared = run.sync.replica.models.shown()[name].clone()
     own.fill_(-3e38)
     with pytest.raises(gradsieve.GradsieveError) as error:
         run.sync.flush()
-    return str(error.value), torch.equal(run.sync.pipeline.shown()[name], shared), float(own.max())
+    return str(error.value), torch.equal(run.sync.replica.models.shown()[name], shared), float(own.max())
 
 
 def test_a_flush_that_overflows_says_so_and_keeps_everything(two: Ranks) -> None:

@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
 from gradsieve.comm import lockstep
-from gradsieve.pipeline import GradientPipeline
+from gradsieve.pipeline.exchange_settings import Gradients
+from gradsieve.pipeline.gradients import GradientPipeline
 from gradsieve.schemes import SCHEMES, make
 from gradsieve.schemes.base import Scheme
 from gradsieve.types import replicated_fields, stored_fields
@@ -188,9 +189,10 @@ class Virtual:
         self.plan, self.seen = plan, [Seen() for _ in range(world)]
         self.models = [Whole(plan.shapes, plan.dtypes) for _ in range(world)]
         scheme = make(plan.scheme, plan.density)
+        named = [dict(model.named_parameters()) for model in self.models]
         self.pipelines = [
-            GradientPipeline(model.named_parameters(), scheme, rank, world, plan.cap_mb)
-            for rank, model in enumerate(self.models)
+            GradientPipeline(parameters, (), scheme, Gradients(), rank, world, plan.cap_mb)
+            for rank, parameters in enumerate(named)
         ]
 
     def train(self) -> list[Seen]:
@@ -203,9 +205,8 @@ class Virtual:
         for rank in range(len(self.models)):
             seen, parameters = self.seen[rank], dict(self.models[rank].named_parameters())
             seen.parameters = {name: parameter.detach() for name, parameter in parameters.items()}
-            for residual in self.pipelines[rank].residuals:
-                for name, part in residual.by_kind()["residual"].items():
-                    seen.state[f"residual/{name}"] = part.view(parameters[name].shape)
+            for key, part in self.pipelines[rank].memories().items():
+                seen.state[key] = part.view(parameters[key.removeprefix("residual/")].shape)
         return self.seen
 
     def step(self, gradients: Sequence[Sequence[Tensor | None]]) -> list[dict[str, Tensor]]:
@@ -217,13 +218,9 @@ class Virtual:
                 self.seen[rank].note(self.seen[rank].fed, name, gradient, parameter.shape)
                 flat = torch.zeros_like(parameter) if gradient is None else gradient.to(parameter.dtype)
                 means[rank][name] = flat.clone().flatten()
-        for index, unit in enumerate(self.pipelines[0].units):
-            lockstep.run(
-                [
-                    pipeline.program(index, {slot.name: mean[slot.name] for slot in unit.slots})
-                    for pipeline, mean in zip(self.pipelines, means, strict=True)
-                ]
-            )
+        begun = [p.begin(gradients=mean) for p, mean in zip(self.pipelines, means, strict=True)]
+        for index in range(len(self.pipelines[0].units)):
+            lockstep.run([p.program(own, index) for p, own in zip(self.pipelines, begun, strict=True)])
         self._apply(means)
         return means
 

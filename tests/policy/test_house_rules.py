@@ -36,7 +36,7 @@ MAY_USE_DISTRIBUTED = (
     "comm/engine.py",
     "frameworks/",
     "parallel/",
-    "replica/shards.py",
+    "shards.py",
     "checkpoint/reshard.py",
     "sync/",
 )
@@ -45,9 +45,7 @@ NO_NUMPY: dict[str, tuple[str, ...]] = {
     "kernels": ("numba_forms.py", "blocks.py"),  # where blocks begin, never their values
     "wire": ("indices.py", "check.py"),
     "comm": (),
-    "feedback": ("units.py",),
     "pipeline": (),
-    "replica": (),
     "sync": (),
 }
 """Folders on the way of the data, and the files in them that work on the host on purpose (ADR 14)."""
@@ -117,10 +115,10 @@ def test_only_one_file_uses_private_names_of_torch() -> None:
     ],
 )
 def test_any_way_to_a_private_name_of_torch_is_seen(room: Path, breach: str) -> None:
-    plant(room, "feedback/__init__.py", breach)
+    plant(room, "pipeline/__init__.py", breach)
     found = rules.private_to_torch(room, ("torch_names.py",))
     assert found
-    assert all(each.startswith("feedback/__init__.py") for each in found)
+    assert all(each.startswith("pipeline/__init__.py") for each in found)
 
 
 def test_only_one_file_uses_simgrid() -> None:
@@ -159,9 +157,9 @@ def test_nothing_in_the_packages_runs_what_it_is_told(package: Path) -> None:
     ],
 )
 def test_every_way_to_run_what_it_is_told_is_seen(room: Path, breach: str) -> None:
-    plant(room, "feedback/__init__.py", breach)
+    plant(room, "pipeline/__init__.py", breach)
     assert len(rules.dangerous(room)) == 1
-    assert rules.dangerous(room)[0].startswith("feedback/__init__.py")
+    assert rules.dangerous(room)[0].startswith("pipeline/__init__.py")
 
 
 @BOTH

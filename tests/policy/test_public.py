@@ -31,7 +31,7 @@ REACHED = {
     "gradsieve.comm.ops": "the simulator sends as many messages at once as the engine",
     "gradsieve.comm.rounds": "bench collectives compares the ways in which collectives are carried",
     "gradsieve.comm.sockets": "faults break a rank's own sockets",
-    "gradsieve.feedback.units": "recorded gradients are laid out as a unit is",
+    "gradsieve.units": "recorded gradients are laid out as a unit is",
     "gradsieve.recording.Recorder": "benches record virtual ranks, which have no sync",
     "gradsieve.parallel.ddp.DdpSync": "bench step drives the communication hook by itself, to time it",
     "gradsieve.hooks.install_comm_hook": "the same, for torch's own hooks",

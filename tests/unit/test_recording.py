@@ -58,7 +58,7 @@ def test_norms_are_those_of_the_vectors_themselves(sync: str, how: str, tmp_path
         for member in members:
             member.backward()
         virtual.exchange(members)
-        (left,), (outcome,) = members[0].pipeline.waiting(), members[0].pipeline.outcomes
+        (left,), (outcome,) = members[0].pipeline.residuals(), members[0].pipeline.outcomes
         spent = outcome.spent.to_dense()
         before = float((left + spent).norm() ** 2)  # zero where no step was taken yet: that is told as None
         contraction = float(left.norm() ** 2) / before if before else None

@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, NAdam, RMSprop
 
-from gradsieve import Steps, step_length
-from gradsieve.feedback import local_steps
-from gradsieve.pipeline import steps
+from gradsieve import Steps, models, step_length
 from gradsieve.schemes import make
 from gradsieve.step_length import FEWEST, PART, StepLength, take_out
-from gradsieve.testing import StepPipeline, adapt, lockstep
+from gradsieve.testing import StepPipeline, lockstep
 from unit.test_optimizers import MUON, SignDescent
 
 WORLD, N = 8, 3000
@@ -245,15 +243,16 @@ class Rank:
         self.parameters = {"p": nn.Parameter(start[:1000].clone()), "q": nn.Parameter(start[1000:].clone())}
         self.optimizer = AdamW(self.parameters.values(), lr=1e-3)
         scheme = make("stripes", density=density)
-        self.adapter = adapt(self.parameters, [self.optimizer], scheme, Steps(**settings), rank, WORLD)
-        assert isinstance(self.adapter.pipeline, StepPipeline)
-        self.pipeline = self.adapter.pipeline
+        stepped = [self.optimizer]
+        self.pipeline = StepPipeline(self.parameters, stepped, scheme, Steps(**settings), rank, WORLD)
         self.alike, self.own = torch.Generator().manual_seed(99), torch.Generator().manual_seed(rank)
         self.moved = torch.zeros(N)
 
     @property
     def model(self) -> Tensor:
-        return torch.cat([self.pipeline.own[slot.name] for slot in self.pipeline.units[0].sparse]).clone()
+        return torch.cat(
+            [self.pipeline.models.own[slot.name] for slot in self.pipeline.units[0].slots]
+        ).clone()
 
     @property
     def momentum(self) -> Tensor:
@@ -265,22 +264,22 @@ class Rank:
             size = parameter.shape
             parameter.grad = torch.randn(size, generator=self.alike)
             parameter.grad += 4 * torch.randn(size, generator=self.own)
-        self.adapter.before_update(self.optimizer, self.parameters.keys())
+        self.pipeline.before_update(self.optimizer, self.parameters.keys())
         before = self.model
         self.optimizer.step()
-        self.adapter.after_update()
+        self.pipeline.after_update()
         self.moved += before - self.model
 
 
 def exchange(ranks: list[Rank], everything: bool = False) -> Tensor:
     """What all ranks moved in the mean, of all that was exchanged."""
-    (local, *_), before = ranks[0].pipeline.local, ranks[0].pipeline.local[0].shared.clone()
-    tensors = [rank.adapter.tensors() for rank in ranks]
-    programs = [r.pipeline.program(0, own, everything) for r, own in zip(ranks, tensors, strict=True)]
-    lockstep.run(programs)
-    for rank, own in zip(ranks, tensors, strict=True):
-        rank.adapter.finish(own)
-    return before - local.shared
+    shared = ranks[0].pipeline.models.shared[0]
+    before = shared.clone()
+    begun = [rank.pipeline.begin("flush()" if everything else "training") for rank in ranks]
+    lockstep.run([rank.pipeline.program(own, 0) for rank, own in zip(ranks, begun, strict=True)])
+    for rank, own in zip(ranks, begun, strict=True):
+        rank.pipeline.finish(own)
+    return before - shared
 
 
 @pytest.mark.parametrize("density", [0.3, 0.1])
@@ -291,9 +290,7 @@ def test_noise_is_what_a_rank_moved_and_the_others_did_not(density: float) -> No
         update = ranks[0].pipeline.outcomes[0].update
         here = slice(update.start, update.stop)
         for rank in ranks:
-            (local,) = rank.pipeline.local
-            assert local.common is not None
-            noise = (local.waiting(rank.pipeline.own).between(0, N) - local.common)[here]
+            noise = (next(rank.pipeline.residuals()) - rank.pipeline.models.mean[0])[here]
             torch.testing.assert_close(noise, (rank.moved - mean)[here], rtol=0, atol=1e-6)
         for rank in ranks:
             rank.moved[here] = 0.0
@@ -329,18 +326,18 @@ def test_ranks_momentum_is_more_alike_and_without_it_is_not(
 
 def test_pieces_of_parameters_are_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each once, for whoever asks for its parameter."""
-    monkeypatch.setattr(steps, "CHUNK", 128)
+    monkeypatch.setattr(models, "CHUNK", 128)
     ranks = [Rank(number, 0.3) for number in range(WORLD)]
     for _ in range(7):
         exchange(ranks)
         for rank in ranks[1:]:
             rank.step()
         update = ranks[0].pipeline.outcomes[0].update
-        found = [each for names in ({"q"}, {"p"}) for each in ranks[0].pipeline.noise(names)]
+        found = [each for names in ({"q"}, {"p"}) for each in ranks[0].pipeline.models.noise(names)]
         assert sum(noise.numel() for _, noise in found) == update.count
         for pieces, noise in found:
             assert noise.numel() == sum(here.stop - here.start for _, here in pieces) <= 128
-        assert not list(ranks[0].pipeline.noise({"p", "q"}))
+        assert not list(ranks[0].pipeline.models.noise({"p", "q"}))
 
 
 def test_pieces_that_adjoin_are_looked_at_together_and_what_only_this_rank_moved_is_the_same(
@@ -352,11 +349,11 @@ def test_pieces_that_adjoin_are_looked_at_together_and_what_only_this_rank_moved
             for rank in each:
                 rank.step()
             exchange(each)
-    found = list(ranks[0].pipeline.noise({"p", "q"}))
+    found = list(ranks[0].pipeline.models.noise({"p", "q"}))
     ((pieces, noise),) = found
     assert dict(pieces) == {"p": slice(0, 1000), "q": slice(0, 2000)}
-    monkeypatch.setattr(steps, "CHUNK", 300)
-    alone = list(others[0].pipeline.noise({"p", "q"}))
+    monkeypatch.setattr(models, "CHUNK", 300)
+    alone = list(others[0].pipeline.models.noise({"p", "q"}))
     assert [len(each) for each, _ in alone].count(1) == len(alone) > 9
     assert torch.equal(torch.cat([part for _, part in alone]), noise)
 
@@ -365,14 +362,14 @@ def test_a_flush_leaves_no_noise() -> None:
     ranks = trained(0.3)
     exchange(ranks, everything=True)
     for rank in ranks:
-        assert not any(vector.any() for vector in rank.pipeline.common())
-        assert not list(rank.pipeline.noise({"p", "q"}))
+        assert not any(vector.any() for vector in rank.pipeline.models.mean)
+        assert not list(rank.pipeline.models.noise({"p", "q"}))
 
 
 def test_stretches_that_nobody_steps_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_steps, "_MOST_NOISY", 4)
+    monkeypatch.setattr(models, "_MOST_NOISY", 4)
     ranks = [Rank(number, 0.1) for number in range(WORLD)]
     for _ in range(9):
         exchange(ranks)
-    found = list(ranks[0].pipeline.noise({"p", "q"}))
+    found = list(ranks[0].pipeline.models.noise({"p", "q"}))
     assert sum(noise.numel() for _, noise in found) <= 4 * 0.2 * N

@@ -39,7 +39,7 @@ from gradsieve.checkpoint.state import LoadCandidate
 from gradsieve.checkpoint.tensors import parsed, pieces, tensors_in
 from gradsieve.errors import DivergenceError, Malformed, MismatchError, ProtocolError
 from gradsieve.ranks_alike import differing, digest
-from gradsieve.replica.replica import Replica
+from gradsieve.replica import Replica
 
 VERSION = 3
 _FORMAT = {"format": "gradsieve checkpoint", "version": VERSION}

@@ -22,10 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsieve.coherence import Coherence
 from gradsieve.comm.ops import AllReduce
 from gradsieve.pipeline.base import Pipeline
-from gradsieve.pipeline.steps import StepPipeline
 from gradsieve.types import Program
 
 
@@ -36,17 +34,17 @@ class RankState:
     step: int
     figures: Mapping[str, float]
     memories: Mapping[str, Tensor]  # by kind/parameter, flat, as `Pipeline.kept`
-    states: list[Any]  # the scheme's, by unit
-    noted: Sequence[Tensor] = ()  # as `Pipeline.noted`; empty if the number of ranks changed
-    common: Sequence[Tensor] = ()  # as `Pipeline.common`, likewise
+    states: list[Any]  # the schemes', by unit
+    samples: Sequence[Tensor] = ()  # as `Pipeline.samples`; empty if the number of ranks changed
+    mean: Sequence[Tensor] = ()  # as `Models.mean`, likewise
     optimizers: Sequence[Any] = ()  # their states, if they are to be loaded
 
 
 def capture(pipeline: Pipeline) -> RankState:
     memories = {key: part.clone() for key, part in pipeline.kept().items()}
-    common = [vector.clone() for vector in pipeline.common()]
+    mean = [vector.clone() for vector in pipeline.models.mean]
     return RankState(
-        pipeline.step, pipeline.figures(), memories, list(pipeline.states), pipeline.noted(), common
+        pipeline.step, pipeline.figures(), memories, list(pipeline.states), pipeline.samples(), mean
     )
 
 
@@ -55,10 +53,7 @@ def restore(pipeline: Pipeline, part: RankState) -> None:
     pipeline.set_figures(part.figures)
     for key, view in pipeline.kept().items():
         view.copy_(part.memories[key])
-    if isinstance(pipeline, StepPipeline):
-        pipeline.set_noted(part.noted)
-        pipeline.renew()
-        pipeline.set_common(part.common)
+    pipeline.after_load(part.samples, part.mean)
 
 
 # -- residuals ------------------------------------------------------------------------------------------
@@ -125,26 +120,8 @@ def ranks_to_read(rank: int, world: int, old: int) -> list[int]:
 
 def for_world(pipeline: Pipeline, part: RankState, old: int, residuals_differ: bool) -> RankState:
     """Rebuild what depends on the number of ranks. If all have the same residual now, a rank believes it."""
-    states = [
-        pipeline.scheme.init_state(unit.sizes, pipeline.world, state)
-        for unit, state in zip(pipeline.units, part.states, strict=True)
-    ]
-    figures = dict(part.figures)
-    if isinstance(pipeline, StepPipeline):
-        residuals = Coherence(figures["alike"], figures["all"]) if residuals_differ else Coherence()
-        gradients = Coherence(figures["gradients_alike"], figures["gradients_all"], figures["gradients_seen"])
-        residuals, gradients = (measured.among(old, pipeline.world) for measured in (residuals, gradients))
-        figures |= {
-            "preview": residuals.share(pipeline.world),
-            "alike": residuals.numerator,
-            "all": residuals.denominator,
-            "gradients_alike": gradients.numerator,
-            "gradients_all": gradients.denominator,
-            "gradients_seen": gradients.samples,
-        }
-        if old != pipeline.world:
-            figures |= {"budget": 0.0, "every": 0.0}  # another number of ranks needs other bits
-    return RankState(part.step, figures, part.memories, states)
+    figures = pipeline.figures_among(part.figures, old, residuals_differ)
+    return RankState(part.step, figures, part.memories, pipeline.init_states(pipeline.world, part.states))
 
 
 class Merger:
@@ -181,6 +158,6 @@ class Merger:
         assert self.source is not None
         means = yield from self.means()
         part = for_world(self.pipeline, self.source, self.old, residuals_differ=False)
-        if isinstance(self.pipeline, StepPipeline):
+        if self.pipeline.exchanges_steps:
             return replace(part, memories=with_residuals(part.memories, means, part.figures["preview"]))
         return replace(part, memories={**part.memories, **means})

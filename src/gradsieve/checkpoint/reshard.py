@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard
 from gradsieve.checkpoint import state
 from gradsieve.checkpoint.rank_state import RankState
 from gradsieve.errors import Malformed
-from gradsieve.replica.replica import Replica
+from gradsieve.replica import Replica
 
 
 def rows_of(rows: int, shard: int, shards: int) -> range:
@@ -133,6 +133,6 @@ def part_of(
         optimizers = optimizers or [{**old, "state": {index: {} for index in old["state"]}} for old in found]
         for optimizer, target, state_of in zip(replica.optimizers, optimizers, found, strict=False):
             cut.fill_optimizer(optimizer, target, state_of, shard)
-    fresh = [replica.scheme.init_state(unit.sizes, world) for unit in replica.pipeline.units]
-    noted = [torch.zeros_like(vector) for vector in replica.pipeline.noted()]
-    return RankState(step, figures, memories, fresh, noted, optimizers=optimizers)
+    fresh = replica.pipeline.init_states(world)
+    samples = [torch.zeros_like(vector) for vector in replica.pipeline.samples()]
+    return RankState(step, figures, memories, fresh, samples, optimizers=optimizers)

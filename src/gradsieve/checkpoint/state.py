@@ -41,12 +41,12 @@ from gradsieve.errors import (
     list_ranks,
     printable,
 )
-from gradsieve.feedback.units import flat_view, shaped_like
 from gradsieve.optimizers import state_made_by
 from gradsieve.ranks_alike import against_the_majority, as_bytes, as_text, digest
-from gradsieve.replica.replica import Replica
+from gradsieve.replica import Replica
 from gradsieve.torch_names import plain_part_of
 from gradsieve.types import Program, fields_to_tensors, number_to_tensor, replicated_fields
+from gradsieve.units import flat_view, shaped_like
 
 _log = logging.getLogger("gradsieve")
 
@@ -124,7 +124,7 @@ def _identity(replica: Replica, optimizer: Any) -> dict[str, Any]:
 
 def layout_of(replica: Replica) -> str:
     """Return a hash of the units and of the kinds of memories."""
-    units = [[(slot.name, slot.sparse) for slot in unit.slots] for unit in replica.pipeline.units]
+    units = [[(slot.name, not unit.is_dense) for slot in unit.slots] for unit in replica.pipeline.units]
     kinds = sorted({key.partition("/")[0] for key in replica.pipeline.kept()})
     return hashlib.sha256(repr((units, kinds)).encode()).hexdigest()
 
@@ -146,9 +146,10 @@ def _tensors(replica: Replica, is_flushed: bool) -> dict[str, Tensor]:
     }
     out |= {f"figure/{name}": number_to_tensor(figure) for name, figure in pipeline.figures().items()}
     out |= {key: view for key, view in _shaped(replica).items() if not (is_flushed and is_redundant(key))}
-    out |= {f"noted/{index}": vector for index, vector in enumerate(pipeline.noted())}
-    if not is_flushed or any(bool(vector.any()) for vector in pipeline.common()):
-        out |= {f"common/{index}": vector for index, vector in enumerate(pipeline.common())}
+    out |= {f"noted/{index}": vector for index, vector in enumerate(pipeline.samples())}
+    mean = pipeline.models.mean
+    if not is_flushed or any(bool(vector.any()) for vector in mean):
+        out |= {f"common/{index}": vector for index, vector in enumerate(mean)}
     for index, state in enumerate(pipeline.states):
         out |= fields_to_tensors(state, f"unit/{index}/")
     return {f"rank{replica.rank}/{key}": value for key, value in out.items()}
@@ -208,20 +209,18 @@ def part_of(
     if fields.take_text(stored, prefix + "layout") != layout_of(replica):
         raise Malformed("the checkpoint is of a model cut into other units: load it with the same exchange")
     states = [
-        fields.fields_from_tensors(
-            replica.scheme.init_state(unit.sizes, world), stored, f"{prefix}unit/{index}/"
-        )
-        for index, unit in enumerate(pipeline.units)
+        fields.fields_from_tensors(state, stored, f"{prefix}unit/{index}/")
+        for index, state in enumerate(pipeline.init_states(world))
     ]
     if any(getattr(state, "n", unit.n) != unit.n for state, unit in zip(states, pipeline.units, strict=True)):
         raise Malformed("a scheme's state in the checkpoint is for another number of elements")
-    noted = fields.take_all(stored, prefix + "noted/", pipeline.noted())
-    has_common = f"{prefix}common/0" in stored
-    common = fields.take_all(stored, prefix + "common/", pipeline.common() if has_common else [])
+    samples = fields.take_all(stored, prefix + "noted/", pipeline.samples())
+    has_mean = f"{prefix}common/0" in stored
+    mean = fields.take_all(stored, prefix + "common/", pipeline.models.mean if has_mean else [])
     like = _shaped(replica)
     memories = {key: _flat(found, like[key]) for key, found in memories_in(stored, rank, like).items()}
     optimizers = optimizers_of(replica, stored, rank) if with_optimizers else ()
-    return RankState(step, figures, memories, states, noted, common, optimizers)
+    return RankState(step, figures, memories, states, samples, mean, optimizers)
 
 
 def head_of(
@@ -393,7 +392,7 @@ def load(replica: Replica, read: Callable[[], LoadCandidate]) -> None:
         raise
     replica.engine.call(lambda: restore(replica.pipeline, part), replica.device).result()
     replica.compared = part.step
-    replica.views.renew()
+    replica.models.point_again()
     if candidate.world != replica.world and replica.rank == 0:
         _warn_of_resizing(replica, candidate)
 

@@ -41,7 +41,6 @@ from torch.utils.hooks import RemovableHandle
 from gradsieve import torch_names
 from gradsieve.errors import ConfigError
 from gradsieve.hooks import register_hooks
-from gradsieve.pipeline import StepPipeline
 from gradsieve.ranks_alike import digest
 from gradsieve.sync.gradient_sync import GradientSync
 
@@ -101,7 +100,7 @@ class Attached(GradientSync):
         self._hooks = register_hooks(root, self, self.hears_first)
         super().enter()
         if self.exchanges_steps:
-            self.replica.views.show_shared()
+            self.replica.models.show_shared()
 
     def leave(self) -> None:
         for hook in self._hooks:
@@ -127,7 +126,7 @@ class Attached(GradientSync):
             return
         if self.phase is Phase.RESTING:
             self.refresh()
-        self.replica.views.show_own()
+        self.replica.models.show_own()
         self.phase = Phase.FORWARD
 
     def after_forward(self, module: nn.Module, output: Any) -> None:
@@ -135,7 +134,7 @@ class Attached(GradientSync):
             return
         put_back = self._forwards.pop()
         if put_back is not None:
-            self.replica.views.show_own(put_back)
+            self.replica.models.show_own(put_back)
         elif self.phase is Phase.FORWARD and not torch_names.is_in_backward():
             graph = Graph(self)
             self._graphs.append(weakref.ref(graph))
@@ -149,12 +148,12 @@ class Attached(GradientSync):
 
     def after_state(self, module: nn.Module) -> None:
         if self.exchanges_steps and self._forwards:
-            self.replica.views.show_own(self._forwards.pop() or frozenset())
+            self.replica.models.show_own(self._forwards.pop() or frozenset())
 
     def _look(self) -> Set[str]:
         """Show w; returns the parameters that held x."""
         self.before_looking()
-        return self.replica.views.look()
+        return self.replica.models.look()
 
     # -- backwards ----------------------------------------------------------------------------------------
 
@@ -162,7 +161,7 @@ class Attached(GradientSync):
         if not self.exchanges_steps or not self.is_listening:
             return
         if self.phase is Phase.RESTING:  # through a graph that was retained: x is still what it was
-            self.replica.views.show_own()
+            self.replica.models.show_own()
             self.phase, self._is_second = Phase.FORWARD, True
         graph.is_reached = True
         running = torch_names.running_pass()
@@ -177,7 +176,7 @@ class Attached(GradientSync):
             self.before_exchange()
             self.start_exchange()
         is_due = self._pending is not None and self.pipeline.is_exchange_due
-        if is_due and self.replica.views.may_write_shared:
+        if is_due and self.replica.models.may_write_shared:
             self.apply_meanwhile()
         self.phase = Phase.BACKWARD
         if self._pass is None:  # a loss of intermediate values reached no output
@@ -205,7 +204,7 @@ class Attached(GradientSync):
             if self._graphs:
                 self.phase = Phase.FORWARD
             else:
-                self.replica.views.show_shared(raise_version=False)
+                self.replica.models.show_shared(raise_version=False)
                 self.phase = Phase.RESTING
 
     def _end_what_broke_off(self) -> None:
@@ -233,7 +232,7 @@ class Attached(GradientSync):
 
     def _end_step(self, names: Set[str]) -> None:
         self._stepping -= names
-        self.replica.views.show_shared(names)
+        self.replica.models.show_shared(names)
         if names >= self.parameters.keys():  # versions were raised: autograd refuses graphs from before
             self._graphs = []
         if not self._stepping:
@@ -258,7 +257,7 @@ class Attached(GradientSync):
         if not self.exchanges_steps:
             return
         self.before_call("load_state_dict()")
-        self.replica.views.show_shared()
+        self.replica.models.show_shared()
         self._rest()
         self._before_load = self._fingerprint()
 
@@ -275,11 +274,10 @@ class Attached(GradientSync):
 
     def drop_residual(self) -> None:
         """All ranks go on from the shared model as it is."""
-        if isinstance(self.pipeline, StepPipeline):
-            self.replica.views.show_own()  # notes what was written
-            self.pipeline.adopt(self.parameters.keys())
-            self.pipeline.loads += 1
-            self.replica.views.show_shared()
+        if self.exchanges_steps:
+            self.replica.models.show_own()  # notes what was written
+            self.pipeline.reset_to_shared()
+            self.replica.models.show_shared()
 
     def _fingerprint(self) -> int:
         return int(digest([parameter.detach() for parameter in self.parameters.values()]))

@@ -21,7 +21,7 @@ from gradsieve import torch_names
 from gradsieve.errors import ConfigError
 from gradsieve.hooks import CommHook, hook_of, install_comm_hook
 from gradsieve.parallel.attached import Attached
-from gradsieve.pipeline import UNIT_CAP_MB, GradientPipeline
+from gradsieve.pipeline import UNIT_CAP_MB
 
 
 class DdpSync(Attached):
@@ -40,13 +40,12 @@ class DdpSync(Attached):
             bucket_cap_mb=UNIT_CAP_MB if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap / 2**20,
             **settings,
         )
-        if isinstance(self.pipeline, GradientPipeline):
-            self.pipeline.may_have_unused = ddp.find_unused_parameters or ddp.static_graph
+        if ddp.find_unused_parameters or ddp.static_graph:
+            self.pipeline.keep_unused()
         self._names = {parameter: name for name, parameter in self.parameters.items()}
         self._unit_of = {
             slot.name: index for index, unit in enumerate(self.pipeline.units) for slot in unit.slots
         }
-        self._arrived: dict[str, Tensor] = {}
         self._next_unit = 0
         self._unit_done: dict[int, torch.futures.Future[int]] = {}
 
@@ -87,8 +86,8 @@ class DdpSync(Attached):
             done.set_result(buffer)  # a rank's own gradient, for its own optimizer
             return done
         if bucket.index() == 0:  # also after a backward that broke off
-            self.begin_step()
-            self._arrived, self._next_unit = {}, 0
+            self._arrived: dict[str, Tensor] = {}
+            self._begun, self._next_unit = self.begin(gradients=self._arrived), 0
             self._unit_done = {index: torch.futures.Future() for index in range(len(self.pipeline.units))}
         start, units = 0, set()
         for parameter in bucket.parameters():
@@ -113,12 +112,10 @@ class DdpSync(Attached):
             index, unit = self._next_unit, units[self._next_unit]
             if any(slot.name not in self._arrived for slot in unit.slots):
                 return
-            gradients = {slot.name: self._arrived[slot.name] for slot in unit.slots}
-            program = self.pipeline.program(index, gradients)
+            program = self.pipeline.program(self._begun, index)
             future = self.engine.submit(program, self.describe(index), unit.device)
             future.add_done_callback(_forward_to(self._unit_done[index]))
             self._next_unit += 1
-        self._arrived = {}
 
     def _may_compare(self) -> bool:
         """Inside `join()` a rank without input keeps old parameters and takes no optimizer steps."""

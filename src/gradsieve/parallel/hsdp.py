@@ -30,18 +30,19 @@ from gradsieve import torch_names
 from gradsieve.comm.engine import Engine
 from gradsieve.errors import ConfigError
 from gradsieve.parallel.attached import Attached
-from gradsieve.pipeline import StepPipeline
+from gradsieve.pipeline import Pipeline
 from gradsieve.pipeline.budget import Budget
 from gradsieve.pipeline.exchange_settings import Steps, choose_exchange, choose_scheme
-from gradsieve.pipeline.optimizer_adapter import OptimizerAdapter, StepAdapter
 from gradsieve.ranks_alike import as_bytes, as_text
-from gradsieve.replica.shards import ShardedReplica, ShardedViews, Shards
+from gradsieve.shards import ShardedModels, ShardedReplica, Shards
+from gradsieve.units import Unit
 
 
 class HsdpSync(Attached):
     """A GradientSync that exchanges this rank's shards between hosts."""
 
     replica: ShardedReplica
+    _models: ShardedModels
     hears_first: ClassVar[bool] = True  # FSDP's own hook gathers the parameters
     _host_has_notice = False
 
@@ -59,11 +60,14 @@ class HsdpSync(Attached):
         return {name: part.local for name, part in self.shards.parts.items()}
 
     def make_replica(
-        self, engine: Engine, held: Mapping[str, Tensor], adapter: OptimizerAdapter, fixed: Budget | None
+        self, engine: Engine, held: Mapping[str, Tensor], pipeline: Pipeline, fixed: Budget | None
     ) -> ShardedReplica:
-        assert isinstance(adapter, StepAdapter)
-        views, part = ShardedViews(self.shards, adapter.pipeline), f".shard{self.shards.rank}"
-        return ShardedReplica(engine, held, adapter, views, fixed, part, shards=self.shards)
+        part = f".shard{self.shards.rank}"
+        return ShardedReplica(engine, held, pipeline, fixed, part, shards=self.shards)
+
+    def make_models(self, parameters: Mapping[str, Tensor], units: Sequence[Unit]) -> ShardedModels:
+        self._models = ShardedModels(self.shards, parameters, units)
+        return self._models
 
     def enter(self) -> None:
         super().enter()
@@ -77,8 +81,7 @@ class HsdpSync(Attached):
 
     def before_forward(self, module: nn.Module) -> None:
         super().before_forward(module)
-        if isinstance(self.replica.views, ShardedViews):
-            self.replica.views.before_gathering()
+        self._models.before_gathering()
 
     def before_update(self, names: Set[str], optimizer: Any) -> None:
         """The shards have plain gradients only while they are checked; those of a skipped step go."""
@@ -99,7 +102,7 @@ class HsdpSync(Attached):
         most = torch.tensor(mine, dtype=torch.float64, device=self.replica.device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.shards.group)
         some_are_not, noticed, bits, every = most.tolist()
-        if isinstance(self.pipeline, StepPipeline) and self.pipeline.timer is not None and budget.is_chosen:
+        if self.pipeline.timer is not None and budget.is_chosen:
             self.pipeline.follow(replace(budget, bits=-bits, every=int(every)))  # alike on all shards
         self._host_has_notice |= bool(noticed)
         return not some_are_not
@@ -111,7 +114,6 @@ class HsdpSync(Attached):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """As `torch.nn.utils.clip_grad_norm_` would clip the mean of all hosts' gradients, over all shards:
         call it on all of them, before the optimizer's step. Returns the norm of that mean."""
-        assert isinstance(self.pipeline, StepPipeline)
         rho = torch.tensor([self.pipeline.rho], dtype=torch.float64, device=self.replica.device)
         dist.all_reduce(rho, group=self.shards.group)
         shorter = float(rho / self.shards.count) ** 0.5  # each shard has measured its own

@@ -44,7 +44,7 @@ _NEAR = 1.05  # nobody can tell steps apart that differ by less, in so few: then
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a step may send; the same on every rank."""
+    """Bits that a step may send; the same on every rank."""
 
     bits: float
     every: int = 1  # steps to an exchange, which has the bits of all of them
@@ -57,7 +57,7 @@ class Budget:
             raise ConfigError(f"bits are a budget a parameter and step, above 0, not {self.bits!r}")
 
     def __str__(self) -> str:
-        """As arguments of `attach`."""
+        """Return the arguments of `attach` that repeat it."""
         overlap = f", overlap={self.every}" if self.every > 1 else ""
         return f"bits={self.bits:g}, exchange=gradsieve.Steps(every={self.every}{overlap})"
 
@@ -86,8 +86,8 @@ def _quality(world: int) -> tuple[float, float]:
 
 
 def choose(world: int, timed: Sequence[Timed], every: int = 1, may_wait: bool = True) -> Budget:
-    """Of the needed bits or fewer what has the same loss soonest, by exchanges of LEAST bits and of the
-    needed ones in a period of `every` steps; `may_wait`: periods may become longer."""
+    """Choose of the needed bits or fewer what has the same loss soonest, by exchanges of LEAST bits and of
+    the needed ones in a period of `every` steps; `may_wait`: periods may become longer."""
     little, much = timed
     bits, fifth = _quality(world)
     more = every * (bits - little.bits)
@@ -124,7 +124,7 @@ class Timer:
         self.restart()
 
     def restart(self, chosen: Budget | None = None) -> Budget:
-        """What the next exchange may send: as it was chosen, or to be timed anew."""
+        """Return what the next exchange may send: as it was chosen, or to be timed anew."""
         self.chosen, self.number = chosen, ALL if chosen else 0  # exchanges that were applied
         self._moments: dict[int, dict[str, Any]] = {}
         self._pending: dict[str, Any] = {}
@@ -144,7 +144,7 @@ class Timer:
         self._pending[what] = self.moment()  # it may be needed after it was applied, and counted
 
     def after(self) -> Budget:
-        """What the next exchange may send, one more having been applied on all ranks."""
+        """Return what the next exchange may send, one more having been applied on all ranks."""
         self.number += 1
         return self.budget
 
@@ -156,7 +156,7 @@ class Timer:
         return Budget(bits, self.every, is_chosen=False)
 
     def gather(self) -> Program[None]:
-        """In the last exchange. The first of each kind is left out; it loads what the others have."""
+        """Gather all ranks' seconds in the last exchange, and choose. The first of each kind is left out."""
         own = [*self._seconds(range(1, LITTLE)), *self._seconds(range(LITTLE + 1, ALL - 1))]
         every = yield AllGather(torch.tensor(own, dtype=torch.float64, device=self.device))
         ranks = every.view(-1, 2, 3).cpu()

@@ -23,16 +23,15 @@ from gradsieve.schemes import make
 from gradsieve.schemes.base import Scheme, Values
 from gradsieve.schemes.stripes import Stripes
 
+# Bits of a value, there and back; scales come on top, 3 % at 4 bits.
 _GRADIENT_BITS: dict[Values, int] = {"int4": 8, "int8": 16, "bf16": 32, "exact": 64}
-"""Of a value, there and back; scales come on top, 3 % at 4 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Exchange:
-    """What both kinds have."""
+    """Settings of both kinds."""
 
-    small: int = 1024
-    """Tensors below this many elements, and all vectors, go dense. 0: nothing does."""
+    small: int = 1024  # tensors below so many elements, and all vectors, go dense; 0: none do
 
     name: ClassVar[str]
 
@@ -41,7 +40,7 @@ class _Exchange:
             raise ConfigError("small is a count: 0 or more")
 
     def describe(self) -> str:
-        """What is set, in a few words for a log."""
+        """Return what is set, in a few words for a log."""
         changed = [f for f in fields(self) if getattr(self, f.name) != f.default]
         return ", ".join([f"exchange={self.name}", *(f"{f.name}={getattr(self, f.name)}" for f in changed)])
 
@@ -50,12 +49,12 @@ class _Exchange:
 class Steps(_Exchange):
     """Every rank's optimizer steps its own model, and what its steps moved is exchanged."""
 
+    # Steps to an exchange: in all of them but the last each rank's optimizer goes on alone. For links on
+    # which a round takes long; `bits` still count a step: an exchange has `every` times as many.
     every: int = 1
-    """Steps to an exchange: in all of them but the last each rank's optimizer goes on alone. For links on
-    which a round takes long; `bits` still count a step, so that an exchange has `every` times as many."""
+    # Steps of computing that an exchange hides behind, which then know nothing of it: `every` at most. Above
+    # 1 what an exchange reads is copied first, n elements more.
     overlap: int = 1
-    """Steps of computing that an exchange hides behind, which then know nothing of it: `every` at most. Above
-    1 what an exchange reads is copied first, n elements more."""
 
     name: ClassVar[str] = "steps"
 
@@ -86,40 +85,38 @@ PUBLISHED = Gradients(small=0)  # what papers describe: every tensor goes by the
 def choose_scheme(
     scheme: str | Scheme[Any] | None, density: float | None, bits: float | None, exchange: Exchange | None
 ) -> Scheme[Any]:
-    """What a run asks for: a scheme, at a density or at its own; or a budget, given or chosen,
-    which is spent by stripes. Of gradients a budget buys all, in as many bits as it has."""
+    """Return what a run asks for: a scheme, at a density or at its own; or stripes, which spend a budget that
+    is given or chosen. Of gradients a budget buys all, in as many bits as it has."""
     if exchange is not None and not isinstance(exchange, Steps | Gradients):
         raise ConfigError(
             f"exchange={exchange!r}: give gradsieve.Steps(...) or gradsieve.Gradients(...), or leave it out"
         )
     if bits is not None:
         if scheme is not None or density is not None:
-            raise ConfigError(
-                "bits= is a budget that follows no density and no other scheme: drop one of them"
-            )
-        return (
-            Stripes(density=1.0, values=_rounded_to(bits)) if isinstance(exchange, Gradients) else Stripes()
-        )
+            raise ConfigError("bits= cannot be combined with scheme= or density=: drop one of them")
+        if isinstance(exchange, Gradients):
+            return Stripes(density=1.0, values=_rounded_to(bits))
+        return Stripes()
     if scheme is not None or density is not None or isinstance(exchange, Gradients):
         return make("exdyna" if scheme is None else scheme, density)
     return Stripes()
 
 
 def _rounded_to(bits: float) -> Values:
-    """How gradients travel there and back, all of them in every step. They are not sent in fewer bits: an
-    optimizer that adapts to each element does not stand what error feedback adds to them (ADR 49)."""
+    """Return the codec of gradients there and back, all of them in every step. They are not sent in fewer
+    bits: an optimizer that adapts to each element does not stand what error feedback adds (ADR 49)."""
     affordable = [values for values, needed in _GRADIENT_BITS.items() if needed <= Budget(bits).bits]
     if not affordable:
         raise ConfigError(
-            f"bits={bits:g} with gradsieve.Gradients: gradients need 8, 4 there and 4 back. Drop exchange=, "
-            "since steps stand fewer bits, or give a scheme and a density"
+            f"bits={bits:g} with gradsieve.Gradients: gradients need 8, 4 there and 4 back. Drop exchange=: "
+            "steps need fewer bits; or give a scheme and a density"
         )
     return affordable[-1]
 
 
 def choose_exchange(exchange: Exchange | None, scheme: Scheme[Any]) -> Exchange:
-    """What is exchanged where the user does not say: steps; gradients where a scheme loses nothing; and as
-    its paper says where a scheme has published rules."""
+    """Return the user's choice, or else steps; gradients if a scheme loses nothing; and the rules of its
+    paper if a scheme has published ones."""
     if exchange is not None:
         return exchange
     if scheme.whole_model:

@@ -126,7 +126,7 @@ class Frame(Generic[Result]):
 
 
 class Checksum:
-    """What one rank sent less what it received since the words were last sent."""
+    """A hash of what one rank sent, less that of what it received, since the words were last sent."""
 
     def __init__(self, rank: int, world: int) -> None:
         self._rank, self._world = rank, world
@@ -180,7 +180,7 @@ def _row_bytes(op: Op) -> int:
 
 
 def odd_numbers(start: int, stop: int, device: torch.device) -> Tensor:
-    """What the numbers at these places of a row are multiplied by."""
+    """Return the factors of the numbers at these places of a row."""
     return torch.arange(2 * start + 1, 2 * stop, 2, dtype=torch.int64, device=device) * _ODD
 
 

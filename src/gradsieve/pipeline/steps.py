@@ -1,10 +1,10 @@
 """Exchange of steps: every rank's optimizer steps the rank's own model, and what it moved is exchanged.
 
-    waiting      e, the residual: what this rank's steps moved and it has not sent to the others yet
-    exchange     the scheme, while backward computes the next gradient; nothing that backward reads is written
-    complete     shared model -= update / P;  e -= spent;  nor is anything here
-    rebase       own model = shared model - preview * e, where something was sent and by windows
-    step         the optimizer, with this rank's own gradient
+    offer       e, the residual: what this rank's steps moved and it has not sent to the others yet
+    exchange    the scheme, while backward computes the next gradient; nothing that backward reads is written
+    complete    shared model -= update / P;  e -= spent;  nor is anything here
+    rebase      own model = shared model - preview * e, where something was sent and by windows
+    step        the optimizer, with this rank's own gradient
 
 With `every` above 1 all but the last of so many steps are the optimizer's alone. A gradient knows the
 others' steps one step after they were sent, and its own rank's at once. A rank whose gradient is not finite
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,26 +23,23 @@ import torch
 from torch import Tensor
 
 from gradsieve.coherence import Coherence, probe, sample_count, sample_indices, squares, with_square
-from gradsieve.comm.ops import Meter
-from gradsieve.feedback.local_steps import WINDOWS, LocalSteps, Noise
-from gradsieve.feedback.units import Slot, flat_view
+from gradsieve.errors import ConfigError
 from gradsieve.kernels import finite, is_finite
-from gradsieve.pipeline.base import UNIT_CAP_MB, Memory, Pipeline, Stats
+from gradsieve.models import WINDOWS
+from gradsieve.optimizers import traits_of
+from gradsieve.pipeline.base import TRAINING, MakeModels, Pending, Pipeline
 from gradsieve.pipeline.budget import Budget, Timer
 from gradsieve.pipeline.exchange_settings import Steps
 from gradsieve.pipeline.frame import CHECKSUM_WORDS
 from gradsieve.pipeline.tags import WORDS
 from gradsieve.schemes.base import Scheme
-from gradsieve.types import Host, Outcome, Program, Sparse, Vector, to_device, to_host
+from gradsieve.step_length import StepLength
+from gradsieve.types import Outcome, Program, Sparse, Vector, to_device, to_host
+from gradsieve.units import Unit, flat_view
 
 # Own noise is measured over so many steps at least: in one step the rounding of the sum is as large as what
 # was moved.
 LEAST_STEPS = 3
-# Elements in which it is measured together: on a processor as many as stay in its cache from the first pass
-# to the last, on an accelerator more, where what counts is launches.
-CHUNK, LARGE_CHUNK = 1 << 16, 1 << 22
-
-
 _log = logging.getLogger("gradsieve")
 
 FEWEST_BITS = 0.025  # of an exchange, however much rides along: what is sent has to move
@@ -50,87 +47,56 @@ WELL_KNOWN = 16  # ranks up to which losses were measured with more than one see
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
-    """What a unit's exchange gave."""
+class Result:
+    """The outcome of a unit's exchange, and the summed probes."""
 
     outcome: Outcome[Any]
-    dense: Outcome[None]
-    """Of the dense slots, those whose turn it was in the round robin."""
     probes: Tensor
+
+
+Offer = tuple[Tensor | Vector, Tensor]  # the residual, and the probes
 
 
 class StepPipeline(Pipeline):
     exchanges_steps = True
     settings: Steps
 
-    def __init__(
-        self,
-        parameters: Iterable[tuple[str, Tensor]],
-        scheme: Scheme[Any],
-        rank: int,
-        world: int,
-        bucket_cap_mb: float = UNIT_CAP_MB,
-        settings: Steps | None = None,
-    ) -> None:
-        named = dict(parameters)
-        super().__init__(named.items(), scheme, rank, world, bucket_cap_mb, settings or Steps())
-        self.own = {name: flat_view(parameter.data) for name, parameter in named.items()}
-        """This rank's model, flat, by parameter. `.data`: version counters are raised by whoever knows
-        which model the parameters hold (`replica/parameter_views.py`)."""
-        self.local = [LocalSteps(unit, self.own) for unit in self.units]
-        self._staged: list[Staged] = []
-        self._arriving: list[Staged] = []
-        """Of the last exchange that was completed, and of the pending one; by unit."""
-        self._aside: list[tuple[Tensor | Vector, Sparse, Tensor]] = []
-        self._fresh = self.stats
-        self.coherence = Coherence()
-        """Of residuals; and of gradients."""
-        self.agreement = Coherence()
+    def set_up(self, models: MakeModels) -> None:
+        self.models = models(self.parameters, self.units)
+        self.coherence, self.agreement = Coherence(), Coherence()  # of residuals; and of gradients
         self.preview = 1.0
+        self._moved = True  # whether this rank took a step since the last exchange began
         words = sum(1 + sample_count(unit.n) + WORDS + CHECKSUM_WORDS for unit in self.units)
-        elements = sum(slot.numel for unit in self.units for slot in unit.slots)
-        self._piggyback_bits = 32.0 * words * 2.0 * (world - 1) / world / max(1, elements)
-        """Bits a parameter that travel in addition to the scheme's own."""
+        # Bits a parameter that travel in addition to the scheme's own.
+        self._piggyback_bits = 32.0 * words * 2.0 * (self.world - 1) / self.world / max(1, self.elements)
+        # Bits of an exchange, and what the scheme makes of them.
         self._spends: tuple[float, Scheme[Any]] | None = None
-        """Bits of an exchange, and what the scheme makes of them."""
-        self._noted: dict[str, Tensor] = {}
-        self._noted_for = -1
-        """Gradients of the last step at the elements looked at, by parameter; and for which exchange."""
+        # Sampled gradients of the last step, by unit; and the exchange that they are for.
+        self._samples: list[Tensor] = []
+        self._sampled_for = -1
+        self._length = StepLength(self.models.own, self.models.held)
+        traits = [traits_of(each, group) for each in self.optimizers for group in each.param_groups]
+        if self.world > 1 and self.scheme.round_robin and any(each.has_moments for each in traits):
+            self.models.track_mean()
 
-    def program(
-        self, index: int, tensors: Mapping[str, Tensor], everything: bool = False, call: int = 0
-    ) -> Program[None]:
-        """Exchange unit `index`, given flat parameters; they are written in `rebase`, and only there."""
-        if index == 0:
-            self._arriving = []
-            self._fresh = Stats(Meter(self.rank, self.world))
-            if not self._aside:
-                self._begins()
-        self.in_order(index, len(self._arriving))
-        stats = self._fresh
-        with stats.timeline.stage("accumulate", index):
-            offered = self._aside[index] if self._aside else self._offer(index, tensors, everything)
-            waiting, dense, piggyback = offered
-        outcome, ride = yield from self.exchange(index, waiting, piggyback, stats, everything, call)
-        total = replace(dense, source=ride[: dense.count])
-        self._arriving.append(Staged(outcome, Outcome(total, dense, None), ride[dense.count :]))
+    # -- an exchange ------------------------------------------------------------------------------------
 
-    def begin(self, tensors: Mapping[str, Tensor], everything: bool, moved: bool) -> None:
-        self.idle = 0 if moved else self.idle + 1
-        if self.settings.overlap > 1:
-            self.snapshot(tensors, everything)
+    def offers(self, call: str, gradients: Mapping[str, Tensor] | None) -> list[Offer]:
+        """Return copies of all that the exchange will read, if optimizers write while it is pending."""
+        if call == TRAINING:
+            self.idle, self._moved = 0 if self._moved else self.idle + 1, False
+        if self.settings.overlap == 1:
+            return []
+        offers = (self._offer(index) for index in range(len(self.units)))
+        return [(residual.between(0, residual.numel()), probes) for residual, probes in offers]
 
-    def snapshot(self, own: Mapping[str, Tensor], everything: bool) -> None:
-        """Copy all that the exchange which begins now will read: optimizers write while it is pending."""
-        self._begins()
-        self._aside = []
-        for index, unit in enumerate(self.units):
-            waiting, dense, piggyback = self._offer(index, own, everything)
-            self._aside.append((waiting.between(0, unit.n), dense, piggyback))
-
-    def _begins(self) -> None:
-        self.began_at = self.since
-        self._staged = []
+    def program(self, pending: Pending, index: int) -> Program[None]:
+        """Exchange unit `index`. Models are written in `complete` and `rebase`, and only there."""
+        self.check_order(pending, index)
+        with pending.stats.timeline.stage("accumulate", index):
+            residual, probes = pending.offers[index] if pending.offers else self._offer(index)
+        outcome, total = yield from self.exchange(pending, index, residual, probes, pending.is_flush)
+        pending.results.append(Result(outcome, total))
 
     def scheme_of_this_step(self) -> Scheme[Any]:
         if self.budget is None:
@@ -141,22 +107,19 @@ class StepPipeline(Pipeline):
             self._spends = bits, self.scheme.at_bits(bits, self.world, sizes)
         return self._spends[1]
 
-    def offer(self, index: int) -> tuple[Vector, Tensor]:
-        waiting, _, piggyback = self._offer(index, self.own, False)
-        return waiting, piggyback
+    def dense_density(self) -> float:
+        """Return what sends no more of small tensors than of all others: they cost more than these else."""
+        most = max(1, sum(self.scheme.k(unit.n) for unit in self.selected))
+        return min(1.0, most / max(1, self.elements - sum(unit.n for unit in self.selected)))
 
-    def _offer(
-        self, index: int, own: Mapping[str, Tensor], everything: bool
-    ) -> tuple[Vector, Sparse, Tensor]:
-        """The residual, that of dense slots, and the piggyback: these and the probes."""
-        local = self.local[index]
-        scheme = self.scheme_of_this_step()
-        most = None if everything or scheme.is_whole else scheme.k(local.unit.n)
-        here = local.dense_turn(self.step, most)
-        dense = Sparse.run(here.start, local.waiting_dense(own, here), local.anchor_dense.numel())
-        waiting = local.waiting(own, exchanged=True)
-        probes = self._probe_gradients(index) if self.probes_gradients else probe(waiting, self.step)
-        return waiting, dense, torch.cat([dense.values, probes])
+    def probe_offer(self) -> tuple[Vector, Tensor]:
+        return self._offer(0)
+
+    def _offer(self, index: int) -> tuple[Vector, Tensor]:
+        residual = self.models.residual(index, is_lent=True)
+        if self.probes_gradients:
+            return residual, with_square(self.samples()[index])
+        return residual, probe(residual, self.step)
 
     @property
     def probes_gradients(self) -> bool:
@@ -165,137 +128,122 @@ class StepPipeline(Pipeline):
         are measured with the words of one."""
         return self.step % 2 == 1
 
-    def note_gradients(self, gradients: Mapping[str, Tensor | None], scale: float = 1.0) -> None:
-        """An optimizer is about to step by these, flat, times `scale`; some of them are piggybacked on the
-        next exchange, if that probes gradients."""
+    def sample_gradients(self, gradients: Mapping[str, Tensor | None], scale: float = 1.0) -> None:
+        """Keep samples of the flat gradients, times `scale`, by which an optimizer is about to step: the next
+        exchange carries them, if it probes gradients."""
         if not self.probes_gradients:
             return
-        if self._noted_for != self.step:
-            self._noted, self._noted_for = {}, self.step
+        samples = self.samples()
         for index, unit in enumerate(self.units):
-            slots, places = zip(*self._looked_at(index), strict=True)
-            together = [place for here in places for place in here.tolist()]
-            every = to_device(together, torch.int64, unit.device)
-            parts = torch.split(every, [here.size for here in places])
-            found = {
-                slot.name: gradient.index_select(0, at)
-                for slot, at in zip(slots, parts, strict=True)
-                if (gradient := gradients.get(slot.name)) is not None and at.numel()
-            }
-            if found:
-                noted = torch.cat([each.to(unit.dtype) for each in found.values()])
-                split = torch.split(noted if scale == 1.0 else noted * scale, [*map(len, found.values())])
-                self._noted |= dict(zip(found, split, strict=True))
+            places = sample_indices(unit.sizes, self.step)
+            sizes = [here.size for here in places]
+            every = to_device([place for here in places for place in here.tolist()], torch.int64, unit.device)
+            parts = list(torch.split(samples[index], sizes))
+            for number, (slot, at) in enumerate(zip(unit.slots, torch.split(every, sizes), strict=True)):
+                gradient = gradients.get(slot.name)
+                if gradient is not None and at.numel():
+                    found = gradient.index_select(0, at).to(unit.dtype)
+                    parts[number] = found if scale == 1.0 else found * scale
+            samples[index] = torch.cat(parts)
+        self._samples, self._sampled_for = samples, self.step
 
-    def _looked_at(self, index: int) -> Iterator[tuple[Slot, Host]]:
-        """Places in each parameter of a unit, dense ones too."""
-        slots = self.units[index].slots
-        yield from zip(slots, sample_indices([slot.numel for slot in slots], self.step), strict=True)
+    def samples(self) -> list[Tensor]:
+        """Return 0 where this rank took no step: it then says nothing about the others' agreement."""
+        if self._sampled_for == self.step:
+            return self._samples
+        lengths = (sample_count(unit.n) if unit.n else 0 for unit in self.units)
+        return [
+            torch.zeros(length, dtype=unit.dtype, device=unit.device)
+            for unit, length in zip(self.units, lengths, strict=True)
+        ]
 
-    def _probe_gradients(self, index: int) -> Tensor:
-        return with_square(self._noted_in(index))
-
-    def _noted_in(self, index: int) -> Tensor:
-        """0 where this rank took no step: it then says nothing about the others' agreement."""
-        unit = self.units[index]
-        noted = self._noted if self._noted_for == self.step else {}
-        looked_at = list(self._looked_at(index))
-        longest = max((here.size for _, here in looked_at), default=0)
-        none = torch.zeros(longest, dtype=unit.dtype, device=unit.device)
-        return torch.cat([none[:0], *(noted.get(slot.name, none[: here.size]) for slot, here in looked_at)])
-
-    def noted(self) -> list[Tensor]:
-        return [self._noted_in(index) for index in range(len(self.units))]
-
-    def set_noted(self, vectors: Sequence[Tensor]) -> None:
-        """After the step was set."""
-        self._noted, self._noted_for = {}, self.step
-        for index, vector in enumerate(vectors):
-            slots, places = zip(*self._looked_at(index), strict=True)
-            copied = vector.to(self.units[index].device, copy=True)
-            parts = torch.split(copied, [here.size for here in places])
-            self._noted |= {slot.name: part for slot, part in zip(slots, parts, strict=True)}
-
-    def complete(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Apply what the exchange gave, after the programs of all units. Parameters are only read.
-
-        A sum that overflowed is the same on all ranks, and they all leave it in the residual. Then False.
-        """
-        stats = self.stats = self._fresh
-        self._staged, self._arriving, self._aside = self._arriving, [], []
-        for local in self.local:
-            local.notice_writing()
-        with stats.timeline.stage("apply"):
-            updates = [
-                each for staged in self._staged for each in (staged.dense.update, staged.outcome.update)
-            ]
-            looked_at = torch.cat([squares(staged.probes) for staged in self._staged])
+    def complete(self, pending: Pending) -> bool:
+        """Apply the exchange. Parameters are only read. A sum that overflowed is the same on all ranks, and
+        they all leave it in the residual."""
+        self.last, results, timeline = pending, pending.results, pending.stats.timeline
+        pending.offers = None
+        self.models.notice_writing()
+        with timeline.stage("apply"):
+            updates = [result.outcome.update for result in results]
+            sampled = torch.cat([squares(result.probes) for result in results])
             bounded = finite(*(update.bounds() for update in updates))
-            found = to_host(torch.cat([looked_at, bounded.to(looked_at)[None]]))  # one wait
-            seen, are_bounded = found[:-1].reshape(-1, 2), bool(found[-1])
+            found = to_host(torch.cat([sampled, bounded.to(sampled)[None]]))  # one wait
+            measured, are_bounded = found[:-1].reshape(-1, 2), bool(found[-1])
             good = are_bounded or is_finite(*(update.values for update in updates))
         if not good:
             self.skipped += 1
             return False
         if self.probes_gradients:
-            places = sum(staged.probes.numel() - 1 for staged in self._staged)
-            self.agreement = self.agreement.after(seen, self.world, self.step, places)
+            samples = sum(result.probes.numel() - 1 for result in results)
+            self.agreement = self.agreement.after(measured, self.world, self.step, samples)
         else:
-            self.coherence = self.coherence.after(seen, self.world, self.step)
+            self.coherence = self.coherence.after(measured, self.world, self.step)
         self.preview = self.coherence.share(self.world)
-        for index, (local, staged) in enumerate(zip(self.local, self._staged, strict=True)):
-            update, spent, dense = staged.outcome.update, staged.outcome.spent, staged.dense
-            soon = self.scheme.round_robin and update.count * WINDOWS >= update.numel
-            window = None if soon else self.step % WINDOWS
-            with stats.timeline.stage("apply", index):
-                local.apply(update, spent, dense, tensors, self.world, window)
-                if self.settings.every > 1:  # windows would come round only every WINDOWS periods
-                    local.allow_rebase_all()
+        for index, (unit, result) in enumerate(zip(self.units, results, strict=True)):
+            update, spent = result.outcome.update, result.outcome.spent
+            with timeline.stage("apply", index):
+                self.models.apply(index, update, spent, self.world)
+                self.models.make_due(index, self._places_due(unit, update, spent))
                 if self._is_noise_due(update):
-                    local.look_for_noise(slice(update.start, update.stop))
-        with stats.timeline.stage("commit"):
-            self.apply([staged.outcome.state for staged in self._staged])
-            if self.timer is not None and not self._flushes:
+                    self.models.look_for_noise(index, slice(update.start, update.stop))
+        with timeline.stage("commit"):
+            self.commit(pending)
+            if self.timer is not None and not pending.is_flush:
                 self.follow(self.timer.after())
-        if self._flushes:
-            self.set_common(())
+        if pending.is_flush:
+            self.models.set_mean(())
         return True
 
-    def follow_others(self) -> None:
-        """From the first step on, find out what only this rank moved. It takes others, and a scheme in which
-        all elements come round after equally many steps."""
-        if self.world > 1 and self.scheme.round_robin:
-            for local in self.local:
-                local.follow_others()
+    def _places_due(self, unit: Unit, update: Sparse, spent: Sparse) -> Iterator[slice | Sparse]:
+        """Yield what is to be rebased: where something was applied, and a window, unless all elements come
+        round sooner; all of it where windows would come round only every WINDOWS periods."""
+        if self.settings.every > 1:
+            yield slice(0, unit.n)
+            return
+        comes_round = unit.is_dense or self.scheme.round_robin
+        if not (comes_round and update.count * WINDOWS >= update.numel):
+            turn = self.step % WINDOWS
+            yield slice(unit.n * turn // WINDOWS, unit.n * (turn + 1) // WINDOWS)
+        yield update
+        if spent.indices is not update.indices:
+            yield spent
 
     def _is_noise_due(self, update: Sparse) -> bool:
-        """In a stretch that comes round more often than every LEAST_STEPS, in some of its turns."""
+        """Whether noise is measured there: in some turns of a stretch that comes round more often."""
         if update.indices is not None or not update.count:
             return False
         turns = max(1, round(LEAST_STEPS * update.count / (update.numel * self.settings.every)))
         return (self.step * update.count // update.numel) % turns == turns - 1
 
-    def noise(self, names: Set[str]) -> Iterator[Noise]:
-        """What only this rank moved in these parameters, a few elements at a time."""
-        for local in self.local:
-            most = CHUNK if local.anchor.is_cpu else LARGE_CHUNK
-            yield from local.noise(self.own, names, most)
+    # -- steps of optimizers ----------------------------------------------------------------------------
 
-    def common(self) -> list[Tensor]:
-        return [local.common for local in self.local if local.common is not None]
+    def note_step(self, is_finite: bool) -> None:
+        self.last_step_good = is_finite
+        self.skipped += not is_finite
+        self._moved |= is_finite
 
-    def set_common(self, vectors: Sequence[Tensor]) -> None:
-        """After residuals were set. With nothing, as of a run that had none or of other ranks, what was moved
-        until now was moved by all."""
-        for local in self.local:
-            local.agree_with_others(self.own)
-        for mine, vector in zip(self.common() if vectors else (), vectors, strict=True):
-            mine.copy_(vector)
+    def before_update(self, optimizer: Any, names: Set[str]) -> None:
+        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer takes it off by itself
+        every = {name: _flat_gradient(self.parameters[name]) for name in names}
+        self.sample_gradients(every, 1.0 if scale is None else 1.0 / float(scale))
+        stepped = {name for name, gradient in every.items() if gradient is not None}
+        self._length.before(optimizer, stepped, self.models.noise(names), self.rho, self.agreement.size)
 
-    def choose_budget(self, may_wait: bool) -> None:
-        """Time the first exchanges and choose by them; `may_wait`: the period, too."""
-        self.timer = Timer(self.world, self.settings.every, may_wait, self.units[0].device)
-        self.budget = self.timer.budget
+    def after_update(self) -> None:
+        self._length.after()
+
+    def at_rest(self, names: Set[str]) -> None:
+        for optimizer in self.optimizers:
+            stepped = {name for group in optimizer.param_groups for name in self._length.names_in(group)}
+            self._length.take_out(optimizer, self.models.noise(names & stepped))
+
+    # -- the budget -------------------------------------------------------------------------------------
+
+    def choose_budget(self, fixed: Budget | None, is_chosen: bool, may_wait: bool) -> None:
+        self.budget = fixed
+        if is_chosen:
+            self.timer = Timer(self.world, self.settings.every, may_wait, self.units[0].device)
+            self.budget = self.timer.budget
 
     def follow(self, budget: Budget) -> None:
         """Send so much from the next exchange on. All ranks complete an exchange before the next one begins,
@@ -313,42 +261,16 @@ class StepPipeline(Pipeline):
         if budget.every != self.settings.every:
             self.settings = replace(self.settings, every=budget.every, overlap=budget.every)
 
-    def needs_rebase(self, names: Set[str]) -> bool:
-        return any(local.is_due(names) for local in self.local)
-
     def rebase(self, names: Set[str] | None = None) -> None:
-        for index, local in enumerate(self.local):
-            with self.stats.timeline.stage("commit", index):
-                local.rebase(self.own, self.preview, names)
+        with self.stats.timeline.stage("commit"):
+            self.models.rebase(self.preview, names)
 
-    def finish(self, parameters: Mapping[str, Tensor]) -> bool:
-        """Both, where no optimizer moves in between."""
-        good = self.complete(parameters)
-        self.rebase()
-        return good
+    # -- state ------------------------------------------------------------------------------------------
 
-    def shown(self) -> dict[str, Tensor]:
-        """The shared model, flat, by parameter, in the parameter's own type."""
-        return {name: part for local in self.local for name, part in local.shown().items()}
-
-    def show_in(self, name: str, memory: Tensor) -> None:
-        """Show this parameter from that memory, flat, which is kept up to date: where it has to lie apart."""
-        for local in self.local:
-            local.show_in(name, memory)
-
-    def adopt(self, names: Set[str]) -> None:
-        """The shared model was replaced in these parameters, alike on all ranks."""
-        for local in self.local:
-            local.adopt(self.own, names)
-
-    def write_shared(self, name: str, values: Tensor) -> None:
-        """The user wrote to a parameter while it held the shared model."""
-        for local in self.local:
-            local.write_shared(name, values)
-
-    def renew(self) -> None:
-        for local in self.local:
-            local.renew()
+    def after_load(self, samples: Sequence[Tensor], mean: Sequence[Tensor]) -> None:
+        self._samples = [part.to(self.units[at].device, copy=True) for at, part in enumerate(samples)]
+        self._sampled_for = self.step if samples else -1
+        self.models.after_load(mean)
 
     def figures(self) -> dict[str, float]:
         """`budget` and `every` are 0 unless gradsieve chose them."""
@@ -375,39 +297,65 @@ class StepPipeline(Pipeline):
             chosen = Budget(figures["budget"], int(figures["every"])) if figures["budget"] else None
             self.follow(self.timer.restart(chosen))
 
-    @property
-    def gradient_size(self) -> float:
-        """Root mean square of an element of a rank's own gradient; 0: none was seen."""
-        return self.agreement.size
+    def figures_among(
+        self, figures: Mapping[str, float], old: int, residuals_differ: bool
+    ) -> dict[str, float]:
+        """If residuals are the same on all ranks now, a rank believes all of its own."""
+        residuals = Coherence(figures["alike"], figures["all"]) if residuals_differ else Coherence()
+        gradients = Coherence(figures["gradients_alike"], figures["gradients_all"], figures["gradients_seen"])
+        residuals, gradients = (measured.among(old, self.world) for measured in (residuals, gradients))
+        return {
+            **figures,
+            "preview": residuals.share(self.world),
+            "alike": residuals.numerator,
+            "all": residuals.denominator,
+            "gradients_alike": gradients.numerator,
+            "gradients_all": gradients.denominator,
+            "gradients_seen": gradients.samples,
+            **({} if old == self.world else {"budget": 0.0, "every": 0.0}),  # others need other bits
+        }
+
+    def replicated(self) -> tuple[dict[str, Tensor], list[float]]:
+        shared = {
+            key.removeprefix("shared/"): part
+            for key, part in self.memories().items()
+            if key.startswith("shared/")
+        }
+        return shared, [*self.figures().values()]
+
+    def report(self) -> dict[str, float]:
+        budget = 0.0 if self.budget is None else self.budget.bits
+        return {"preview": self.preview, "rho": self.rho, "budget": budget}
 
     @property
     def rho(self) -> float:  # type: ignore[override]  # a constant where gradients are exchanged
         return self.agreement.share(self.world)
 
-    @property
-    def outcomes(self) -> list[Outcome[Any]]:
-        return [staged.outcome for staged in self._staged]
+    def residuals(self) -> Iterator[Tensor]:
+        return (self.models.residual(index).between(0, unit.n) for index, unit in enumerate(self.units))
 
-    def waiting(self) -> Iterator[Tensor]:
-        return (local.waiting(self.own).between(0, local.unit.n) for local in self.local)
-
-    def waiting_norm(self) -> float:
-        """Of the residual, dense slots included."""
-        dense = (local.waiting_dense(self.own) for local in self.local)
-        return math.hypot(*(float(part.norm()) for part in (*dense, *self.waiting())))
-
-    def remaining_norm(self) -> float:
-        """Of what will be the residual once what is staged is applied."""
+    def remaining_norm(self, pending: Pending) -> float:
         norms = []
-        for local, staged in zip(self.local, self._arriving, strict=True):
-            sparse, dense = local.waiting(self.own).between(0, local.unit.n), local.waiting_dense(self.own)
-            staged.outcome.spent.subtract_from(sparse)
-            staged.dense.spent.subtract_from(dense)
-            norms += [float(sparse.norm()), float(dense.norm())]
+        for residual, result in zip(self.residuals(), pending.results, strict=True):
+            result.outcome.spent.subtract_from(residual)
+            norms.append(float(residual.norm()))
         return math.hypot(*norms)
 
-    def kept(self) -> dict[str, Tensor]:
-        return self.memories() | {f"own/{name}": own for name, own in self.own.items()}
+    def memories(self) -> dict[str, Tensor]:
+        return self.models.memories()
 
-    def remembering(self) -> Sequence[Memory]:
-        return self.local
+    def kept(self) -> dict[str, Tensor]:
+        return self.memories() | {f"own/{name}": own for name, own in self.models.own.items()}
+
+
+def _flat_gradient(parameter: Tensor) -> Tensor | None:
+    """Return `.grad` in the order in which the parameter's elements lie in memory; an expanded or transposed
+    one is copied, a sparse one refused."""
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    if gradient.layout != torch.strided:
+        raise ConfigError("a parameter has a sparse gradient: use Embedding(sparse=False)")
+    if gradient.stride() != parameter.stride():
+        gradient = torch.empty_like(parameter).copy_(gradient)
+    return flat_view(gradient)

@@ -28,15 +28,13 @@ from gradsieve.errors import MismatchError, list_ranks
 from gradsieve.types import Program
 
 CALLS = ("training", "flush()", "load_state_dict()", "save()", "load()")
-IDLE = 10
-"""Exchanges in a row, without a step of this rank in between, from which on it says so."""
+IDLE = 10  # exchanges in a row without a step of this rank, from which on it says so
 WORDS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    call: int = 0
-    """Place in CALLS."""
+    call: int = 0  # place in CALLS
     step: int = 0
     unit: int = 0
     loads: int = 0
@@ -44,17 +42,16 @@ class Tag:
 
     @property
     def called(self) -> str:
-        """In words; a peer's number need not be one of ours."""
+        """Return the call in words; a peer's number need not be one of ours."""
         return CALLS[self.call] if 0 <= self.call < len(CALLS) else "an unknown call"
 
     @property
     def number(self) -> int:
-        """Odd factors: ranks that differ in one part by less than 16 differ here."""
+        """Return a number by which ranks differ that differ in one part by less than 16: factors are odd."""
         return (self.call + 5 * self.step + 7 * self.unit + 11 * self.loads + 13 * self.since) % 16
 
 
 def words(tag: Tag, rank: int, idle: int, has_notice: bool) -> list[float]:
-    """What is piggybacked."""
     quiet = float(idle >= IDLE)
     return [tag.number, tag.number**2, quiet, quiet * rank, float(has_notice)]
 
@@ -70,7 +67,7 @@ def agree(tag: Tag, sums: Sequence[float], rank: int, world: int, device: torch.
 
 
 def who_is_idle(sums: Sequence[float]) -> str:
-    """Of the third and fourth word; empty while all ranks take steps."""
+    """Name the idle ranks by the third and fourth word; empty while all ranks take steps."""
     count, ranks = int(sums[2]), int(sums[3])
     if not count:
         return ""
@@ -78,12 +75,12 @@ def who_is_idle(sums: Sequence[float]) -> str:
 
 
 def is_notice_given(sums: Sequence[float]) -> bool:
-    """Of the fifth word: to any rank."""
+    """Whether any rank was given notice, by the fifth word."""
     return sums[4] > 0.0
 
 
 def explain(tags: Sequence[Tag]) -> str:
-    """Which call is missing on which rank, and what to do."""
+    """Say which call is missing on which rank, and what to do."""
     if len({tag.call for tag in tags}) > 1:
         return _explain_calls(tags)
     if len({tag.loads for tag in tags}) > 1:
@@ -123,7 +120,7 @@ def _explain_calls(tags: Sequence[Tag]) -> str:
 
 
 def sides(values: Sequence[int]) -> tuple[int, list[int]]:
-    """The usual value among ranks, and who has another one."""
+    """Return the usual value among ranks, and the ranks that have another one."""
     usual = Counter(values).most_common(1)[0][0]
     return usual, [rank for rank, value in enumerate(values) if value != usual]
 

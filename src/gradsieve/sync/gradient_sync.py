@@ -35,11 +35,11 @@ from typing_extensions import Self
 from gradsieve import kernels, ranks_alike, startup
 from gradsieve.comm.engine import Engine, place_in
 from gradsieve.errors import ConfigError, GradsieveError
-from gradsieve.feedback.units import flat_view
 from gradsieve.hooks import OptimizerHooks
 from gradsieve.metrics import metrics
+from gradsieve.models import Models
 from gradsieve.optimizers import as_list, refuse_sharded, refuse_unfrozen
-from gradsieve.pipeline import UNIT_CAP_MB, GradientPipeline, StepPipeline
+from gradsieve.pipeline import UNIT_CAP_MB, Pending, Pipeline, make_pipeline
 from gradsieve.pipeline.budget import Budget
 from gradsieve.pipeline.exchange_settings import (
     Exchange,
@@ -49,14 +49,12 @@ from gradsieve.pipeline.exchange_settings import (
     choose_scheme,
 )
 from gradsieve.pipeline.frame import Span
-from gradsieve.pipeline.optimizer_adapter import OptimizerAdapter, StepAdapter, adapt
 from gradsieve.pipeline.tags import CALLS
-from gradsieve.replica.parameter_views import ParameterViews, SingleModel
-from gradsieve.replica.replica import Replica
+from gradsieve.replica import Replica
 from gradsieve.schemes.base import Scheme
 from gradsieve.sync.moments import make_equal
-from gradsieve.sync.pending import Pending
 from gradsieve.sync.preemption import Notice
+from gradsieve.units import Unit
 
 VERIFY_EVERY = 100
 """Steps between two comparisons of the replicas' fingerprints: a few bytes and one pass over the model."""
@@ -101,7 +99,6 @@ class GradientSync:
         self._scaler = scaler
         self._users = weakref.ref(group or dist.group.WORLD)
         self._pending: Pending | None = None
-        self._moved = True  # whether a step was taken since the last exchange began
         self.is_closed = self.is_listening = False
         self._is_preempted = False
         kernels.active()  # numba is loaded here and not in the first step
@@ -109,10 +106,11 @@ class GradientSync:
             # What cannot be exchanged is refused before there is a group: whoever closes one to which others
             # are still connecting fails them.
             parts, place = self.parts_of(held), place_in(group)
-            adapter = adapt(parts, optimizers, chosen, settings, *place, bucket_cap_mb, held)
+            given = (parts, optimizers, chosen, settings, *place, bucket_cap_mb)
+            pipeline = make_pipeline(*given, self.make_models)
             engine = Engine(group)
             undo.callback(engine.close)
-            self.replica = self.make_replica(engine, held, adapter, fixed)
+            self.replica = self.make_replica(engine, held, pipeline, fixed)
             undo.callback(self.leave)
             self._agree(scheme is None and density is None and bits is None, exchange is None)
             self.enter()
@@ -128,24 +126,21 @@ class GradientSync:
         return held
 
     def make_replica(
-        self, engine: Engine, held: Mapping[str, Tensor], adapter: OptimizerAdapter, fixed: Budget | None
+        self, engine: Engine, held: Mapping[str, Tensor], pipeline: Pipeline, fixed: Budget | None
     ) -> Replica:
-        views = SingleModel()
-        if isinstance(adapter, StepAdapter):
-            views = ParameterViews(adapter.parameters, adapter.pipeline)
-        return Replica(engine, held, adapter, views, fixed)
+        return Replica(engine, held, pipeline, fixed)
+
+    def make_models(self, parameters: Mapping[str, Tensor], units: Sequence[Unit]) -> Models:
+        return Models(parameters, units)
 
     def _agree(self, chooses_budget: bool, chooses_period: bool) -> None:
         """With the other ranks, on what is sent and when."""
-        replica, pipeline = self.replica, self.pipeline
+        replica = self.replica
         if replica.world > 1 and not replica.scheme.no_comm:
             replica.engine.agree_on_secret(replica.device)
             ranks_alike.start_alike(replica)
             replica.engine.assume_links()
-            if isinstance(pipeline, StepPipeline):
-                pipeline.budget = replica.fixed
-                if chooses_budget:
-                    pipeline.choose_budget(chooses_period)
+            self.pipeline.choose_budget(replica.fixed, chooses_budget, chooses_period)
 
     def enter(self) -> None:
         """Listen to the optimizers that step the model."""
@@ -157,14 +152,14 @@ class GradientSync:
         self.is_listening = False
         if self._optimizers is not None:
             self._optimizers.remove()
-        self.replica.views.show_own()
+        self.replica.models.show_own()
 
     @property
     def engine(self) -> Engine:
         return self.replica.engine
 
     @property
-    def pipeline(self) -> GradientPipeline | StepPipeline:
+    def pipeline(self) -> Pipeline:
         return self.replica.pipeline
 
     @property
@@ -194,30 +189,28 @@ class GradientSync:
         """
         if self.scheme.no_comm:
             return True
-        self.begin_step()
         if self.pipeline.begins_exchange():
             self.start_exchange()
         self.complete_if_due()
         self.refresh()
-        self.replica.views.raise_versions()
+        self.replica.models.raise_versions()
         return self.pipeline.last_step_good
 
     def start_exchange(self, call: str = CALLS[0]) -> None:
         """Of all units; what it is given is read. For `flush()`, all of the residual."""
         self.complete()
-        pipeline, everything = self.pipeline, call == "flush()"
-        pipeline.has_notice = self._has_notice
         refuse_unfrozen(self._frozen, self.replica.where)
-        moved, self._moved = self._moved, False
         self._time("begun")
-        tensors = self.replica.adapter.tensors()
-        pipeline.begin(tensors, everything, moved)
-        futures = []
-        for index, unit in enumerate(pipeline.units):
-            own = {slot.name: tensors[slot.name] for slot in unit.slots}
-            program = pipeline.program(index, own, everything, CALLS.index(call))
-            futures.append(self.engine.submit(program, self.describe(index), unit.device))
-        self._pending = Pending(tensors, futures)
+        self._pending = pending = self.begin(call)
+        for index, unit in enumerate(self.pipeline.units):
+            program = self.pipeline.program(pending, index)
+            pending.futures.append(self.engine.submit(program, self.describe(index), unit.device))
+
+    def begin(self, call: str = CALLS[0], gradients: Mapping[str, Tensor] | None = None) -> Pending:
+        """Begin an exchange, of which nothing was submitted yet."""
+        if self._scaler is not None:
+            self.pipeline.note_loss_scale(self._scaler.get_scale())
+        return self.pipeline.begin(call, self._has_notice, gradients)
 
     def _time(self, what: str) -> None:
         if self.pipeline.timer is not None:
@@ -259,7 +252,7 @@ class GradientSync:
             for future in pending.futures:
                 future.result()
             self._time("got")
-            return self.pipeline.complete(pending.tensors)
+            return self.pipeline.complete(pending)
 
         if pending.applied is None:
             pending.applied = self.engine.call(apply, self.replica.device)
@@ -273,15 +266,10 @@ class GradientSync:
     def refresh(self, names: Set[str] | None = None) -> None:
         """Write what is due of this rank's own model, in these parameters or in all."""
         names = self.parameters.keys() if names is None else names
-        if self.pipeline.needs_rebase(names):
+        if self.replica.models.is_due(names):
             done = self.engine.call(lambda: self.pipeline.rebase(names), self.replica.device)
             wait([done])
             done.result()
-
-    def begin_step(self) -> None:
-        self.pipeline.has_notice = self._has_notice
-        if self._scaler is not None:
-            self.pipeline.note_loss_scale(self._scaler.get_scale())
 
     def describe(self, index: int) -> str:
         return f"unit {index} of {len(self.pipeline.units)} in step {self.pipeline.step}"
@@ -292,24 +280,22 @@ class GradientSync:
         A skipped step changes nothing: optimizers pass over parameters without a gradient. Gradients were
         voted on, so that all ranks skip. A step is each rank's own business.
         """
-        self.replica.views.show_own(names)
+        self.replica.models.show_own(names)
         self.complete_if_due()
         self.refresh(names)
         if self.exchanges_steps:
-            good = self.are_finite([g for name in names if (g := self.parameters[name].grad) is not None])
-            self.pipeline.last_step_good = good
-            self.pipeline.skipped += not good
-            self._moved |= good
+            found = [g for name in names if (g := self.parameters[name].grad) is not None]
+            self.pipeline.note_step(self.are_finite(found))
         if not self.pipeline.last_step_good:
             for name in names:
                 self.parameters[name].grad = None
-        self.replica.adapter.before_update(optimizer, names)
+        self.pipeline.before_update(optimizer, names)
 
     def are_finite(self, gradients: Sequence[Tensor]) -> bool:
         return kernels.is_finite(*gradients)
 
     def after_update(self, names: Set[str]) -> None:
-        self.replica.adapter.after_update()
+        self.pipeline.after_update()
         if not self.exchanges_steps:
             self._compare()
 
@@ -366,7 +352,7 @@ class GradientSync:
         names = self.writable_at_rest()
         if names:
             self.refresh(names)
-        self.replica.adapter.at_rest(names)
+        self.pipeline.at_rest(names)
         if call is not None and not self.scheme.no_comm:
             self.handshake(call)
 
@@ -382,7 +368,7 @@ class GradientSync:
         """Raise on all ranks unless all make this call."""
         what = f"{call.removesuffix('()')} after step {self.pipeline.step}"
         with self.engine.called(call, self.pipeline.step):
-            self.engine.run(self.pipeline.handshake(CALLS.index(call)), what, self.replica.device)
+            self.engine.run(self.pipeline.handshake(call), what, self.replica.device)
 
     @contextmanager
     def shared_model(self) -> Iterator[None]:
@@ -390,11 +376,11 @@ class GradientSync:
         communication. Behind DistributedDataParallel nobody needs it: parameters hold that model anyway,
         except while a training forward, a backward or a step is running."""
         self.before_looking()
-        before = self.replica.views.look()
+        before = self.replica.models.look()
         try:
             yield
         finally:
-            self.replica.views.show_own(before)
+            self.replica.models.show_own(before)
 
     def share_optimizer_state(self) -> None:
         """Make the optimizers' states the same on all ranks: moments are averaged, the rest is rank 0's. For
@@ -467,23 +453,7 @@ class GradientSync:
         self.before_call("flush()")
         self.complete()
         self.handshake("flush()")
-        if isinstance(self.pipeline, GradientPipeline):
-            self._flush_gradients(self.pipeline)
-        else:
-            self._flush_steps()
-
-    def _flush_gradients(self, pipeline: GradientPipeline) -> None:
-        what = f"flush after step {pipeline.step}"
-        means = self.engine.run(pipeline.drain(), what, self.replica.device)
-        for name, parameter in self.parameters.items():
-            parameter.grad = torch.zeros_like(parameter)
-            if name in means:
-                flat_view(parameter.grad).copy_(means[name])
-
-    def _flush_steps(self) -> None:
-        moved, self._moved = self._moved, True
         self.start_exchange("flush()")
-        self._moved = moved
         if not self.complete():
             raise GradsieveError(
                 f"{self.replica.where}: the residuals of all ranks add up to more than "
@@ -491,7 +461,7 @@ class GradientSync:
                 "were. The training has diverged: go back to a checkpoint from before"
             )
         self.refresh()
-        self.replica.views.raise_versions()
+        self.replica.models.raise_versions()
         ranks_alike.compare(self.replica)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -515,9 +485,9 @@ class GradientSync:
         pending = self._pending
         if pending is not None and not wait(pending.futures, timeout=1.0).not_done:
             self.complete()
-        if isinstance(self.pipeline, StepPipeline) and not self.is_preempted:  # else it goes on elsewhere
+        if self.exchanges_steps and not self.is_preempted:  # else it goes on elsewhere
             startup.warn_of_residual(self.pipeline, "close() was called")
-        self.replica.views.end()
+        self.replica.models.end()
         self.abandon()
 
     def __enter__(self) -> Self:
@@ -561,7 +531,6 @@ def _warn_at_exit(sync: GradientSync) -> None:
         if alive is None or alive.is_closed or failed or alive.is_preempted or alive.engine.world == 1:
             return  # a training that was preempted goes on elsewhere
         with contextlib.suppress(Exception):  # whatever is gone already: it is only a line
-            assert isinstance(alive.pipeline, StepPipeline)
             startup.warn_of_residual(alive.pipeline, "the training ended")
 
     atexit.register(warn)

@@ -16,10 +16,10 @@ from gradsieve.coherence import Coherence
 from gradsieve.comm import lockstep
 from gradsieve.comm.lockstep import run
 from gradsieve.comm.ops import Meter
-from gradsieve.pipeline import UNIT_CAP_MB, GradientPipeline, StepPipeline
+from gradsieve.pipeline import UNIT_CAP_MB, Pending, Pipeline, StepPipeline, make_pipeline
 from gradsieve.pipeline.budget import Budget
 from gradsieve.pipeline.exchange_settings import Exchange
-from gradsieve.pipeline.optimizer_adapter import adapt
+from gradsieve.pipeline.gradients import GradientPipeline
 from gradsieve.ranks_alike import digest
 from gradsieve.schemes.stripes import cost
 from gradsieve.testing.check import check_scheme
@@ -35,17 +35,19 @@ __all__ = [
     "GradientPipeline",
     "Merger",
     "Meter",
+    "Pending",
+    "Pipeline",
     "Round",
     "Source",
     "StepPipeline",
     "VirtualRanks",
-    "adapt",
     "capture",
     "check_scheme",
     "cost",
     "digest",
     "kernels",
     "lockstep",
+    "make_pipeline",
     "restore",
     "run",
     "source_rank",

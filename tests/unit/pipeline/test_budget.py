@@ -12,7 +12,7 @@ from gradsieve.comm import lockstep
 from gradsieve.errors import ConfigError, Malformed
 from gradsieve.pipeline import StepPipeline
 from gradsieve.pipeline.budget import ALL, LEAST, LITTLE, Budget, Timed, Timer, choose, needed
-from gradsieve.pipeline.exchange_settings import Gradients, choose_scheme
+from gradsieve.pipeline.exchange_settings import Gradients, Steps, choose_scheme
 from gradsieve.schemes.base import Values
 from gradsieve.schemes.exdyna import ExDyna
 from gradsieve.schemes.stripes import Stripes, cost
@@ -200,13 +200,13 @@ def test_seconds_that_no_clock_shows_are_refused(clock: dict[str, float]) -> Non
 
 def pipeline_of(world: int, rank: int = 0) -> StepPipeline:
     model = {"w": torch.zeros(5000)}
-    return StepPipeline(model.items(), Stripes(), rank, world)
+    return StepPipeline(model, (), Stripes(), Steps(), rank, world)
 
 
 def test_a_checkpoint_keeps_the_choice_and_one_from_before_it_has_none() -> None:
     first, later = pipeline_of(4), pipeline_of(4)
-    first.choose_budget(may_wait=True)
-    later.choose_budget(may_wait=True)
+    first.choose_budget(None, is_chosen=True, may_wait=True)
+    later.choose_budget(None, is_chosen=True, may_wait=True)
     assert (first.figures()["budget"], first.figures()["every"]) == (0.0, 0.0)
     later.set_figures(first.figures())
     assert later.budget == Budget(LEAST, is_chosen=False)
@@ -224,7 +224,7 @@ def test_what_is_chosen_is_logged_with_the_line_that_repeats_it(caplog: pytest.L
     few, many = pipeline_of(4), pipeline_of(64)
     with caplog.at_level("INFO", "gradsieve"):
         for pipeline in (few, many, pipeline_of(4, rank=1)):
-            pipeline.choose_budget(may_wait=True)
+            pipeline.choose_budget(None, is_chosen=True, may_wait=True)
             pipeline.follow(Budget(0.38, 2))
             pipeline.follow(Budget(0.38, 2))
     line = "step 0: from here on bits=0.38, exchange=gradsieve.Steps(every=2, overlap=2)"

@@ -15,7 +15,8 @@ from torch import Tensor
 from gradsieve.comm import lockstep
 from gradsieve.comm.ops import Op
 from gradsieve.errors import ConfigError
-from gradsieve.pipeline import GradientPipeline
+from gradsieve.pipeline.exchange_settings import Gradients
+from gradsieve.pipeline.gradients import GradientPipeline
 from gradsieve.schemes import make
 from gradsieve.types import fields_to_tensors
 from laws.cases import schemes
@@ -39,8 +40,8 @@ every_lossy_scheme = pytest.mark.parametrize("scheme", schemes(registered(lossle
 def state_of(pipeline: GradientPipeline) -> dict[str, Tensor]:
     """All that outlives a step."""
     out = {"step": torch.tensor(pipeline.step), "scale": torch.tensor(pipeline.residual_scale)}
-    for number, residual in enumerate(pipeline.residuals):
-        out[f"residual {number}"] = residual.kept.clone()
+    for number, residual in enumerate(pipeline.residuals()):
+        out[f"residual {number}"] = residual.clone()
     for number, state in enumerate(pipeline.states):
         out.update(fields_to_tensors(state, f"state {number}/"))
     return out
@@ -112,7 +113,7 @@ def test_density_one_is_the_dense_exchange(scheme: str) -> None:
 
 def test_a_model_without_trainable_parameters_is_refused() -> None:
     with pytest.raises(ConfigError, match="no parameter that requires a gradient"):
-        GradientPipeline([], make("dense"), 0, 1)
+        GradientPipeline({}, (), make("dense"), Gradients(), 0, 1)
 
 
 # -- atomic steps -------------------------------------------------------------------------------------
@@ -165,7 +166,7 @@ def test_a_residual_never_overflows(scheme: str) -> None:
         huge = [[torch.full((40, 40), 2e38 if (step + rank) % 2 else -1e30)] for rank in range(2)]
         virtual.step(huge)
         for pipeline in virtual.pipelines:
-            assert pipeline.residuals[0].kept.isfinite().all()
+            assert next(pipeline.residuals()).isfinite().all()
     assert virtual.pipelines[0].skipped == virtual.pipelines[1].skipped
 
 
@@ -190,11 +191,15 @@ def test_a_step_that_breaks_off_leaves_no_trace(scheme: str) -> None:
     plan = Plan(scheme)
     broken, smooth = Virtual(plan, 2), Virtual(plan, 2)
     for step in range(4):
+        begun = [
+            pipeline.begin(gradients=flat(plan.gradients(99, rank)))
+            for rank, pipeline in enumerate(broken.pipelines)
+        ]
         for index in range(len(broken.pipelines[0].units)):
             before = states_of(broken)
             attempt = [
-                pipeline.program(index, flat(pipeline, index, plan.gradients(99, rank)))
-                for rank, pipeline in enumerate(broken.pipelines)
+                pipeline.program(pending, index)
+                for pipeline, pending in zip(broken.pipelines, begun, strict=True)
             ]
             if index < len(broken.pipelines[0].units) - 1:
                 lockstep.run(attempt)
@@ -208,9 +213,8 @@ def test_a_step_that_breaks_off_leaves_no_trace(scheme: str) -> None:
     assert all(differing(*pair) == [] for pair in zip(states_of(broken), states_of(smooth), strict=True))
 
 
-def flat(pipeline: GradientPipeline, index: int, gradients: list[Any]) -> dict[str, Tensor]:
-    named = {f"tensors.{place}": gradient.clone().flatten() for place, gradient in enumerate(gradients)}
-    return {slot.name: named[slot.name] for slot in pipeline.units[index].slots}
+def flat(gradients: list[Any]) -> dict[str, Tensor]:
+    return {f"tensors.{place}": gradient.clone().flatten() for place, gradient in enumerate(gradients)}
 
 
 # -- loss scale and unused parameters -----------------------------------------------------------------
@@ -224,14 +228,14 @@ def test_residuals_follow_the_loss_scale(scheme: str) -> None:
     fed, applied = ([torch.zeros(shape).double() for shape in plan.shapes] for _ in range(2))
     for step, scale in enumerate([1.0, 1024.0, 2048.0, 512.0, 512.0, 4096.0]):
         for pipeline in virtual.pipelines:
-            pipeline.loss_scale = scale
+            pipeline.note_loss_scale(scale)
         gradients = gradients_of(plan, step, world)
         means = virtual.step([[gradient * scale for gradient in own] for own in gradients])
         for place, shape in enumerate(plan.shapes):
             fed[place] += sum(own[place].double() for own in gradients)
             applied[place] += means[0][f"tensors.{place}"].view(shape).double() / scale
     held = [
-        {name: part for e in pipeline.residuals for name, part in e.by_kind()["residual"].items()}
+        {key.removeprefix("residual/"): part for key, part in pipeline.memories().items()}
         for pipeline in virtual.pipelines
     ]
     for place, shape in enumerate(plan.shapes):
@@ -246,7 +250,7 @@ def test_a_bad_step_keeps_the_scale_of_the_residuals(scheme: str) -> None:
     virtual = Virtual(plan, 2)
     virtual.step(gradients_of(plan, 0, 2))
     for pipeline in virtual.pipelines:
-        pipeline.loss_scale = 8.0
+        pipeline.note_loss_scale(8.0)
     gradients = gradients_of(plan, 1, 2)
     gradients[0][0][0, 0] = float("nan")
     virtual.step(gradients)
@@ -260,7 +264,8 @@ def test_what_no_rank_used_gets_nothing_where_that_would_be_dropped(scheme: str,
     plan = Plan(scheme)
     virtual = Virtual(plan, 2)
     for pipeline in virtual.pipelines:
-        pipeline.may_have_unused = masked
+        if masked:
+            pipeline.keep_unused()
     for step in range(3):
         virtual.step(gradients_of(plan, step, 2))
     got = 0

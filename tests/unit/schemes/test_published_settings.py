@@ -10,8 +10,8 @@ import torch
 import gradsieve
 from gradsieve.comm.ops import AllToAll
 from gradsieve.errors import ConfigError
-from gradsieve.pipeline import GradientPipeline
 from gradsieve.pipeline.exchange_settings import Gradients, Steps, choose_exchange, choose_scheme
+from gradsieve.pipeline.gradients import GradientPipeline
 from gradsieve.schemes import SCHEMES, make
 from gradsieve.schemes.oktopk_parts import Sums
 from gradsieve.schemes.papers.deft import divided
@@ -47,7 +47,7 @@ def test_published_rules_lie_over_the_whole_model_and_ours_over_units(name: str)
     parameters = {f"p{number}": torch.zeros(40, 10) for number in range(6)}
     for published in (True, False):
         scheme = make(f"{name}-paper" if published else name, 0.1)
-        pipeline = GradientPipeline(parameters.items(), scheme, 0, 2, 0.001)
+        pipeline = GradientPipeline(parameters, (), scheme, Gradients(), 0, 2, 0.001)
         assert len(pipeline.units) == (1 if published else 6)
 
 

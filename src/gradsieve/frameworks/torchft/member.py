@@ -44,36 +44,32 @@ from gradsieve.checkpoint.rank_state import (
 from gradsieve.comm.engine import Engine
 from gradsieve.comm.ops import AllGather
 from gradsieve.errors import ConfigError, DivergenceError, MismatchError
-from gradsieve.feedback.units import flat_view
 from gradsieve.frameworks.torchft.membership import Membership, ReplicaRecord
 from gradsieve.optimizers import as_list
-from gradsieve.pipeline import StepPipeline
+from gradsieve.pipeline import Pending, Pipeline
 from gradsieve.pipeline.budget import Budget
-from gradsieve.pipeline.optimizer_adapter import OptimizerAdapter
 from gradsieve.ranks_alike import as_bytes, as_text
-from gradsieve.replica.replica import Replica
+from gradsieve.replica import Replica
 from gradsieve.sync.gradient_sync import GradientSync
-from gradsieve.sync.pending import Pending
 from gradsieve.types import Program, fields_to_tensors
+from gradsieve.units import flat_view
 
 
 class PreparedSync(GradientSync):
     """Prepare exchanges, and apply them when told to."""
 
     def make_replica(
-        self, engine: Engine, held: Mapping[str, Tensor], adapter: OptimizerAdapter, fixed: Budget | None
+        self, engine: Engine, held: Mapping[str, Tensor], pipeline: Pipeline, fixed: Budget | None
     ) -> Replica:
         """A replica that joins later does not know the others' learning rate yet."""
-        replica = super().make_replica(engine, held, adapter, fixed)
+        replica = super().make_replica(engine, held, pipeline, fixed)
         replica.is_elastic = True
         return replica
 
     def prepare(self, call: str) -> list[float]:
         """Exchange, and return the norm of the residual that each rank will have once this is applied."""
         pipeline = self.pipeline
-        assert isinstance(pipeline, StepPipeline)
         super()._compare()
-        self.begin_step()
         self.start_exchange(call)
         assert self._pending is not None
         try:
@@ -81,7 +77,7 @@ class PreparedSync(GradientSync):
             for future in self._pending.futures:
                 future.result()
             return self.norms_of_all(
-                pipeline.remaining_norm(), f"the word that exchange {pipeline.step} is prepared"
+                pipeline.remaining_norm(self._pending), f"the word that exchange {pipeline.step} is prepared"
             )
         except BaseException:
             self.set_aside()
@@ -104,7 +100,7 @@ class PreparedSync(GradientSync):
             self._pending = aside
         self.complete()
         self.refresh()
-        self.replica.views.raise_versions()
+        self.replica.models.raise_versions()
 
     def _compare(self) -> None:
         """Do nothing: the exchange is committed, and a peer that dies now must not make it look failed."""
@@ -140,9 +136,8 @@ class Member:
         self._all_begin = False  # whether no member had trained before this group met
 
     @property
-    def pipeline(self) -> StepPipeline:
+    def pipeline(self) -> Pipeline:
         assert self.sync is not None
-        assert isinstance(self.sync.pipeline, StepPipeline)
         return self.sync.pipeline
 
     # -- an exchange ------------------------------------------------------------------------------------
@@ -258,7 +253,7 @@ class Member:
         if not self._all_begin:
             return False
         kept, step = self.pipeline.kept(), self.pipeline.step
-        residuals = [residual_in(kept, name).double().norm() for name in self.pipeline.own]
+        residuals = [residual_in(kept, name).double().norm() for name in self.parameters]
         norms = sync.norms_of_all(
             float(torch.stack(residuals).norm()), f"each residual after exchange {step}"
         )
@@ -287,7 +282,7 @@ class Member:
                 flat_view(parameter.data).copy_(self._kept[f"shared/{name}"])
         sync = PreparedSync(self._given.items(), self.optimizers, **self._settings)
         try:
-            if not isinstance(sync.pipeline, StepPipeline):
+            if not sync.exchanges_steps:
                 raise ConfigError(
                     f"replica {self.name}: only what exchanges steps can change its group; leave out "
                     "gradsieve.Gradients, published schemes and lossless ones"
@@ -299,7 +294,7 @@ class Member:
             raise
         self.sync, self._group, self._members, self._kept = sync, group, members, None
 
-    def _meeting(self, sync: PreparedSync, pipeline: StepPipeline) -> Program[list[tuple[int, str]]]:
+    def _meeting(self, sync: PreparedSync, pipeline: Pipeline) -> Program[list[tuple[int, str]]]:
         mine = [self.identity, int(self._last is not None), int(self.checkpoint is not None)]
         rows = (yield AllGather(torch.tensor(mine, dtype=torch.int64, device=sync.replica.device))).tolist()
         names = [as_text(text) for text in (yield AllGather(as_bytes(self.name, sync.replica.device)))]
@@ -322,10 +317,10 @@ class Member:
                 part = replace(part, memories=memories)
         restore(pipeline, part)
         sync.replica.compared = part.step
-        sync.replica.views.renew()
+        sync.replica.models.point_again()
         return [(row[0], name) for row, name in zip(rows, names, strict=True)]
 
-    def _part_for(self, pipeline: StepPipeline) -> RankState:
+    def _part_for(self, pipeline: Pipeline) -> RankState:
         """Return what this replica goes on with among the members of the new group."""
         part, agreed = capture(pipeline), self._agreed
         memories = part.memories
@@ -333,10 +328,10 @@ class Member:
             memories = {key: self._kept[key].to(view.dtype) for key, view in memories.items()}
         if agreed is None:
             return RankState(part.step, part.figures, memories, part.states)
-        world, scheme = agreed["world"], pipeline.scheme
+        world = agreed["world"]
         states = [
-            fields_from_tensors(scheme.init_state(unit.sizes, world), fields, "")
-            for unit, fields in zip(pipeline.units, agreed["states"], strict=True)
+            fields_from_tensors(state, fields, "")
+            for state, fields in zip(pipeline.init_states(world), agreed["states"], strict=True)
         ]
         part = RankState(agreed["step"], agreed["figures"], memories, states)
         return for_world(pipeline, part, world, residuals_differ=True)

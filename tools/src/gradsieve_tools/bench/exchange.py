@@ -27,7 +27,7 @@ from gradsieve.comm import ops as collectives
 from gradsieve.comm.engine import Engine
 from gradsieve.errors import ConfigError
 from gradsieve.schemes import AllGather, AllReduce, AllToAll, Op, Program, Result, by_way_of
-from gradsieve.testing import adapt
+from gradsieve.testing import make_pipeline
 from gradsieve_tools.bench.common.in_lab import bytes_out, most_anywhere, run_rank, tell
 from gradsieve_tools.bench.common.syncs import treated
 from gradsieve_tools.bench.common.workloads import build
@@ -72,22 +72,22 @@ def _real_steps(engine: Engine, config: dict[str, Any]) -> tuple[list[Op], list[
     parameters = dict(build("mlp", config["params"]).named_parameters())
     optimizer = torch.optim.SGD(parameters.values(), lr=0.01)
     scheme, exchange = treated(config["scheme"], config["density"])
-    adapter = adapt(parameters, [optimizer], scheme, exchange, engine.rank, engine.world)
+    pipeline = make_pipeline(parameters, [optimizer], scheme, exchange, engine.rank, engine.world)
     ops: list[Op] = []
     turns = []
     for number in range(_WARM + _STEPS):
         for parameter in parameters.values():
             parameter.grad = torch.randn_like(parameter)
-        if adapter.pipeline.exchanges_steps:
+        if pipeline.exchanges_steps:
             optimizer.step()
         dist.barrier()
         before, ops = bytes_out(), []
-        tensors = adapter.tensors()
-        for index in range(len(adapter.pipeline.units)):
-            engine.run(_noted(adapter.pipeline.program(index, tensors), ops), f"step {number}", _CPU)
+        pending = pipeline.begin()
+        for index in range(len(pipeline.units)):
+            engine.run(_noted(pipeline.program(pending, index), ops), f"step {number}", _CPU)
         sent = bytes_out() - before
-        adapter.finish(tensors)
-        turns.append(Turn(adapter.pipeline.stats.seconds.get("exchange", 0.0), sent))
+        pipeline.finish(pending)
+        turns.append(Turn(pipeline.stats.seconds.get("exchange", 0.0), sent))
     return [replace(op, tensor=torch.zeros_like(op.tensor)) for op in ops], turns[_WARM:]
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsieve import Gradients, Steps
-from gradsieve.testing import adapt, kernels, lockstep
+from gradsieve.testing import Pending, kernels, lockstep, make_pipeline
 from gradsieve_tools.bench.common.clock import Clock
 from gradsieve_tools.bench.common.machine import check_fits, one_thread
 from gradsieve_tools.specs import parse
@@ -88,8 +88,7 @@ class Rank:
             parse(case.scheme, case.density),
             Steps() if case.exchange == "steps" else Gradients(),
         )
-        self.adapter = adapt(self.parameters, [optimizer], scheme, exchange, rank, case.world)
-        self.pipeline = self.adapter.pipeline
+        self.pipeline = make_pipeline(self.parameters, [optimizer], scheme, exchange, rank, case.world)
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -123,15 +122,15 @@ class Work:
 def step(ranks: Sequence[Rank]) -> list[Work]:
     """Let all ranks exchange, and return the work of each."""
     clocks = [Clock() for _ in ranks]
-    tensors = [clock.call(rank.adapter.tensors) for clock, rank in zip(clocks, ranks, strict=True)]
-    members = list(zip(ranks, tensors, clocks, strict=True))
+    begun = [clock.call(rank.pipeline.begin) for clock, rank in zip(clocks, ranks, strict=True)]
+    members = list(zip(ranks, begun, clocks, strict=True))
     for index in range(len(ranks[0].pipeline.units)):
-        lockstep.run([clock.program(rank.pipeline.program(index, own)) for rank, own, clock in members])
+        lockstep.run([clock.program(rank.pipeline.program(own, index)) for rank, own, clock in members])
     return [_finished(rank, own, clock) for rank, own, clock in members]
 
 
-def _finished(rank: Rank, tensors: Mapping[str, Tensor], clock: Clock) -> Work:
-    clock.call(lambda: rank.adapter.finish(tensors))
+def _finished(rank: Rank, pending: Pending, clock: Clock) -> Work:
+    clock.call(lambda: rank.pipeline.finish(pending))
     stages = rank.pipeline.stats.seconds
     if rank.pipeline.exchanges_steps:  # as GradientSync.before_optimizer_step does
         start = time.perf_counter()

@@ -123,7 +123,7 @@ def _waits(members: Sequence[Member]) -> torch.Tensor:
     total: torch.Tensor | None = None
     for member in members:
         kept = member.pipeline.kept()
-        names = member.adapter.parameters
+        names = member.pipeline.parameters
         own = torch.cat([(kept[f"mark/{name}"] - kept[f"own/{name}"]).double() for name in names])
         total = own if total is None else total + own
     assert total is not None

@@ -165,7 +165,7 @@ class Training:
         self._before = self._digest_of_all()
         step = self.sync.pipeline.step
         self._digests[step] = (shared, self._before)
-        residual = math.hypot(*(float(part.norm()) for part in self.sync.pipeline.waiting()))
+        residual = math.hypot(*(float(part.norm()) for part in self.sync.pipeline.residuals()))
         self.tell({"event": "step", "step": step, "digests": self._digests, "residual": residual})
 
     def _digest_of_all(self) -> int:

@@ -25,10 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsieve.attaching import ddp_in, refuse_sparse_gradients
 from gradsieve.errors import ConfigError
-from gradsieve.feedback.units import make_units
 from gradsieve.pipeline import UNIT_CAP_MB
 from gradsieve.pipeline.exchange_settings import Steps
 from gradsieve.torch_names import acts_on_gradient, without_compile
+from gradsieve.units import make_units
 
 Loss = Callable[[nn.Module], Tensor]
 WARM, STEPS = 2, 5

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from gradsieve.comm.engine import Engine
 from gradsieve.schemes import Ctx, Program
-from gradsieve.testing import adapt
+from gradsieve.testing import make_pipeline
 from gradsieve_tools.bench.common.in_lab import Rows, most_anywhere, run_rank, tell
 from gradsieve_tools.bench.common.syncs import treated
 from gradsieve_tools.bench.common.workloads import build
@@ -82,20 +82,21 @@ class Alone:
         parameters = dict(build("mlp", params).named_parameters())
         self._optimizer = torch.optim.SGD(parameters.values(), lr=0.01)
         scheme, exchange = treated(sync, density)
-        self.adapter = adapt(parameters, [self._optimizer], scheme, exchange, engine.rank, engine.world)
+        stepped = [self._optimizer]
+        self.pipeline = make_pipeline(parameters, stepped, scheme, exchange, engine.rank, engine.world)
 
     def renew(self) -> None:
-        for parameter in self.adapter.parameters.values():
+        for parameter in self.pipeline.parameters.values():
             parameter.grad = torch.randn_like(parameter)
-        if self.adapter.pipeline.exchanges_steps:
+        if self.pipeline.exchanges_steps:
             self._optimizer.step()
 
     def exchange(self, around: Callable[[Program[Any]], Program[Any]] = lambda program: program) -> None:
         """`around`: what is put around each unit's program."""
-        tensors = self.adapter.tensors()
-        for index in range(len(self.adapter.pipeline.units)):
-            self._engine.run(around(self.adapter.pipeline.program(index, tensors)), self._sync, _CPU)
-        self.adapter.finish(tensors)
+        pending = self.pipeline.begin()
+        for index in range(len(self.pipeline.units)):
+            self._engine.run(around(self.pipeline.program(pending, index)), self._sync, _CPU)
+        self.pipeline.finish(pending)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from gradsieve.feedback.units import make_units
+from gradsieve.units import make_units
 from gradsieve_tools.bench.common import models
 from gradsieve_tools.bench.common.models import Task
 from gradsieve_tools.bench.common.recordings import record

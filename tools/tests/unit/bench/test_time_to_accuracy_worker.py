@@ -80,11 +80,11 @@ def test_a_rank_is_evaluated_by_its_own_model_and_shows_the_shared_one_after_it(
     with closing(Learner("exdyna", plan, 0)) as learner:
         learner.train(20)
         assert learner.sync is not None
-        assert learner.sync.replica.views is not None
+        assert learner.sync.replica.models is not None
         shared, shared_value = weights(learner), learner.training.evaluate_as_is()
         value = learner.value()
         assert torch.equal(weights(learner), shared)
-        learner.sync.replica.views.show_own()
+        learner.sync.replica.models.show_own()
         assert value == pytest.approx(learner.training.evaluate_as_is())
         assert value != pytest.approx(shared_value), "the two models are too much alike to tell"
 

@@ -119,7 +119,7 @@ def record(task: str, plan: Plan, after_step: Callable[[int], None] = lambda ste
         for member in members:
             member.backward()
         if step >= plan.steps and (step - plan.steps) % plan.every == 0:
-            kept.append(torch.stack([torch.cat(list(member.pipeline.waiting())) for member in members]))
+            kept.append(torch.stack([torch.cat(list(member.pipeline.residuals())) for member in members]))
         exchange(members)
         for member in members:
             member.step()

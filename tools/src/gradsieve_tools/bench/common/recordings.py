@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gradsieve.feedback import units
+from gradsieve import units
 from gradsieve_tools.bench.common.models import Task
 
 WARM_STEPS = 40

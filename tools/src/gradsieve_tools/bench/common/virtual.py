@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradsieve.recording import Recorder
 from gradsieve.schemes import Scheme, Sparse
-from gradsieve.testing import Budget, Exchange, StepPipeline, adapt, cost, lockstep
+from gradsieve.testing import Budget, Exchange, Pending, Pipeline, cost, lockstep, make_pipeline
 from gradsieve_tools.bench.common.fidelity import captured, differs_from_top_k
 from gradsieve_tools.bench.tasks import training as tasks
 
@@ -67,8 +67,7 @@ class Member:
         self.training = tasks.build(run.task, run.seed, run.steps, run.batch, run.rate)
         parameters = dict(self.training.model.named_parameters())
         optimizer = self.training.optimizer
-        self.adapter = adapt(parameters, [optimizer], run.scheme, run.exchange, rank, run.world)
-        self.pipeline = self.adapter.pipeline
+        self.pipeline = make_pipeline(parameters, [optimizer], run.scheme, run.exchange, rank, run.world)
         if run.bits is not None:
             self.pipeline.budget = budget(run.bits, self.training, run.world)
         self.batches = own_batches(self.training, rank, run.world, run.mixed, run.seed)
@@ -85,9 +84,9 @@ class Member:
 
     def step(self) -> None:
         optimizer = self.training.optimizer
-        self.adapter.before_update(optimizer, self.adapter.parameters.keys())
+        self.pipeline.before_update(optimizer, self.pipeline.parameters.keys())
         optimizer.step()
-        self.adapter.after_update()
+        self.pipeline.after_update()
         self.training.schedule.step()
         if self.recorder is not None:
             self.recorder.note_loss(self.loss)
@@ -115,7 +114,7 @@ def train(run: Run, after_step: Callable[[], None] = lambda: None) -> Course:
     watch = Watch(members)
     steps = members[0].training.steps
     evaluated = looks(steps) - {steps}
-    under_way: list[dict[str, Tensor]] = []
+    under_way: list[Pending] = []
     for step in range(1, steps + 1):
         for member in members:
             member.backward()
@@ -153,22 +152,24 @@ def exchange(members: list[Member], everything: bool = False) -> None:
     end(members, begin(members, everything))
 
 
-def begin(members: list[Member], everything: bool = False) -> list[dict[str, Tensor]]:
-    """The exchange alone: what it read, to be handed to `end` some steps later."""
-    tensors = [member.adapter.tensors() for member in members]
+def begin(members: list[Member], everything: bool = False) -> list[Pending]:
+    """The exchange alone, to be handed to `end` some steps later."""
+    begun = [(each.pipeline, begun_by(each.pipeline, everything)) for each in members]
     for index in range(len(members[0].pipeline.units)):
-        lockstep.run(
-            [
-                member.pipeline.program(index, own, everything)
-                for member, own in zip(members, tensors, strict=True)
-            ]
-        )
-    return tensors
+        lockstep.run([pipeline.program(pending, index) for pipeline, pending in begun])
+    return [pending for _, pending in begun]
 
 
-def end(members: list[Member], tensors: list[dict[str, Tensor]]) -> None:
-    for member, own in zip(members, tensors, strict=True):
-        member.adapter.finish(own)
+def begun_by(pipeline: Pipeline, everything: bool) -> Pending:
+    """An exchange of gradients, too, where everything is exchanged: a flush has the residuals alone."""
+    own = {name: p.grad for name, p in pipeline.parameters.items() if p.grad is not None}
+    given = {name: gradient.as_strided((gradient.numel(),), (1,)) for name, gradient in own.items()}
+    return pipeline.begin("flush()", gradients=given) if everything else pipeline.begin()
+
+
+def end(members: list[Member], begun: list[Pending]) -> None:
+    for member, pending in zip(members, begun, strict=True):
+        member.pipeline.finish(pending)
 
 
 class Watch:
@@ -188,11 +189,11 @@ class Watch:
 
     def evaluate_shared(self, steps: int) -> None:
         first = self.members[0]
-        assert isinstance(first.pipeline, StepPipeline)
-        own = {name: part.clone() for name, part in first.pipeline.own.items()}
-        _copy(first.pipeline.shown(), first.pipeline.own)
+        models = first.pipeline.models
+        own = {name: part.clone() for name, part in models.own.items()}
+        _copy(models.shown(), models.own)
         value = first.training.evaluate()
-        _copy(own, first.pipeline.own)
+        _copy(own, models.own)
         self.course.unflushed = value if math.isfinite(value) else None
         self.course.unflushed_bytes = self.course.bytes_sent / steps
 
@@ -210,14 +211,14 @@ class Watch:
         self._note_xi(step)
 
     def _apart(self) -> float:
-        models = zip(*(member.adapter.parameters.values() for member in self.members), strict=True)
+        models = zip(*(member.pipeline.parameters.values() for member in self.members), strict=True)
         with torch.no_grad():
             stacked = (torch.stack(same) for same in models)
             return max(float((same.amax(0) - same.amin(0)).max()) for same in stacked)
 
     def _look(self, step: int, index: int, update: Sparse) -> None:
         pipelines = [member.pipeline for member in self.members]
-        left = torch.stack([list(pipeline.waiting())[index] for pipeline in pipelines])
+        left = torch.stack([list(pipeline.residuals())[index] for pipeline in pipelines])
         spent = torch.stack([pipeline.outcomes[index].spent.to_dense() for pipeline in pipelines])
         self.course.ages.append(float((step - self._sent_in[index][update.where]).float().mean()))
         self.course.waiting.append(float(left.norm() / spent.norm()))
@@ -228,7 +229,7 @@ class Watch:
         pipelines = [member.pipeline for member in self.members]
         if not recorders or pipelines[0].scheme.lossless or step % RECORD_EVERY not in (0, RECORD_EVERY - 1):
             return
-        left = torch.stack([torch.cat(list(pipeline.waiting())) for pipeline in pipelines]).sum(0)
+        left = torch.stack([torch.cat(list(pipeline.residuals())) for pipeline in pipelines]).sum(0)
         if step % RECORD_EVERY:
             self._before = left
             return

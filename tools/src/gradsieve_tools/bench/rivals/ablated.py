@@ -48,18 +48,17 @@ class AblatedPart(EnginePart):
         super().__init__(training, ctx, scheme, steps, preview=0.0 if self.without == "preview" else None)
         if has_turns:
             self.pipeline.budget = within
-        for local in self.pipeline.local if self.without == "momentum" else ():
-            local.common = None
+        if self.without == "momentum":
+            self.pipeline.models.mean = []
 
     def step(self, number: int) -> Program[None]:
         due = self.pipeline.begins_exchange()
         if due and self.without != "lateness":
             yield from self.exchange()
-        optimizer, adapter = self.training.optimizer, self.adapter
-        adapter.before_update(optimizer, adapter.parameters.keys())
+        self.pipeline.before_update(self.training.optimizer, self.pipeline.parameters.keys())
         self.take_step()
         if self.without != "length":
-            adapter.after_update()
+            self.pipeline.after_update()
         if due and self.without == "lateness":
             yield from self.exchange()
 
@@ -70,8 +69,9 @@ class AblatedPart(EnginePart):
 
     def _forget(self) -> None:
         """Go on from the shared model at sent elements, as if all of them had arrived."""
-        for local, outcome in zip(self.pipeline.local, self.pipeline.outcomes, strict=True):
+        models = self.pipeline.models
+        for index, outcome in enumerate(self.pipeline.outcomes):
             sent = outcome.update
-            for here, own in local.pieces(self.pipeline.own, sent.start, sent.stop):
-                own.copy_(local.shared[here])
-                local.anchor[here] = local.shared[here]
+            for here, own in models.pieces(index, sent.start, sent.stop):
+                own.copy_(models.shared[index][here])
+                models.reference[index][here] = models.shared[index][here]

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from gradsieve.schemes import Ctx, Program, Scheme
-from gradsieve.testing import Coherence, Exchange, StepPipeline, adapt
+from gradsieve.testing import Coherence, Exchange, StepPipeline, make_pipeline
+from gradsieve_tools.bench.common.virtual import begun_by
 from gradsieve_tools.bench.rivals.base import Part
 from gradsieve_tools.bench.tasks.training import Training
 
@@ -39,8 +40,8 @@ class EnginePart(Part):
         model; None: measured, as by default."""
         super().__init__(training, ctx)
         parameters = dict(training.model.named_parameters())
-        self.adapter = adapt(parameters, [training.optimizer], scheme, exchange, ctx.rank, ctx.world)
-        self.pipeline = self.adapter.pipeline
+        stepped = [training.optimizer]
+        self.pipeline = make_pipeline(parameters, stepped, scheme, exchange, ctx.rank, ctx.world)
         if isinstance(self.pipeline, StepPipeline) and preview is not None:
             self.pipeline.coherence = FixedPreview(preview=preview)
 
@@ -54,10 +55,10 @@ class EnginePart(Part):
             yield from self.exchange()
 
     def exchange(self, everything: bool = False) -> Program[None]:
-        tensors = self.adapter.tensors()
+        pending = begun_by(self.pipeline, everything)
         for index in range(len(self.pipeline.units)):
-            yield from self.pipeline.program(index, tensors, everything)  # 2.
-        self.adapter.finish(tensors)  # 3.
+            yield from self.pipeline.program(pending, index)  # 2.
+        self.pipeline.finish(pending)  # 3.
 
     def finish(self) -> Program[None]:
         whole = self.pipeline.scheme.is_whole and not self.pipeline.since
@@ -81,10 +82,8 @@ class OuterPart(EnginePart):
         self.velocity = {name: part.new_zeros(part.shape) for name, part in self.before.items()}
 
     def _shared(self) -> dict[str, Tensor]:
-        assert isinstance(self.pipeline, StepPipeline)
-        return {
-            name: part for local in self.pipeline.local for name, part in local.by_kind()["shared"].items()
-        }
+        kept = self.pipeline.memories()
+        return {key.removeprefix("shared/"): kept[key] for key in kept if key.startswith("shared/")}
 
     def exchange(self, everything: bool = False) -> Program[None]:
         yield from super().exchange(everything)
@@ -94,8 +93,7 @@ class OuterPart(EnginePart):
             velocity.mul_(self.momentum).add_(mean)
             before.sub_(mean.add(velocity, alpha=self.momentum), alpha=self.rate)
             shared.copy_(before)
-        assert isinstance(self.pipeline, StepPipeline)
-        self.pipeline.adopt(self.pipeline.own.keys())
+        self.pipeline.reset_to_shared()
 
     def finish(self) -> Program[None]:
         if self.pipeline.since:

@@ -84,10 +84,10 @@ class Learner:
         mode, in which no sync shows another.
         """
         if self.sync is not None:
-            self.sync.replica.views.show_own()
+            self.sync.replica.models.show_own()
         value, count = self.training.evaluate_as_is(), len(self.training.test)
         if self.sync is not None:
-            self.sync.replica.views.show_shared()
+            self.sync.replica.models.show_shared()
         total = torch.tensor([value * count, count], dtype=torch.float64, device="cpu")
         dist.all_reduce(total)
         return float(total[0] / total[1])

@@ -23,12 +23,10 @@ from gradsieve.checkpoint.fencing import FencingToken
 from gradsieve.checkpoint.rank_state import ranks_to_read
 from gradsieve.checkpoint.tensors import pieces, tensors_in
 from gradsieve.comm.engine import Engine
-from gradsieve.pipeline.optimizer_adapter import OptimizerAdapter
-from gradsieve.replica.parameter_views import SingleModel
-from gradsieve.replica.replica import Replica
+from gradsieve.replica import Replica
 from gradsieve_tools.fuzz.entry_points.entry_point import EntryPoint
 from gradsieve_tools.fuzz.entry_points.exchanges import WORLD
-from gradsieve_tools.fuzz.entry_points.pipelines import Rank, gradients, parameters, trained, with_budget
+from gradsieve_tools.fuzz.entry_points.pipelines import Rank, gradients, trained, with_budget
 
 _FEWER = 3  # ranks that load what WORLD ranks saved: the first reads two files and adds them
 _LARGE = 1 << 20  # elements of a file that makes one copy too many exceed the memory cap
@@ -62,18 +60,11 @@ class _Seat:
     world: int
 
 
-class _Adapter(OptimizerAdapter):
-    def __init__(self, rank: Rank) -> None:
-        super().__init__(parameters(), cast("Any", [_Optimizer(rank.tensors)]))
-        self.pipeline = rank.pipeline
-
-    def tensors(self) -> dict[str, Tensor]:
-        raise NotImplementedError("nothing is trained here")
-
-
 def loader(rank: Rank) -> Replica:
-    adapter, seat = _Adapter(rank), _Seat(rank.pipeline.rank, rank.pipeline.world)
-    return Replica(cast("Engine", seat), adapter.parameters, adapter, SingleModel())
+    pipeline = rank.pipeline
+    pipeline.optimizers = cast("Any", [_Optimizer(rank.tensors)])
+    seat = _Seat(pipeline.rank, pipeline.world)
+    return Replica(cast("Engine", seat), pipeline.parameters, pipeline)
 
 
 def of_tensors() -> Iterator[EntryPoint]:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from gradsieve.pipeline.budget import Budget
-from gradsieve.testing import GradientPipeline, StepPipeline, lockstep
+from gradsieve.pipeline.exchange_settings import Gradients, Steps
+from gradsieve.testing import GradientPipeline, Pending, Pipeline, StepPipeline, lockstep
 from gradsieve_tools.fuzz.entry_points.entry_point import EntryPoint
 from gradsieve_tools.fuzz.entry_points.exchanges import (
     VICTIM,
@@ -29,16 +30,15 @@ _SHAPES = {"weight": (24, 10), "bias": (10,)}  # one unit for the scheme, one th
 
 @dataclass
 class Rank:
-    pipeline: GradientPipeline | StepPipeline
+    pipeline: Pipeline
     tensors: dict[str, Tensor]
 
     def move(self, source: torch.Generator) -> None:
         for tensor in self.tensors.values():
             tensor.copy_(torch.randn(tensor.shape, generator=source, dtype=tensor.dtype, device="cpu"))
 
-    def complete(self) -> None:
-        if isinstance(self.pipeline, StepPipeline):
-            self.pipeline.finish(self.tensors)
+    def begin(self) -> Pending:
+        return self.pipeline.begin(gradients=self.tensors)
 
     def check(self) -> None:
         for name, part in self.pipeline.memories().items():
@@ -69,20 +69,20 @@ def entries() -> Iterator[EntryPoint]:
 def with_budget(scheme: str, rank: int, world: int = WORLD) -> Rank:
     pipeline = _steps(scheme, rank, world)
     pipeline.budget = Budget(0.75)
-    return Rank(pipeline, pipeline.own)
+    return Rank(pipeline, pipeline.models.own)
 
 
 def steps(scheme: str, rank: int) -> Rank:
     pipeline = _steps(scheme, rank, WORLD)
-    return Rank(pipeline, pipeline.own)
+    return Rank(pipeline, pipeline.models.own)
 
 
 def _steps(scheme: str, rank: int, world: int) -> StepPipeline:
-    return StepPipeline(parameters().items(), parse(scheme, 0.2), rank, world)
+    return StepPipeline(parameters(), (), parse(scheme, 0.2), Steps(), rank, world)
 
 
 def gradients(scheme: str, rank: int, world: int = WORLD) -> Rank:
-    pipeline = GradientPipeline(parameters().items(), parse(scheme, 0.2), rank, world)
+    pipeline = GradientPipeline(parameters(), (), parse(scheme, 0.2), Gradients(), rank, world)
     return Rank(pipeline, {name: tensor.flatten() for name, tensor in parameters().items()})
 
 
@@ -97,19 +97,21 @@ def trained(ranks: list[Rank]) -> tuple[Rank, list[Heard]]:
         for rank in ranks:
             rank.move(source)
         victim, heard = deepcopy(ranks[VICTIM]), []  # type: Rank, list[Heard]
-        programs = [rank.pipeline.program(0, rank.tensors) for rank in ranks]
+        begun = [rank.begin() for rank in ranks]
+        programs = [rank.pipeline.program(own, 0) for rank, own in zip(ranks, begun, strict=True)]
         programs[VICTIM] = overheard(programs[VICTIM], heard)
         lockstep.run(programs)
-        for rank in ranks:
-            rank.complete()
+        for rank, own in zip(ranks, begun, strict=True):
+            rank.pipeline.finish(own)
     return victim, heard
 
 
 def _enter(victim: Rank, heard: list[Heard], number: int) -> Callable[[bytearray], None]:
     def enter(forged: bytearray) -> None:
         rank = deepcopy(victim)
-        replayed(rank.pipeline.program(0, rank.tensors), heard, number, forged)
-        rank.complete()
+        pending = rank.begin()
+        replayed(rank.pipeline.program(pending, 0), heard, number, forged)
+        rank.pipeline.finish(pending)
         rank.check()
 
     return enter

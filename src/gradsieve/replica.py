@@ -1,7 +1,7 @@
-"""`Replica`: what one rank of a group trains and exchanges.
+"""What one rank of a group trains and exchanges.
 
-A `GradientSync` makes one and drives it. Whatever else works on a rank's state (comparing replicas,
-saving and loading, the startup log, metrics) takes the replica, and so needs no sync.
+A `GradientSync` makes a `Replica` and drives it. All that works on a rank's state (comparing replicas, saving
+and loading, the startup log, metrics) takes the replica, and needs no sync.
 """
 
 from __future__ import annotations
@@ -14,45 +14,37 @@ import torch
 from torch import Tensor
 
 from gradsieve.comm.engine import Engine
-from gradsieve.pipeline import GradientPipeline, StepPipeline
+from gradsieve.models import Models
+from gradsieve.pipeline import Pipeline
 from gradsieve.pipeline.budget import Budget
 from gradsieve.pipeline.exchange_settings import Exchange
-from gradsieve.pipeline.optimizer_adapter import OptimizerAdapter
-from gradsieve.replica.parameter_views import SingleModel
 from gradsieve.schemes.base import Scheme
 
 
 @dataclass(slots=True, eq=False)
 class Replica:
     engine: Engine
-    held: Mapping[str, Tensor]
-    """By name, what the user and the optimizers have."""
-    adapter: OptimizerAdapter
-    views: SingleModel
-    """Which model the parameters hold at the moment."""
-    fixed: Budget | None = None
-    """The budget, if the user gave one."""
-    part: str = ""
-    """For names of files: of which part of the model, where ranks hold parts."""
-    is_elastic: bool = False
-    """Whether ranks may come and go, so that they need not start with the same learning rates."""
-    compared: int = 0
-    """The step after which replicas were last compared."""
-    tokens: dict[str, tuple[int, int]] = field(default_factory=dict)
+    held: Mapping[str, Tensor]  # by name, what the user and the optimizers have
+    pipeline: Pipeline
+    fixed: Budget | None = None  # the budget, if the user gave one
+    part: str = ""  # for names of files: of which part of the model, if ranks hold parts
+    is_elastic: bool = False  # whether ranks may come and go: they may start with other learning rates
+    compared: int = 0  # the step after which replicas were last compared
     # By folder, the fencing token of the last checkpoint that this run saved there: `checkpoint/fencing.py`.
+    tokens: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
-    def pipeline(self) -> GradientPipeline | StepPipeline:
-        return self.adapter.pipeline
+    def models(self) -> Models:
+        return self.pipeline.models
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
-        """By name, what is exchanged: `held`, or this rank's shard of it."""
-        return self.adapter.parameters
+        """Return by name what is exchanged: `held`, or this rank's shard of it."""
+        return self.pipeline.parameters
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        return self.adapter.optimizers
+        return self.pipeline.optimizers
 
     @property
     def scheme(self) -> Scheme[Any]:
@@ -76,7 +68,7 @@ class Replica:
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """Return rank and step, for messages."""
         return f"rank {self.rank}, step {self.pipeline.step}"
 
     @property
@@ -85,15 +77,15 @@ class Replica:
 
     @property
     def shards_of_host(self) -> int:
-        """How many parts the model is cut into, of which each rank of a host has one."""
+        """Return how many parts the model is cut into, one for each rank of a host."""
         return 1
 
     def of_all_shards(self, row: Tensor) -> Tensor:
-        """This row of every shard of this host."""
+        """Return this row of every shard of this host."""
         return row.unsqueeze(0)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """As it is saved, in tensors of this rank's own."""
+        """Return the state as it is saved, in tensors of this rank's own."""
         state: dict[str, Any] = optimizer.state_dict()
         return state
 

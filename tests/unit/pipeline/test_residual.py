@@ -13,11 +13,11 @@ from torch import Tensor
 
 from gradsieve.comm import lockstep
 from gradsieve.comm.ops import AllGather, AllReduce, Meter
-from gradsieve.feedback.residual import Residual
-from gradsieve.feedback.units import make_units
 from gradsieve.kernels import is_finite
 from gradsieve.pipeline.frame import CHECKSUM_WORDS, Checksum, Frame, Timeline
+from gradsieve.pipeline.gradients import Residual
 from gradsieve.types import Program, Sparse
+from gradsieve.units import make_units
 
 # -- residual -----------------------------------------------------------------------------------------
 
@@ -104,16 +104,6 @@ def test_narrow_gradients_are_accumulated_wide(dtype: torch.dtype) -> None:
         one.accumulate({"p0": small})
         commit(one, nothing)
     assert torch.equal(one.kept, torch.full((SIZE,), 1 + 2.0**-8))
-
-
-def test_parts_are_found_by_name_and_dense_ones_have_none() -> None:
-    one = residual((40, 40), (50,), MATRIX)
-    one.accumulate({"p0": torch.full((1600,), 2.0), "p1": torch.ones(50), "p2": ramp()})
-    commit(one, Sparse(torch.tensor([0]), torch.zeros(1), SIZE + 1600))
-    parts = one.by_kind()["residual"]
-    assert [*parts] == ["p2", "p0"]
-    assert torch.equal(parts["p2"], ramp())
-    assert torch.equal(parts["p0"], torch.full((1600,), 2.0))
 
 
 # -- rider --------------------------------------------------------------------------------------------

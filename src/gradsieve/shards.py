@@ -7,7 +7,7 @@ FSDP gathered of the model before is given up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +20,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from gradsieve import torch_names
 from gradsieve.errors import ConfigError
-from gradsieve.feedback.units import flat_view
-from gradsieve.pipeline import StepPipeline
-from gradsieve.replica.parameter_views import ParameterViews
-from gradsieve.replica.replica import Replica
+from gradsieve.models import Models
+from gradsieve.replica import Replica
 from gradsieve.torch_names import all_gather_flat, local_of, plain_part_of, shard_groups_of
+from gradsieve.units import Unit, flat_view
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,24 +154,20 @@ class ShardedReplica(Replica):
         super(ShardedReplica, self).set_optimizer_state(optimizer, whole)
 
 
-class ShardedViews(ParameterViews):
-    """The model that the shards hold: the shared one or this rank's own."""
+class ShardedModels(Models):
+    """The models of this rank's shards. FSDP reads the one that they show."""
 
-    def __init__(self, shards: Shards, pipeline: StepPipeline) -> None:
-        self._shards, parts = shards, shards.parts
+    def __init__(self, shards: Shards, parameters: Mapping[str, Tensor], units: Sequence[Unit]) -> None:
+        super().__init__(parameters, units, {name: part.held for name, part in shards.parts.items()})
+        self._shards = shards
         self._gathered_own = False  # which model FSDP's gathered parameters, if there are any, are of
         self._flats: dict[int, Tensor] = {}  # of padded shards, by where the shard begins
-        for name, part in parts.items():
+        for name, part in shards.parts.items():
             if part.is_padded and part.local.numel():
                 memory = torch.zeros_like(part.flat)
-                pipeline.show_in(name, memory[: part.local.numel()])
+                self.show_in(name, memory[: part.local.numel()])
                 for flat in (part.flat.data, memory):
                     self._flats[flat.data_ptr()] = flat
-        super().__init__(
-            {name: part.local for name, part in parts.items()},
-            pipeline,
-            {name: part.held for name, part in parts.items()},
-        )
 
     def point(self, name: str, memory: Tensor) -> None:
         part = self._shards.parts[name]
@@ -201,8 +196,8 @@ class ShardedViews(ParameterViews):
         super().raise_versions()
         self._shards.give_up_gathered()
 
-    def renew(self) -> None:
-        super().renew()
+    def point_again(self) -> None:
+        super().point_again()
         self._shards.give_up_gathered()
 
 

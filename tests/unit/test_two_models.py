@@ -7,18 +7,18 @@ import torch
 from torch import Tensor, nn
 
 from gradsieve.errors import ConfigError
+from gradsieve.models import Models
 from gradsieve.pipeline import StepPipeline
-from gradsieve.replica.parameter_views import ParameterViews
+from gradsieve.pipeline.exchange_settings import Steps
 from gradsieve.schemes import make
 
 
-def two_models(dtype: torch.dtype = torch.float32) -> tuple[ParameterViews, nn.Parameter, StepPipeline]:
+def two_models(dtype: torch.dtype = torch.float32) -> tuple[Models, nn.Parameter, StepPipeline]:
     """Of one parameter, whose own model has moved by one."""
     parameter = nn.Parameter(torch.zeros(40, 40, dtype=dtype))
-    pipeline = StepPipeline({"p": parameter}.items(), make("topk", 0.1), 0, 1)
-    models = ParameterViews({"p": parameter}, pipeline)
-    pipeline.own["p"] -= 1
-    return models, parameter, pipeline
+    pipeline = StepPipeline({"p": parameter}, (), make("topk", 0.1), Steps(), 0, 1)
+    pipeline.models.own["p"] -= 1
+    return pipeline.models, parameter, pipeline
 
 
 def shown(parameter: Tensor) -> float:
@@ -85,7 +85,7 @@ def test_what_replaces_the_own_model_is_a_step() -> None:
     models.show_shared()
     models.show_own()
     assert shown(parameter) == -5
-    assert shown(next(pipeline.waiting())) == 5
+    assert shown(next(pipeline.residuals())) == 5
 
 
 def test_a_model_that_was_cast_after_attach_is_refused() -> None:

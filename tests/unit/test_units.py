@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from math import prod
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradsieve.errors import ConfigError
-from gradsieve.feedback.units import Slot, Unit, flat_view, make_units, shaped_like
+from gradsieve.units import Slot, Unit, flat_view, make_units, shaped_like
 
 SHAPES = st.lists(st.integers(0, 60), min_size=0, max_size=3).map(tuple)
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -47,18 +48,19 @@ def names(units: list[Unit]) -> list[list[str]]:
 )
 def test_small_tensors_and_vectors_go_dense(shape: tuple[int, ...], sparse: bool) -> None:
     (unit,) = lay(shape)
-    assert unit.slots == (Slot("p0", prod(shape), sparse, 0),)
-    assert unit.n == (prod(shape) if sparse else 0)
+    assert unit.slots == (Slot("p0", prod(shape), 0),)
+    assert unit.n == prod(shape)
+    assert unit.is_dense != sparse
 
 
 def test_with_0_nothing_is_small() -> None:
     (unit,) = lay((3,), (64, 64), (2, 2), small=0)
-    assert unit.dense == ()
+    assert not unit.is_dense
     assert unit.n == 3 + 4096 + 4
 
 
 def test_parameters_come_in_the_order_of_backward() -> None:
-    assert names(lay((5,), (64, 64), (7,))) == [["p2", "p1", "p0"]]
+    assert names(lay((5,), (64, 64), (7,), (32, 32))) == [["p3", "p1"], ["p2", "p0"]]
 
 
 def test_a_unit_closes_when_it_holds_the_cap() -> None:
@@ -87,22 +89,26 @@ def test_every_parameter_has_one_place_and_places_do_not_overlap(
     assert sorted(name for unit in names(units) for name in unit) == sorted(shapes)
     for unit in units:
         assert unit.dtype in (torch.float32, torch.float64)
-        for kind in (unit.sparse, unit.dense):
-            assert [slot.start for slot in kind] == [sum(s.numel for s in kind[:i]) for i in range(len(kind))]
+        ends = [sum(slot.numel for slot in unit.slots[:place]) for place in range(len(unit.slots))]
+        assert [slot.start for slot in unit.slots] == ends
         for slot in unit.slots:
             parameter = shapes[slot.name]
             assert slot.stop - slot.start == slot.numel == parameter.numel()
-            assert slot.sparse == (not small or (parameter.ndim > 1 and parameter.numel() >= small))
+            assert unit.is_dense != (not small or (parameter.ndim > 1 and parameter.numel() >= small))
             assert (unit.dtype == torch.float64) == (parameter.dtype == torch.float64)
 
 
 @given(model=models(), cap=st.integers(1, 40_000))
 def test_units_are_filled_in_reverse_order_up_to_the_cap(model: list[tuple[str, Tensor]], cap: int) -> None:
     units = make_units(model, cap, small=1024)
-    for dtype in (torch.float32, torch.float64):
-        same = [unit for unit in units if unit.dtype == dtype]
+    assert [unit.is_dense for unit in units] == sorted(unit.is_dense for unit in units)
+    for dtype, is_dense in product((torch.float32, torch.float64), (False, True)):
+        same = [unit for unit in units if (unit.dtype, unit.is_dense) == (dtype, is_dense)]
         expected = [
-            name for name, p in reversed(model) if (p.dtype == torch.float64) == (dtype == torch.float64)
+            name
+            for name, p in reversed(model)
+            if (p.dtype == torch.float64) == (dtype == torch.float64)
+            and is_dense == (p.ndim < 2 or p.numel() < 1024)
         ]
         assert [name for unit in names(same) for name in unit] == expected
         for number, unit in enumerate(same):

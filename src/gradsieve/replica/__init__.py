@@ -1,1 +1,0 @@
-"""What one rank has of a training: engine, pipeline, parameters, optimizers, shards."""
