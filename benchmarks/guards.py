@@ -21,10 +21,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-
-from gradsieve.parallel.ddp import DdpSync
-from gradsieve.pipeline import base
 from gradsieve.replica.parameter_views import ParameterViews
+
+from gradsieve import runner
+from gradsieve.pipeline import base
 from gradsieve_tools.bench.common.workloads import batch_for, build
 from gradsieve_tools.bench.step.worker import Arena, Contestant
 
@@ -44,7 +44,7 @@ GUARDS = [
     (base, "agree", unchecked),
     (ParameterViews, "show_own", mock.Mock(return_value=None)),
     (ParameterViews, "show_shared", mock.Mock(return_value=None)),
-    (DdpSync, "_refuse_unfrozen", mock.Mock(return_value=None)),
+    (runner, "refuse_unfrozen", mock.Mock(return_value=None)),
 ]
 
 

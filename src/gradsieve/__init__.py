@@ -25,12 +25,12 @@ if typing.TYPE_CHECKING:
     from gradsieve.parallel.hsdp import host_mesh
     from gradsieve.pipeline.exchange_settings import Gradients, Steps
     from gradsieve.recording import record
-    from gradsieve.sync.gradient_sync import GradientSync
+    from gradsieve.sync import GradientSync
 
 __version__ = version.VERSION
 
 _WHERE = {
-    "GradientSync": "sync.gradient_sync",
+    "GradientSync": "sync",
     "Gradients": "pipeline.exchange_settings",
     "Steps": "pipeline.exchange_settings",
     "attach": "attaching",

@@ -120,7 +120,7 @@ def ddp_in(model: Any) -> DistributedDataParallel:
         )
     refuse_sparse_gradients(ddp.module)
     comm_hook = hook_of(ddp)
-    if comm_hook is not None and comm_hook.sync is not None:
+    if comm_hook is not None and comm_hook.hand_over is not None:
         raise ConfigError("a sync is attached to this model already: close() it first")
     return ddp
 

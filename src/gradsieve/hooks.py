@@ -27,17 +27,11 @@ from gradsieve.optimizers import MANY_CLOSURES
 
 
 class ModuleListener(Protocol):
-    def before_forward(self, module: nn.Module) -> None: ...
-
-    def after_forward(self, module: nn.Module, output: Any) -> None: ...
-
-    def before_state(self, module: nn.Module) -> None: ...
-
-    def after_state(self, module: nn.Module) -> None: ...
-
-    def before_loading(self, module: nn.Module) -> None: ...
-
-    def after_loading(self, module: nn.Module) -> None: ...
+    def before_forward(self, module: nn.Module, *_: Any) -> None: ...
+    def after_forward(self, module: nn.Module, *arguments: Any) -> None: ...
+    def look(self, module: nn.Module, *_: Any) -> None: ...
+    def before_loading(self, module: nn.Module, *_: Any) -> None: ...
+    def after_loading(self, module: nn.Module, *_: Any) -> None: ...
 
 
 class ModuleHook:
@@ -50,16 +44,9 @@ class ModuleHook:
         return type(self), ()
 
     @torch_names.never_compiled
-    def __call__(self, module: nn.Module, *_: Any) -> None:
+    def __call__(self, module: nn.Module, *arguments: Any) -> None:
         if self.call is not None:
-            self.call(module)
-
-
-class OutputHook(ModuleHook):
-    @torch_names.never_compiled
-    def __call__(self, module: nn.Module, *inputs_and_output: Any) -> None:
-        if self.call is not None:
-            self.call(module, inputs_and_output[-1])
+            self.call(module, *arguments)
 
 
 def register_hooks(root: Any, listener: ModuleListener, first: bool) -> list[RemovableHandle]:
@@ -67,9 +54,9 @@ def register_hooks(root: Any, listener: ModuleListener, first: bool) -> list[Rem
     of a forward before the model's other hooks."""
     return [
         root.register_forward_pre_hook(ModuleHook(listener.before_forward), prepend=first),
-        root.register_forward_hook(OutputHook(listener.after_forward), always_call=True),
-        root.register_state_dict_pre_hook(ModuleHook(listener.before_state)),
-        root.register_state_dict_post_hook(ModuleHook(listener.after_state)),
+        root.register_forward_hook(ModuleHook(listener.after_forward), always_call=True),
+        root.register_state_dict_pre_hook(ModuleHook(listener.look)),
+        root.register_state_dict_post_hook(ModuleHook(listener.after_forward)),
         root.register_load_state_dict_pre_hook(ModuleHook(listener.before_loading)),
         root.register_load_state_dict_post_hook(ModuleHook(listener.after_loading)),
     ]
@@ -78,20 +65,22 @@ def register_hooks(root: Any, listener: ModuleListener, first: bool) -> list[Rem
 # -- DistributedDataParallel --------------------------------------------------------------------------------
 
 
-class Averaging(Protocol):
-    @property
-    def hook(self) -> Callable[[GradBucket], torch.futures.Future[Tensor]]: ...
+HandOver = Callable[[GradBucket], torch.futures.Future[Tensor]]
 
 
 class CommHook:
     """The state of DDP's communication hook."""
 
     def __init__(self) -> None:
-        self.sync: Averaging | None = None  # which is given the buckets
+        self.hand_over: HandOver | None = None  # what a sync does with buckets
         self.is_hung = False  # whether DDP's reducer has it: that of a copied model has no hook
         self.group: dist.ProcessGroup | None = None
         # What a sync that was closed left to be done before DDP averages again; on all ranks, once.
         self.before_averaging: Callable[[], None] | None = None
+
+    def remove(self) -> None:
+        """Let DDP average gradients again."""
+        self.hand_over = None
 
     def catch_up(self) -> None:
         todo, self.before_averaging = self.before_averaging, None
@@ -124,10 +113,33 @@ def install_comm_hook(ddp: DistributedDataParallel) -> CommHook:
 
 
 def through(comm_hook: CommHook, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    if comm_hook.sync is None:
+    if comm_hook.hand_over is None:
         comm_hook.catch_up()
         return allreduce_hook(comm_hook.group, bucket)  # type: ignore[arg-type]  # None is the default group
-    return comm_hook.sync.hook(bucket)
+    return comm_hook.hand_over(bucket)
+
+
+def own_gradients(ddp: DistributedDataParallel, averaged: Callable[[], None]) -> HandOver:
+    """Leave a rank its own gradient, for its own optimizer. `averaged` is called once a backward."""
+    here = weakref.ref(ddp)  # DDP's reducer holds the hook's state, and the collector cannot see through it
+
+    def hand_over(bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        if bucket.index() == 0:
+            _refuse_joining(here())
+            averaged()
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    return hand_over
+
+
+def _refuse_joining(ddp: DistributedDataParallel | None) -> None:
+    if ddp is None or torch_names.is_joining(ddp):
+        raise ConfigError(
+            "join() ends by giving all ranks the model of one, which loses the others' residuals: use "
+            "attach(..., exchange=gradsieve.Gradients())"
+        )
 
 
 # -- optimizers ---------------------------------------------------------------------------------------------
@@ -135,7 +147,6 @@ def through(comm_hook: CommHook, bucket: GradBucket) -> torch.futures.Future[tor
 
 class StepListener(Protocol):
     def before_update(self, names: Set[str], optimizer: Any) -> None: ...
-
     def after_update(self, names: Set[str]) -> None: ...
 
 
@@ -147,11 +158,18 @@ class OptimizerHooks:
     which computes the gradient. After it: before the user's own hooks of the optimizer see what was
     written."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], listener: StepListener) -> None:
-        self._names = {id(parameter): name for name, parameter in parameters.items()}
+    def __init__(
+        self, parameters: Mapping[str, Tensor], listener: StepListener, given: Sequence[Any] = ()
+    ) -> None:
+        self.names = {id(parameter): name for name, parameter in parameters.items()}
         self.listener = weakref.ref(listener)
         self._known: weakref.WeakKeyDictionary[Any, tuple[list[int], Set[str]]] = weakref.WeakKeyDictionary()
         self._after: weakref.WeakKeyDictionary[Any, RemovableHandle] = weakref.WeakKeyDictionary()
+        self._before: RemovableHandle | None = None
+        for optimizer in given:
+            self.names_in(optimizer)
+
+    def register(self) -> None:
         this = weakref.ref(self)  # torch keeps global hooks for as long as Python runs
 
         @torch_names.never_compiled
@@ -169,20 +187,23 @@ class OptimizerHooks:
         self.after, self._before = after, register_optimizer_step_pre_hook(before)
 
     def remove(self) -> None:
-        for handle in [self._before, *self._after.values()]:
-            handle.remove()
+        handles, self._before = [self._before, *self._after.values()], None
+        self._after.clear()
+        for handle in handles:
+            if handle is not None:
+                handle.remove()
 
-    def known(self, given: Sequence[Any]) -> list[Any]:
-        """Return the given optimizers, and others that have stepped these parameters, in the order in which
-        they first did."""
-        return [*given, *(other for other in self._known if other not in given and self._known[other][1])]
+    def known(self) -> list[Any]:
+        """Return the given optimizers, and others that have stepped these parameters, in the order of their
+        first steps."""
+        return [optimizer for optimizer, (_, names) in self._known.items() if names]
 
     def names_in(self, optimizer: Any) -> Set[str]:
         """Return which of these parameters the optimizer has now: groups can be added and changed."""
         ids = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         known = self._known.get(optimizer)
         if known is None or known[0] != ids:
-            known = ids, frozenset(self._names[each] for each in ids if each in self._names)
+            known = ids, frozenset(self.names[each] for each in ids if each in self.names)
             self._known[optimizer] = known
         return known[1]
 

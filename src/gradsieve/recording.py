@@ -24,7 +24,7 @@ from gradsieve.record_file import MARK, VERSION, RecordFile, path_of
 from gradsieve.schemes import SCHEMES
 from gradsieve.schemes.base import Scheme
 from gradsieve.startup import changed
-from gradsieve.sync.gradient_sync import GradientSync
+from gradsieve.sync import GradientSync
 
 EVERY = 50
 _LOOKED_FOR = ("threshold", "imbalance", "cut", "waiting", "age", "contraction", "xi", "loss")
@@ -34,7 +34,7 @@ def record(sync: GradientSync, path: str | Path, *, every: int = EVERY) -> Recor
     """Write one line of JSON an exchange to `path`.rank0.jsonl, and so on for each rank (of shards, to
     `path`.shard0.rank0.jsonl), with norms every `every` exchanges. Call it on the ranks that are to be
     recorded; docs/recording.md describes the fields."""
-    sync.complete()
+    sync.runner.complete()
     stem, replica = Path(path), sync.replica
     return Recorder(replica.pipeline, stem.with_name(stem.name + replica.part), every)
 

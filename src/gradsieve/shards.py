@@ -1,4 +1,4 @@
-"""What `fully_shard` left of a model on this rank: plain tensors, and where FSDP reads them.
+"""A rank's part of a model that `fully_shard` was applied to: plain tensors, and where FSDP reads them.
 
 FSDP gathers a parameter from a flat tensor of its own, as long as the longest shard, which begins with the
 parameter's local tensor. So both are pointed to another model together, in memory of that length, and what
@@ -19,8 +19,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from gradsieve import torch_names
+from gradsieve.comm.engine import Engine
 from gradsieve.errors import ConfigError
 from gradsieve.models import Models
+from gradsieve.pipeline import Pipeline
+from gradsieve.pipeline.budget import Budget
 from gradsieve.replica import Replica
 from gradsieve.torch_names import all_gather_flat, local_of, plain_part_of, shard_groups_of
 from gradsieve.units import Unit, flat_view
@@ -63,6 +66,21 @@ class Shards:
         for module in self._modules:
             module.reshard()
 
+    def models(self, parameters: Mapping[str, Tensor], units: Sequence[Unit]) -> ShardedModels:
+        return ShardedModels(self, parameters, units)
+
+    def replica(
+        self, engine: Engine, held: Mapping[str, Tensor], pipeline: Pipeline, fixed: Budget | None
+    ) -> ShardedReplica:
+        return ShardedReplica(engine, held, pipeline, fixed, f".shard{self.rank}", shards=self)
+
+    @property
+    def locals(self) -> dict[str, Tensor]:
+        return {name: part.local for name, part in self.parts.items()}
+
+    def remove(self) -> None:
+        self.listen(None)
+
     def listen(self, averaged: Callable[[], None] | None) -> None:
         """Call `averaged` when gradients were averaged among shards and are to be exchanged: not in passes
         that only accumulate (`set_requires_gradient_sync(False)` or `set_requires_all_reduce(False)`)."""
@@ -96,38 +114,6 @@ class Shards:
             flats |= torch_names.shard_flats_of(group)
         return flats
 
-    def gather(self, row: Tensor) -> Tensor:
-        """Every shard of this host gives a row."""
-        rows = row.new_empty((self.count, row.numel()))
-        all_gather_flat(rows.view(-1), row, self.group)
-        return rows
-
-    # -- optimizers' states -----------------------------------------------------------------------------
-
-    def local_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """An optimizer's state in plain tensors."""
-
-        def plain(_: int, value: Any) -> Any:
-            return plain_part_of(value) if isinstance(value, Tensor) else value
-
-        return {**state, "state": _mapped(state["state"], plain)}
-
-    def held_state(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
-        """The reverse: a tensor as large as this rank's shard of a parameter is sharded like it."""
-        order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-        def wrapped(index: int, value: Any) -> Any:
-            held = order[index]
-            if not isinstance(value, Tensor) or not isinstance(held, DTensor):
-                return value
-            if value.shape != local_of(held).shape:
-                return value
-            return DTensor.from_local(
-                value, held.device_mesh, held.placements, shape=held.shape, stride=held.stride()
-            )
-
-        return {**state, "state": _mapped(state["state"], wrapped)}
-
 
 @dataclass(slots=True, eq=False)
 class ShardedReplica(Replica):
@@ -144,14 +130,18 @@ class ShardedReplica(Replica):
         return self.shards.count
 
     def of_all_shards(self, row: Tensor) -> Tensor:
-        return self.shards.gather(row)
+        rows = row.new_empty((self.shards.count, row.numel()))
+        all_gather_flat(rows.view(-1), row, self.shards.group)
+        return rows
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return self.shards.local_state(super(ShardedReplica, self).optimizer_state(optimizer))
+        state = super(ShardedReplica, self).optimizer_state(optimizer)
+        return {**state, "state": _mapped(state["state"], lambda _, value: plain_part_of(value))}
 
     def set_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
-        whole = self.shards.held_state(optimizer, state)
-        super(ShardedReplica, self).set_optimizer_state(optimizer, whole)
+        order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        sharded = _mapped(state["state"], lambda index, value: _sharded_like(order[index], value))
+        super(ShardedReplica, self).set_optimizer_state(optimizer, {**state, "state": sharded})
 
 
 class ShardedModels(Models):
@@ -159,7 +149,7 @@ class ShardedModels(Models):
 
     def __init__(self, shards: Shards, parameters: Mapping[str, Tensor], units: Sequence[Unit]) -> None:
         super().__init__(parameters, units, {name: part.held for name, part in shards.parts.items()})
-        self._shards = shards
+        self.shards = shards
         self._gathered_own = False  # which model FSDP's gathered parameters, if there are any, are of
         self._flats: dict[int, Tensor] = {}  # of padded shards, by where the shard begins
         for name, part in shards.parts.items():
@@ -170,7 +160,7 @@ class ShardedModels(Models):
                     self._flats[flat.data_ptr()] = flat
 
     def point(self, name: str, memory: Tensor) -> None:
-        part = self._shards.parts[name]
+        part = self.shards.parts[name]
         if not part.local.numel():
             return
         if local_of(part.held) is not part.local:
@@ -184,21 +174,21 @@ class ShardedModels(Models):
     def before_gathering(self) -> None:
         """Parameters gathered of the same model may stay for a forward, where gradients accumulate."""
         if self._gathered_own != self.shows_own:
-            self._shards.give_up_gathered()
+            self.shards.give_up_gathered()
             self._gathered_own = self.shows_own
 
     def show_shared(self, names: Iterable[str] | None = None, *, raise_version: bool = True) -> None:
         super().show_shared(names, raise_version=raise_version)
         if raise_version:
-            self._shards.give_up_gathered()
+            self.shards.give_up_gathered()
 
     def raise_versions(self) -> None:
         super().raise_versions()
-        self._shards.give_up_gathered()
+        self.shards.give_up_gathered()
 
     def point_again(self) -> None:
         super().point_again()
-        self._shards.give_up_gathered()
+        self.shards.give_up_gathered()
 
 
 _TWO_MESHES = "parameters are sharded over different meshes: give every fully_shard() mesh['shard']"
@@ -216,7 +206,7 @@ def _mesh_of(held: Mapping[str, DTensor]) -> DeviceMesh:
 def _checked(name: str, held: Tensor) -> DTensor:
     if not isinstance(held, DTensor):
         raise ConfigError(
-            f"parameter {name!r} is not sharded (ignored_params), so that nobody would average its gradient: "
+            f"parameter {name!r} is not sharded (ignored_params), so that its gradient is not averaged: "
             "freeze it or shard it"
         )
     if any(isinstance(each, Replicate) for each in held.placements):
@@ -237,3 +227,12 @@ def _mapped(states: Mapping[int, Any], change: Callable[[int, Any], Any]) -> dic
     return {
         index: {key: change(index, value) for key, value in state.items()} for index, state in states.items()
     }
+
+
+def _sharded_like(held: Any, value: Any) -> Any:
+    """Return a tensor as large as this rank's shard of `held` as a shard of the same kind."""
+    if not isinstance(value, Tensor) or not isinstance(held, DTensor) or value.shape != local_of(held).shape:
+        return value
+    return DTensor.from_local(
+        value, held.device_mesh, held.placements, shape=held.shape, stride=held.stride()
+    )

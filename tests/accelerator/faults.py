@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from accelerator.recorder import unnoted
-from gradsieve.sync.gradient_sync import GradientSync
+from gradsieve.runner import Runner
 
 
 class _Deaf(torch.Stream):
@@ -60,8 +60,8 @@ def _no_wait() -> AbstractContextManager[Any]:
 def _switch_too_early() -> Iterator[None]:
     """Parameters are pointed to the other model while that is still being written."""
     with (
-        mock.patch.object(GradientSync, "complete", _without_note(GradientSync.complete, "acquire")),
-        mock.patch.object(GradientSync, "refresh", _without_note(GradientSync.refresh, "acquire")),
+        mock.patch.object(Runner, "complete", _without_note(Runner.complete, "acquire")),
+        mock.patch.object(Runner, "refresh", _without_note(Runner.refresh, "acquire")),
     ):
         yield
 

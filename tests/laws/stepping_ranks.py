@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
-from gradsieve import step_length
+from gradsieve import runner, step_length
+from gradsieve import sync as sync_module
 from gradsieve.parallel.ddp import DdpSync
 from gradsieve.pipeline import StepPipeline
-from gradsieve.sync import gradient_sync
 from gradsieve.testing.laws import same_bits
 from laws.virtual_engine import Room, VirtualEngine
 from previews import fix_preview
@@ -66,11 +66,11 @@ def virtual() -> Iterator[None]:
     looked for in their small tensors, too."""
     with (
         mock.patch.object(step_length, "FEWEST", 1),
-        mock.patch.object(gradient_sync, "Engine", _engine_here),
-        mock.patch.object(gradient_sync, "place_in", _place_here),
-        mock.patch.object(gradient_sync, "wait", interruptible_wait),
-        mock.patch.object(gradient_sync, "startup"),
-        mock.patch.object(gradient_sync, "_warn_at_exit"),
+        mock.patch.object(sync_module, "Engine", _engine_here),
+        mock.patch.object(sync_module, "place_in", _place_here),
+        mock.patch.object(runner, "wait", interruptible_wait),
+        mock.patch.object(sync_module, "startup"),
+        mock.patch.object(sync_module, "_warn_at_exit"),
     ):
         yield
 
@@ -187,9 +187,9 @@ class Fleet:
 
     def _waits(self, rank: OneRank) -> bool:
         """Whether its optimizer's step will wait for what an exchange gave."""
-        if rank.sync._pending is not None:
+        if rank.sync.runner.pending is not None:
             return rank.pipeline.is_exchange_due
-        return rank.pipeline.models.is_due(rank.sync.parameters.keys())
+        return rank.pipeline.models.is_due(rank.sync.pipeline.parameters.keys())
 
     @contextlib.contextmanager
     def interrupted(self) -> Iterator[None]:
@@ -274,7 +274,7 @@ class Fleet:
     def load_model(self, numbers: dict[str, Tensor]) -> None:
         """Of one that is the shared model already nobody takes notice: what waits goes on waiting."""
         for rank in self.ranks:
-            rank.sync.complete()
+            rank.sync.runner.complete()
         shared = self.ranks[0].shared()
         same = all(torch.equal(shared[name], part / 4) for name, part in numbers.items())
         for rank in self.ranks:

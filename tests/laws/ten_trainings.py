@@ -94,7 +94,7 @@ def train(optimizer: Callable[[Any], torch.optim.Optimizer], settings: Callable[
         for number in range(STEPS):
             room.everyone(lambda rank, number=number: step(rank, number))
         show()
-        if ranks[0][2].exchanges_steps:
+        if ranks[0][2].pipeline.exchanges_steps:
             room.everyone(lambda rank: ranks[rank][2].flush())
             show()
         for *_, sync in ranks:

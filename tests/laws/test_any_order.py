@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from torch import Tensor
 
 from gradsieve import kernels
-from gradsieve.parallel.attached import Phase
+from gradsieve.attached import Phase
 from gradsieve.testing.laws import same_bits
 from laws.stepping_ranks import SHAPES, Fleet, OneRank, virtual
 from laws.virtual_engine import PATIENCE
@@ -144,14 +144,14 @@ class AnyOrder(RuleBasedStateMachine):
             "a look between forward and backward left another model in place"
         )
         before, at_its_end = one.own(), []
-        backward_ended = one.sync.backward_ended
+        backward_ended = one.sync.attached.backward_ended
 
         def ended() -> None:
             at_its_end.append(one.own())
             backward_ended()
 
         pressed = self.fleet.interrupted() if how == "interrupted" else contextlib.nullcontext()
-        with mock.patch.object(one.sync, "backward_ended", ended), pressed:
+        with mock.patch.object(one.sync.attached, "backward_ended", ended), pressed:
             loss.backward()
         assert same_bits([*at_its_end[0].values()], [*before.values()]), (
             "parameters were written inside a backward"
@@ -199,7 +199,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def copy_models(self) -> None:
         for rank in self.ranks:
-            at_rest = rank.sync.phase is Phase.RESTING
+            at_rest = rank.sync.attached.phase is Phase.RESTING
             self.fleet.save_model(rank, at_rest)
 
     @rule()
@@ -282,9 +282,11 @@ def test_loading_what_the_model_just_gave_changes_nothing_while_an_exchange_is_p
     try:
         for seed in (0, 1):
             machine.train(data=Drawn(), seed=seed, micro=0)
-        assert all(rank.sync._pending is not None for rank in machine.fleet.ranks)
+        assert all(rank.sync.runner.pending is not None for rank in machine.fleet.ranks)
         machine.load_the_same_model()
-        assert all(rank.sync._pending is not None for rank in machine.fleet.ranks), "it is the same model"
+        assert all(rank.sync.runner.pending is not None for rank in machine.fleet.ranks), (
+            "it is the same model"
+        )
         machine.train(data=Drawn(), seed=3, micro=0)
     finally:
         machine.teardown()

@@ -68,7 +68,7 @@ def flush_on_rank_0_alone() -> list[str]:
     fleet.room.abandon()
     said = [future.exception(timeout=30.0) for future in futures]
     for one in fleet.ranks:
-        one.sync._pending = None
+        one.sync.runner.pending = None
     fleet.close()
     assert all(isinstance(error, MismatchError) for error in said), said
     return [str(error) for error in said]

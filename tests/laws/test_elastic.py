@@ -220,7 +220,7 @@ def test_an_exchange_that_only_some_committed_is_counted_once(committed_by: int)
             else:
                 one.hold()
                 assert one.sync is not None
-                assert one.sync._pending is None, "an optimizer's step would apply it"
+                assert one.sync.runner.pending is None, "an optimizer's step would apply it"
     for one in ones[committed_by:] if committed_by else ():
         assert not one.take(copy.deepcopy(ones[0].state())), "its gradient would be thrown away"
     with Group(2, ones) as group:

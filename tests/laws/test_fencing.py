@@ -15,6 +15,7 @@ import torch
 from gradsieve import DivergenceError, MismatchError, RefusedError
 from gradsieve.checkpoint import fencing, files
 from gradsieve.checkpoint.fencing import MANIFEST
+from gradsieve.frameworks.sidecar import save_into
 from laws.crew import Crew, fake_group  # noqa: F401  # a fixture
 from laws.test_folder import load, save
 
@@ -231,7 +232,7 @@ def pairs(tmp_path: Path) -> Iterator[Callable[[str], int]]:
     with Crew(2, **SETTINGS) as crew:
         for start, pair in ((0, "aa"), (2, "bb"), (4, "cc")):
             crew.train(start, start + 2)
-            crew.everyone(lambda hand, pair=pair: hand.sync.save_pair(tmp_path, True, pair))
+            crew.everyone(lambda hand, pair=pair: save_into(hand.sync, tmp_path, pair))
         yield lambda pair: files.manifest_of_pair(tmp_path, pair).step
 
 

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from gradsieve.parallel.attached import Phase
+from gradsieve.attached import Phase
 from gradsieve.testing.laws import same_bits
 from laws.stepping_ranks import RATE, Fleet, OneRank
 from laws.test_any_order import fake_group, numbers, run_machine
@@ -92,10 +92,12 @@ class Seen(RuleBasedStateMachine):
     def look(self) -> None:
         for fleet in self.fleets:
             for rank in fleet.ranks:
-                assert rank.sync.phase in (Phase.RESTING, Phase.FORWARD)
-                shows = shows_shared if rank.sync.phase is Phase.RESTING else shows_own
-                assert shows(rank), f"rank {rank.rank} shows another model than it should, {rank.sync.phase}"
-            fleet.check([rank.rank for rank in fleet.ranks if rank.sync.phase is Phase.RESTING])
+                assert rank.sync.attached.phase in (Phase.RESTING, Phase.FORWARD)
+                shows = shows_shared if rank.sync.attached.phase is Phase.RESTING else shows_own
+                assert shows(rank), (
+                    f"rank {rank.rank} shows another model than it should, {rank.sync.attached.phase}"
+                )
+            fleet.check([rank.rank for rank in fleet.ranks if rank.sync.attached.phase is Phase.RESTING])
         for name in ("average", "in_hook"):
             first, *others = ([p.detach() for p in getattr(each, name).parameters()] for each in self.players)
             assert all(same_bits(first, each) for each in others), f"ranks' moving averages differ: {name}"
@@ -117,7 +119,7 @@ class Seen(RuleBasedStateMachine):
         loss.register_hook(lambda _: seen.append(shows_own(net)))
         loss.backward()
         assert seen == [True], "a backward found other values than its forward"
-        assert shows_shared(net) or net.sync.phase is Phase.FORWARD, "after a backward"
+        assert shows_shared(net) or net.sync.attached.phase is Phase.FORWARD, "after a backward"
         if not skips:
             net.both.step()
             self._note(net.both, net, factors)
@@ -152,7 +154,7 @@ class Seen(RuleBasedStateMachine):
             player.joint.zero_grad()
             factors = numbers(seed + rank)
             (net.ddp(factors) + through.ddp(numbers(seed + 9 + rank))).backward()
-            at_rest = through.sync.phase is Phase.RESTING
+            at_rest = through.sync.attached.phase is Phase.RESTING
             assert shows_shared(through) or not at_rest, "the other network, after a backward through it"
             net.both.step()
             self._note(net.both, net, factors)
@@ -249,7 +251,7 @@ class Seen(RuleBasedStateMachine):
             net = player.nets[which]
             assert same_bits([*net.model.state_dict().values()], [*net.shared().values()])
             copied = [each.detach() for each in copy.deepcopy(net.model).parameters()]
-            shown = net.shared() if net.sync.phase is Phase.RESTING else net.own()
+            shown = net.shared() if net.sync.attached.phase is Phase.RESTING else net.own()
             assert same_bits(
                 copied, [each.view_as(p) for each, p in zip(shown.values(), copied, strict=True)]
             )
@@ -260,7 +262,7 @@ class Seen(RuleBasedStateMachine):
     def write(self, seed: int, which: int) -> None:
         """At rest on all ranks: a rank that writes x by hand has made a step of its own."""
         fleet = self.fleets[which]
-        if all(rank.sync.phase is Phase.RESTING for rank in fleet.ranks):
+        if all(rank.sync.attached.phase is Phase.RESTING for rank in fleet.ranks):
             fleet.write(numbers(seed))
             self.look()
 

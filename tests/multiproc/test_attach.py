@@ -20,9 +20,8 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
-from gradsieve import ConfigError
+from gradsieve import ConfigError, runner, sync
 from gradsieve.comm.engine import Engine
-from gradsieve.sync import gradient_sync
 from multiproc.harness import Ranks
 from multiproc.models import Whole
 from multiproc.training import (
@@ -131,7 +130,7 @@ def refusals_then_training(rank: int) -> int:
     """All refusals one after the other, then a training that none of them has disturbed. No group is made
     for what is refused: a rank that closes it fails those that are still connecting."""
     for attempt, arguments, kind, words in REFUSALS:
-        with mock.patch.object(gradient_sync, "Engine", wraps=Engine) as made:
+        with mock.patch.object(sync, "Engine", wraps=Engine) as made:
             with pytest.raises(kind, match=words):
                 attempt(*arguments)
             assert made.call_count == (attempt is attach_twice)
@@ -157,7 +156,7 @@ def test_before_init_process_group() -> None:
 def train_uneven(rank: int, plan: Plan, batches: tuple[int, ...], every: int) -> tuple[Seen, int]:
     """Then six even steps."""
     run = Run(rank, plan)
-    with mock.patch.object(gradient_sync, "VERIFY_EVERY", every):
+    with mock.patch.object(runner, "VERIFY_EVERY", every):
         with Join([run.ddp]):
             run.train(batches[rank])
         steps = run.sync.pipeline.step

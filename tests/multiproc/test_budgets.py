@@ -54,7 +54,7 @@ def asking_for_nothing(rank: int) -> tuple[list[str], dict[str, float], list[Ten
     """Until there is a choice, saved then; and the same steps once more, of a run that has loaded it."""
     lines = Lines(logging.INFO)
     run = Learning(rank).train(0, ALL + 1)
-    run.sync.complete()
+    run.sync.runner.complete()
     stored = {
         "model": {name: part.clone() for name, part in run.model.state_dict().items()},
         "optimizer": copy.deepcopy(run.optimizer.state_dict()),

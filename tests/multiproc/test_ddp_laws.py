@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from gradsieve.hooks import hook_of
 from gradsieve.pipeline.gradients import Residual
 from multiproc.harness import Ranks
 from multiproc.training import (
@@ -83,7 +84,10 @@ def train_and_watch_buckets(rank: int, plan: Plan) -> tuple[Seen, list[list[list
     run = Run(rank, plan)
     names = {parameter: name for name, parameter in run.model.named_parameters()}
     steps: list[list[list[str]]] = []
-    usual = run.sync.hook
+    comm_hook = hook_of(run.ddp)
+    assert comm_hook is not None
+    assert comm_hook.hand_over is not None
+    usual = comm_hook.hand_over
 
     def watched(bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.index() == 0:
@@ -91,7 +95,7 @@ def train_and_watch_buckets(rank: int, plan: Plan) -> tuple[Seen, list[list[list
         steps[-1].append([names[parameter] for parameter in bucket.parameters()])
         return usual(bucket)
 
-    run.sync.hook = watched  # type: ignore[method-assign]
+    comm_hook.hand_over = watched
     return run.train().report(), steps
 
 

@@ -11,17 +11,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import gradsieve
-from gradsieve.parallel import attached
+from gradsieve import attached, hooks, sync
 from gradsieve.parallel.ddp import DdpSync
-from gradsieve.sync import gradient_sync
 from multiproc.harness import Ranks
 
 GRADIENTS = gradsieve.Gradients()
 PLACES: dict[str, tuple[Any, str]] = {
-    "the hooks on the model": (attached, "register_hooks"),
-    "the hooks on optimizers": (gradient_sync, "OptimizerHooks"),
-    "what is looked at first": (gradient_sync.ranks_alike, "start_alike"),
-    "what is said at the end": (gradient_sync.startup, "report_settings"),
+    "the hooks on the model": (hooks, "register_hooks"),
+    "the hooks on optimizers": (attached, "OptimizerHooks"),
+    "what is looked at first": (sync.ranks_alike, "start_alike"),
+    "what is said at the end": (sync.startup, "report_settings"),
 }
 
 
@@ -78,4 +77,6 @@ def attached_in_vain(rank: int, place: str, preset: Any) -> tuple[list[str], boo
 @pytest.mark.parametrize("preset", [None, GRADIENTS], ids=["steps", "gradients"])
 @pytest.mark.parametrize("place", PLACES)
 def test_whatever_breaks_gives_all_back(two: Ranks, place: str, preset: Any) -> None:
+    if preset is GRADIENTS and place == "the hooks on the model":
+        pytest.skip("where gradients are exchanged, none are registered")
     assert two.run(attached_in_vain, place, preset) == [([], True)] * 2

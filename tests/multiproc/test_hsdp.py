@@ -110,8 +110,8 @@ def one_bad_gradient(rank: int) -> tuple[int, list[bool]]:
         gradient = training.model.first.weight.grad
         assert gradient is not None
         gradient._local_tensor[0, 0] = torch.nan
-    training.sync.complete()
-    training.sync.refresh()
+    training.sync.runner.complete()
+    training.sync.runner.refresh()
     before = [own.clone() for own in training.sync.replica.models.own.values()]
     training.optimizer.step()
     moved = [

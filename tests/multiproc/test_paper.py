@@ -11,7 +11,7 @@ from multiproc.training import Plan, Run, Seen, check_laws
 
 def train(rank: int, plan: Plan) -> tuple[Seen, str]:
     run = Run(rank, plan).train()
-    return run.report(), type(run.sync.scheme).__name__
+    return run.report(), type(run.sync.pipeline.scheme).__name__
 
 
 PUBLISHED = {name: kind for name, kind in SCHEMES.items() if kind.whole_model}

@@ -19,6 +19,7 @@ from gradsieve.comm import engine as engine_module
 from gradsieve.comm.engine import Engine
 from gradsieve.comm.failures import Watch
 from gradsieve.comm.ops import AllGather
+from gradsieve.hooks import hook_of
 from gradsieve.types import Program
 from multiproc.harness import Answer, Ranks
 from multiproc.training import Plan, Run, Seen, differing, snapshot
@@ -49,14 +50,17 @@ def leave(number: int) -> None:
 
 def in_a_hook(run: Run, end: Callable[[], None]) -> Any:
     """Between the first bucket and the second."""
-    usual = run.sync.hook
+    comm_hook = hook_of(run.ddp)
+    assert comm_hook is not None
+    assert comm_hook.hand_over is not None
+    usual = comm_hook.hand_over
 
     def dying(bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.index() == 1 and run.sync.pipeline.step == STEP:
             end()
         return usual(bucket)
 
-    return mock.patch.object(run.sync, "hook", dying)
+    return mock.patch.object(comm_hook, "hand_over", dying)
 
 
 def before_an_op(run: Run, end: Callable[[], None]) -> Any:

@@ -90,7 +90,7 @@ def saved_and_resumed(
     if goes_on:
         for step in range(saved_after):
             learning.step(step)
-        pending = learning.sync._pending is not None
+        pending = learning.sync.runner.pending is not None
         learning.save(path)
     else:
         learning.load(path, with_sync=True)
@@ -116,7 +116,7 @@ def looked_at_in_the_middle(rank: int, late: int) -> tuple[list[bool], list[dict
     run, under_way, seen = Run(rank, plan), [], []
     for step in range(2 * EVERY):
         run.train(1)
-        under_way.append(run.sync._pending is not None)
+        under_way.append(run.sync.runner.pending is not None)
         if rank == 0 or step == 2 * EVERY - 1:
             seen.append({name: part.clone() for name, part in run.model.state_dict().items()})
     run.sync.flush()

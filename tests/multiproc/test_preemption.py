@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
 from gradsieve.errors import ConfigError
-from gradsieve.sync.gradient_sync import GradientSync
+from gradsieve.sync import GradientSync
 from multiproc.conftest import Pool
 from multiproc.harness import Ranks
 from multiproc.models import batch

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import gradsieve
-from gradsieve import DivergenceError
+from gradsieve import DivergenceError, runner
 from gradsieve.schemes import SCHEMES
-from gradsieve.sync import gradient_sync
 from multiproc.harness import Ranks
 from multiproc.outside import Lines
 from multiproc.training import Plan, Run, registered, usual
@@ -106,7 +105,7 @@ def verify_on_two(rank: int, plan: Plan) -> str | None:
 
 def train_after(rank: int, plan: Plan, change: Callable[[Run], None], every: int) -> tuple[str | None, int]:
     """What training says after one rank was changed in step 3, and after how many steps."""
-    with mock.patch.object(gradient_sync, "VERIFY_EVERY", every):
+    with mock.patch.object(runner, "VERIFY_EVERY", every):
         run = Run(rank, plan).train(3)
         if rank == ODD:
             change(run)

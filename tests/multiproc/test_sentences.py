@@ -12,8 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsieve
-from gradsieve import ConfigError, GradsieveError, MismatchError
-from gradsieve.sync import gradient_sync
+from gradsieve import ConfigError, GradsieveError, MismatchError, sync
 from multiproc.conftest import Pool
 from multiproc.harness import Ranks
 from multiproc.outside import Lines
@@ -33,7 +32,7 @@ def attached(rank: int, rates: list[float], **settings: Any) -> tuple[str, list[
 
 def attached_without_group(rank: int, rates: list[float], **settings: Any) -> tuple[str, list[str]]:
     """Whoever leaves a group to which others are still connecting fails them, with another error."""
-    with mock.patch.object(gradient_sync, "Engine", side_effect=GradsieveError("a group was made")):
+    with mock.patch.object(sync, "Engine", side_effect=GradsieveError("a group was made")):
         return attached(rank, rates, **settings)
 
 

@@ -125,7 +125,7 @@ def exchanged(rank: int) -> dict[str, int]:
     seen = {}
 
     def look(after: str) -> None:
-        assert sync._pending is None
+        assert sync.runner.pending is None
         seen[after] = sync.pipeline.step
 
     with ddp.no_sync():
@@ -187,7 +187,7 @@ def applied(rank: int, calls_a_part: bool = False, waits: bool = True) -> tuple[
     done, seen = [], []
 
     def look(_: Tensor) -> None:
-        applied = None if sync._pending is None else sync._pending.applied
+        applied = None if sync.runner.pending is None else sync.runner.pending.applied
         if waits and applied is not None:
             wait([applied], timeout=20.0)
         done.append(applied is not None and applied.done())

@@ -38,7 +38,8 @@ MAY_USE_DISTRIBUTED = (
     "parallel/",
     "shards.py",
     "checkpoint/reshard.py",
-    "sync/",
+    "sync.py",
+    "moments.py",
 )
 NO_NUMPY: dict[str, tuple[str, ...]] = {
     "schemes": ("exclusive.py", "exdyna.py", "micro.py"),
@@ -46,7 +47,6 @@ NO_NUMPY: dict[str, tuple[str, ...]] = {
     "wire": ("indices.py", "check.py"),
     "comm": (),
     "pipeline": (),
-    "sync": (),
 }
 """Folders on the way of the data, and the files in them that work on the host on purpose (ADR 14)."""
 

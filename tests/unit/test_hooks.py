@@ -42,6 +42,7 @@ def test_every_optimizer_of_these_parameters_is_heard_and_no_other(
 ) -> None:
     notes = Notes()
     watch = OptimizerHooks(parameters, notes)
+    watch.register()
     with_gradient(parameters)
     torch.optim.SGD([parameters["b"]], lr=0.1).step()
     torch.optim.Adam(parameters.values(), lr=0.1).step()
@@ -56,6 +57,7 @@ def test_every_optimizer_of_these_parameters_is_heard_and_no_other(
 def test_a_group_added_later_counts(parameters: dict[str, nn.Parameter]) -> None:
     notes = Notes()
     watch = OptimizerHooks(parameters, notes)
+    watch.register()
     optimizer = torch.optim.SGD([parameters["a"]], lr=0.1)
     optimizer.step()
     optimizer.add_param_group({"params": [parameters["b"]]})
@@ -70,6 +72,7 @@ def test_a_closure_comes_first_and_its_result_comes_back(
 ) -> None:
     notes = Notes()
     watch = OptimizerHooks(parameters, notes)
+    watch.register()
 
     def closure() -> Tensor:
         notes.heard.append(("closure", []))
@@ -91,6 +94,7 @@ def test_a_closure_that_is_evaluated_twice_is_refused(parameters: dict[str, nn.P
             return super().step(closure)
 
     watch = OptimizerHooks(parameters, notes := Notes())
+    watch.register()
     with pytest.raises(ConfigError, match="evaluates its closure several times a step"):
         Twice(parameters.values(), lr=0.1).step(lambda: torch.zeros(()))
     watch.remove()
@@ -100,6 +104,7 @@ def test_a_closure_that_is_evaluated_twice_is_refused(parameters: dict[str, nn.P
 def test_a_listener_that_is_gone_is_not_kept_alive(parameters: dict[str, nn.Parameter]) -> None:
     notes = Notes()
     watch = OptimizerHooks(parameters, notes)
+    watch.register()
     del notes
     gc.collect()
     assert watch.listener() is None

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from gradsieve.checkpoint import fencing, files, state
 from gradsieve.errors import ConfigError, MismatchError, list_ranks
-from gradsieve.sync.gradient_sync import GradientSync
+from gradsieve.sync import GradientSync
 
 _log = logging.getLogger("gradsieve")
 
@@ -34,7 +34,8 @@ def save_into(sync: GradientSync | None, folder: str | Path, pair: str) -> bool:
             f"{sync.replica.where}: {folder} is not on a file system that is mounted here, and every rank "
             "writes its own file: save to a folder that all ranks see, and copy it from there"
         )
-    sync.save_pair(folder, True, pair)
+    sync.prepare("save()")
+    files.save(sync.replica, Path(folder), True, pair)
     return True
 
 
@@ -55,7 +56,7 @@ def load_from(sync: GradientSync, folder: str | Path, promised: bool, pair: str 
     folder = Path(folder)
     is_there = (folder / fencing.MANIFEST).exists() or bool(fencing.manifests(folder))
     if is_seen_by_all(sync, folder, is_there) or promised:
-        sync.quiesce("load()")
+        sync.prepare("load()")
         state.load(sync.replica, lambda: files.candidate_of(sync.replica, folder, True, pair))
     elif sync.engine.rank == 0:
         _log.warning(
@@ -67,7 +68,7 @@ def load_from(sync: GradientSync, folder: str | Path, promised: bool, pair: str 
 
 def is_seen_by_all(sync: GradientSync, folder: str | Path, is_there: bool) -> bool:
     """Return whether all ranks see the folder; raise if only some do."""
-    sync.quiesce("load()")
+    sync.prepare("load()")
     rows = state.vote(sync.replica, "nothing was loaded", "who sees a checkpoint", [is_there], None)
     blind = [rank for rank, (sees,) in enumerate(rows[0].tolist()) if not sees]
     if 0 < len(blind) < sync.engine.world:

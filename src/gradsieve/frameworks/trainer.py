@@ -20,6 +20,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from gradsieve import attaching
+from gradsieve.attached import drop_residual
 from gradsieve.checkpoint import files
 from gradsieve.errors import ConfigError
 from gradsieve.frameworks.sidecar import FOLDER, load_from, new_pair, save_into
@@ -114,7 +115,7 @@ class GradsieveCallback(TrainerCallback):
         if self.sync is None or self.sync.is_closed:
             return
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            self.sync.drop_residual()
+            drop_residual(self.sync.replica)
         else:
             self.sync.flush()
         self.sync.close()

@@ -1,15 +1,16 @@
-"""Sparse exchange behind DistributedDataParallel's communication hook.
+"""A sync whose exchanges begin with DDP's buckets.
 
-Steps are exchanged from forward on: what is sent was moved by the optimizer before. Gradients:
-DDP hands over buckets, whose layout it changes after the first iteration; the pipeline's units do not
-change. A unit is submitted when all of its gradients have arrived and all units before it were submitted;
-a bucket is done when all units with a part in it are.
+Where gradients are exchanged, DDP hands them over in buckets, whose layout it changes after the first
+iteration; the pipeline's units do not change. A unit is submitted when all of its gradients have arrived and
+all units before it were submitted; a bucket is done when all units with a part in it are.
 """
 
-# No `from __future__ import annotations` here: DDP checks that the hook's annotations are types, not strings.
+from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,81 +18,91 @@ from torch import Tensor
 from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsieve import torch_names
+from gradsieve import hooks, torch_names
+from gradsieve.attached import Attached, Handle
 from gradsieve.errors import ConfigError
-from gradsieve.hooks import CommHook, hook_of, install_comm_hook
-from gradsieve.parallel.attached import Attached
 from gradsieve.pipeline import UNIT_CAP_MB
+from gradsieve.pipeline.base import Pending
+from gradsieve.runner import Runner
+from gradsieve.sync import GradientSync
 
 
-class DdpSync(Attached):
-    """A GradientSync whose gradients come from DDP's buckets while backward runs."""
-
-    _comm_hook: CommHook | None = None
-
+class DdpSync(GradientSync):
     def __init__(self, ddp: DistributedDataParallel, optimizer: Any, **settings: Any) -> None:
         # Weak: DDP's reducer holds the hook's state, and the collector cannot see through its C++ part.
-        self._ddp = weakref.ref(ddp)
+        self._register = partial(_register, weakref.ref(ddp))
         super().__init__(
-            ddp.module,
             ((name, p) for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore),
             optimizer,
             group=ddp.process_group,
             bucket_cap_mb=UNIT_CAP_MB if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap / 2**20,
             **settings,
         )
+
+
+def _register(reference: weakref.ref[DistributedDataParallel], attached: Attached) -> Iterator[Handle]:
+    ddp, runner = reference(), attached.runner
+    assert ddp is not None
+    comm_hook = hooks.hook_of(ddp) or hooks.install_comm_hook(ddp)
+    if attached.switches:
+        yield from hooks.register_hooks(ddp.module, attached, first=False)
+        # What plain DDP averages later needs the same moments on all ranks.
+        comm_hook.before_averaging = _equal_moments(attached, ddp) if runner.engine.world > 1 else None
+        comm_hook.hand_over = hooks.own_gradients(ddp, attached.averaged)
+    else:
+        comm_hook.catch_up()  # all ranks will take the same step
+        is_noop = runner.pipeline.scheme.no_comm
+        comm_hook.hand_over = (
+            hooks.own_gradients(ddp, lambda: None) if is_noop else Buckets(ddp, runner).hand_over
+        )
+    yield comm_hook
+
+
+def _equal_moments(attached: Attached, ddp: DistributedDataParallel) -> Any:
+    optimizer_hooks, device = attached.optimizer_hooks, attached.runner.device
+    group = weakref.ref(ddp.process_group)
+
+    def share() -> None:
+        from gradsieve.moments import make_equal
+
+        make_equal(optimizer_hooks.known(), optimizer_hooks.names, group(), device)
+
+    return share
+
+
+class Buckets:
+    """Gradients from DDP's buckets, exchanged while backward runs."""
+
+    def __init__(self, ddp: DistributedDataParallel, runner: Runner) -> None:
+        self._ddp, self._runner, self._pipeline = weakref.ref(ddp), runner, runner.pipeline
         if ddp.find_unused_parameters or ddp.static_graph:
-            self.pipeline.keep_unused()
-        self._names = {parameter: name for name, parameter in self.parameters.items()}
+            self._pipeline.keep_unused()
+        self._names = {parameter: name for name, parameter in self._pipeline.parameters.items()}
         self._unit_of = {
-            slot.name: index for index, unit in enumerate(self.pipeline.units) for slot in unit.slots
+            slot.name: index for index, unit in enumerate(self._pipeline.units) for slot in unit.slots
         }
+        self._arrived: dict[str, Tensor] = {}
+        self._pending: Pending | None = None
         self._next_unit = 0
         self._unit_done: dict[int, torch.futures.Future[int]] = {}
 
-    def enter(self) -> None:
-        """Also to the model and to DDP."""
-        ddp = self._ddp()
-        assert ddp is not None
-        self._comm_hook = hook_of(ddp) or install_comm_hook(ddp)
-        self._comm_hook.sync = self
-        if not self.exchanges_steps:  # all ranks will take the same step
-            self._comm_hook.catch_up()
-        self._comm_hook.before_averaging = None
-        super().enter()
-
-    def leave(self) -> None:
-        """DDP averages gradients by itself again."""
-        if self._comm_hook is not None:
-            self._comm_hook.sync = None
-        super().leave()
-
-    def close(self) -> None:
-        """As ever. Who goes on with plain DDP goes on with the same moments on all ranks: they are averaged
-        when DDP next averages gradients, and not at all if it does not."""
-        was_open = not self.is_closed
-        super().close()
-        if was_open and self._comm_hook is not None and self.exchanges_steps and self.engine.world > 1:
-            self._comm_hook.before_averaging = self.optimizer_states_to_share()
-
-    # -- what DDP's hook leads to -----------------------------------------------------------------------
-
-    def hook(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """DDP's communication hook: queue what can be queued and let backward go on."""
+    def hand_over(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Queue what can be queued, and let backward go on."""
         buffer = bucket.buffer()
-        if self.scheme.no_comm or self.exchanges_steps:
-            if self.exchanges_steps and bucket.index() == 0:
-                self.averaged()
-            done: torch.futures.Future[Tensor] = torch.futures.Future()
-            done.set_result(buffer)  # a rank's own gradient, for its own optimizer
-            return done
         if bucket.index() == 0:  # also after a backward that broke off
-            self._arrived: dict[str, Tensor] = {}
-            self._begun, self._next_unit = self.begin(gradients=self._arrived), 0
-            self._unit_done = {index: torch.futures.Future() for index in range(len(self.pipeline.units))}
+            ddp = self._ddp()
+            if ddp is None or torch_names.is_joining(ddp):  # a rank without input keeps old parameters
+                self._runner.postpone_comparison()
+            self._arrived = {}
+            self._pending, self._next_unit = self._runner.prepare(gradients=self._arrived), 0
+            self._unit_done = {index: torch.futures.Future() for index in range(len(self._pipeline.units))}
         start, units = 0, set()
         for parameter in bucket.parameters():
-            name = self._name(parameter)
+            if parameter not in self._names:
+                raise ConfigError(
+                    "DDP handed over a parameter that the model did not have when attach() was called"
+                )
+            name = self._names[parameter]
             self._arrived[name] = buffer[start : start + parameter.numel()]
             start += parameter.numel()
             units.add(self._unit_of[name])
@@ -99,35 +110,16 @@ class DdpSync(Attached):
         self._submit_ready()
         return torch.futures.collect_all(waited).then(lambda all_done: _or_raise(all_done, buffer))
 
-    def before_exchange(self) -> None:
-        if not self._may_compare():
-            raise ConfigError(
-                "join() ends by giving all ranks the model of one, which loses the others' residuals: "
-                "use attach(..., exchange=gradsieve.Gradients())"
-            )
-
     def _submit_ready(self) -> None:
-        units = self.pipeline.units
+        units = self._pipeline.units
         while self._next_unit < len(units):
-            index, unit = self._next_unit, units[self._next_unit]
-            if any(slot.name not in self._arrived for slot in unit.slots):
+            index = self._next_unit
+            if any(slot.name not in self._arrived for slot in units[index].slots):
                 return
-            program = self.pipeline.program(self._begun, index)
-            future = self.engine.submit(program, self.describe(index), unit.device)
+            assert self._pending is not None
+            future = self._runner.submit(self._pending, index)
             future.add_done_callback(_forward_to(self._unit_done[index]))
             self._next_unit += 1
-
-    def _may_compare(self) -> bool:
-        """Inside `join()` a rank without input keeps old parameters and takes no optimizer steps."""
-        ddp = self._ddp()
-        return ddp is not None and not torch_names.is_joining(ddp)
-
-    def _name(self, parameter: Tensor) -> str:
-        if parameter not in self._names:
-            raise ConfigError(
-                "DDP handed over a parameter that the model did not have when attach() was called"
-            )
-        return self._names[parameter]
 
 
 def _forward_to(target: torch.futures.Future[int]) -> Any:

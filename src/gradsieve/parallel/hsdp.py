@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence, Set
+import weakref
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,65 +29,27 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from gradsieve import torch_names
-from gradsieve.comm.engine import Engine
+from gradsieve.attached import Attached, Handle
 from gradsieve.errors import ConfigError
-from gradsieve.parallel.attached import Attached
-from gradsieve.pipeline import Pipeline
+from gradsieve.hooks import ModuleHook, register_hooks
 from gradsieve.pipeline.budget import Budget
 from gradsieve.pipeline.exchange_settings import Steps, choose_exchange, choose_scheme
 from gradsieve.ranks_alike import as_bytes, as_text
+from gradsieve.runner import Runner
 from gradsieve.shards import ShardedModels, ShardedReplica, Shards
-from gradsieve.units import Unit
+from gradsieve.sync import GradientSync
 
 
-class HsdpSync(Attached):
-    """A GradientSync that exchanges this rank's shards between hosts."""
+class ShardedRunner(Runner):
+    """A runner whose optimizers step shards: those of one host skip a step together."""
 
     replica: ShardedReplica
-    _models: ShardedModels
-    hears_first: ClassVar[bool] = True  # FSDP's own hook gathers the parameters
     _host_has_notice = False
 
-    def __init__(self, model: nn.Module, optimizer: Any, replicate: DeviceMesh, **settings: Any) -> None:
-        model, group = _fit(model, replicate)
-        _refuse_gradients(settings)
-        self.shards = Shards(model)
-        self.shards.refuse_exchange_over(group)
-        held = {name: part.held for name, part in self.shards.parts.items()}
-        super().__init__(
-            model, [*held.items(), *self.shards.frozen.items()], optimizer, group=group, **settings
-        )
-
-    def parts_of(self, held: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return {name: part.local for name, part in self.shards.parts.items()}
-
-    def make_replica(
-        self, engine: Engine, held: Mapping[str, Tensor], pipeline: Pipeline, fixed: Budget | None
-    ) -> ShardedReplica:
-        part = f".shard{self.shards.rank}"
-        return ShardedReplica(engine, held, pipeline, fixed, part, shards=self.shards)
-
-    def make_models(self, parameters: Mapping[str, Tensor], units: Sequence[Unit]) -> ShardedModels:
-        self._models = ShardedModels(self.shards, parameters, units)
-        return self._models
-
-    def enter(self) -> None:
-        super().enter()
-        self.shards.listen(self.averaged)
-
-    def leave(self) -> None:
-        self.shards.listen(None)
-        super().leave()
-
-    # -- a step -----------------------------------------------------------------------------------------
-
-    def before_forward(self, module: nn.Module) -> None:
-        super().before_forward(module)
-        self._models.before_gathering()
-
     def before_update(self, names: Set[str], optimizer: Any) -> None:
-        """The shards have plain gradients only while they are checked; those of a skipped step go."""
-        parts = [self.shards.parts[name] for name in names]
+        """Prepare a step. The shards have plain gradients only while they are checked; those of a skipped
+        step go."""
+        parts = [self.replica.shards.parts[name] for name in names]
         for part in parts:
             part.local.grad = None if part.held.grad is None else torch_names.plain_part_of(part.held.grad)
         super().before_update(names, optimizer)
@@ -95,12 +59,12 @@ class HsdpSync(Attached):
             part.local.grad = None
 
     def are_finite(self, gradients: Sequence[Tensor]) -> bool:
-        """Asked of all shards of this host, or it would take a part of a step. A notice to one shard is one
-        to the host: all its shards send it to other hosts, in the same exchange."""
+        """Ask all shards of this host, which would otherwise take a part of a step. They also agree on
+        whether the host has a notice, which all of them send to other hosts in the same exchange."""
         budget = self.pipeline.budget or Budget(1.0)
-        mine = [not super().are_finite(gradients), super()._has_notice, -budget.bits, budget.every]
-        most = torch.tensor(mine, dtype=torch.float64, device=self.replica.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.shards.group)
+        mine = [not super().are_finite(gradients), super().has_notice, -budget.bits, budget.every]
+        most = torch.tensor(mine, dtype=torch.float64, device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.replica.shards.group)
         some_are_not, noticed, bits, every = most.tolist()
         if self.pipeline.timer is not None and budget.is_chosen:
             self.pipeline.follow(replace(budget, bits=-bits, every=int(every)))  # alike on all shards
@@ -108,17 +72,47 @@ class HsdpSync(Attached):
         return not some_are_not
 
     @property
-    def _has_notice(self) -> bool:
+    def has_notice(self) -> bool:
         return self._host_has_notice
 
+
+class HsdpSync(GradientSync):
+    """A GradientSync that exchanges this rank's shards between hosts."""
+
+    runner_type: ClassVar[type[Runner]] = ShardedRunner
+    replica: ShardedReplica
+
+    def __init__(self, model: nn.Module, optimizer: Any, replicate: DeviceMesh, **settings: Any) -> None:
+        model, group = _fit(model, replicate)
+        _refuse_gradients(settings)
+        self._shards = shards = Shards(model)
+        shards.refuse_exchange_over(group)
+        # Weak: the model's hooks hold their listener, and the collector cannot see through all of them.
+        self._register = partial(_register, weakref.ref(model))
+        held = {name: part.held for name, part in shards.parts.items()}
+        super().__init__([*held.items(), *shards.frozen.items()], optimizer, group=group, **settings)
+
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """As `torch.nn.utils.clip_grad_norm_` would clip the mean of all hosts' gradients, over all shards:
-        call it on all of them, before the optimizer's step. Returns the norm of that mean."""
+        """Clip as `torch.nn.utils.clip_grad_norm_` would clip the mean of all hosts' gradients, over all
+        shards: call it on all of them, before the optimizer's step. Returns the norm of that mean."""
+        shards = self.replica.shards
         rho = torch.tensor([self.pipeline.rho], dtype=torch.float64, device=self.replica.device)
-        dist.all_reduce(rho, group=self.shards.group)
-        shorter = float(rho / self.shards.count) ** 0.5  # each shard has measured its own
-        norm = torch.nn.utils.clip_grad_norm_(self.held.values(), max_norm / shorter)
+        dist.all_reduce(rho, group=shards.group)
+        shorter = float(rho / shards.count) ** 0.5  # each shard has measured its own
+        norm = torch.nn.utils.clip_grad_norm_(self.replica.held.values(), max_norm / shorter)
         return torch.mul(norm.full_tensor() if isinstance(norm, DTensor) else norm, shorter)
+
+
+def _register(reference: weakref.ref[nn.Module], attached: Attached) -> Iterator[Handle]:
+    model, models = reference(), attached.models
+    assert model is not None
+    assert isinstance(models, ShardedModels)
+    # FSDP's own hook gathers the parameters: before it, the model that they are gathered of is shown.
+    yield model.register_forward_pre_hook(ModuleHook(lambda *_: models.before_gathering()), prepend=True)
+    yield from register_hooks(model, attached, first=True)
+    shards = models.shards
+    shards.listen(attached.averaged)
+    yield shards
 
 
 def host_mesh(device_type: str = "cuda") -> DeviceMesh:

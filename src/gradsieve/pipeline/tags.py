@@ -12,7 +12,7 @@ ranks have the same h, the sums are P h and P h^2; if they do not, no rank sees 
 only then they gather who does what. Sums of such numbers are exact in float32 for up to 70,000 ranks.
 
 A rank without a step for a while says so in two more words: how many there are, and who, if it is one. One
-more word counts the ranks that were given notice (`sync/preemption.py`).
+more word counts the ranks that were given notice (`preemption.py`).
 """
 
 from __future__ import annotations

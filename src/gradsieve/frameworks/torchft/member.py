@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,43 +41,34 @@ from gradsieve.checkpoint.rank_state import (
     restore,
     with_residuals,
 )
-from gradsieve.comm.engine import Engine
 from gradsieve.comm.ops import AllGather
 from gradsieve.errors import ConfigError, DivergenceError, MismatchError
 from gradsieve.frameworks.torchft.membership import Membership, ReplicaRecord
 from gradsieve.optimizers import as_list
 from gradsieve.pipeline import Pending, Pipeline
-from gradsieve.pipeline.budget import Budget
 from gradsieve.ranks_alike import as_bytes, as_text
-from gradsieve.replica import Replica
-from gradsieve.sync.gradient_sync import GradientSync
+from gradsieve.runner import Runner
+from gradsieve.sync import GradientSync
 from gradsieve.types import Program, fields_to_tensors
 from gradsieve.units import flat_view
 
 
-class PreparedSync(GradientSync):
+class PreparedRunner(Runner):
     """Prepare exchanges, and apply them when told to."""
 
-    def make_replica(
-        self, engine: Engine, held: Mapping[str, Tensor], pipeline: Pipeline, fixed: Budget | None
-    ) -> Replica:
-        """A replica that joins later does not know the others' learning rate yet."""
-        replica = super().make_replica(engine, held, pipeline, fixed)
-        replica.is_elastic = True
-        return replica
-
-    def prepare(self, call: str) -> list[float]:
+    def exchange(self, call: str) -> list[float]:
         """Exchange, and return the norm of the residual that each rank will have once this is applied."""
-        pipeline = self.pipeline
-        super()._compare()
-        self.start_exchange(call)
-        assert self._pending is not None
+        super().compare_if_due()
+        self.begin(call)
+        pending = self.pending
+        assert pending is not None
         try:
-            wait(self._pending.futures)
-            for future in self._pending.futures:
+            wait(pending.futures)
+            for future in pending.futures:
                 future.result()
             return self.norms_of_all(
-                pipeline.remaining_norm(self._pending), f"the word that exchange {pipeline.step} is prepared"
+                self.pipeline.remaining_norm(pending),
+                f"the word that exchange {self.pipeline.step} is prepared",
             )
         except BaseException:
             self.set_aside()
@@ -85,25 +76,31 @@ class PreparedSync(GradientSync):
 
     def norms_of_all(self, norm: float, what: str) -> list[float]:
         def gathered() -> Program[Tensor]:
-            return (yield AllGather(torch.tensor([norm], dtype=torch.float64, device=self.replica.device)))
+            return (yield AllGather(torch.tensor([norm], dtype=torch.float64, device=self.device)))
 
-        rows: Tensor = self.engine.run(gathered(), what, self.replica.device)
+        rows: Tensor = self.engine.run(gathered(), what, self.device)
         return [float(row) for row in rows.flatten()]
 
     def set_aside(self) -> Pending | None:
         """Take out the pending exchange: otherwise an optimizer's step would apply it."""
-        aside, self._pending = self._pending, None
+        aside, self.pending = self.pending, None
         return aside
 
     def apply(self, aside: Pending | None = None) -> None:
         if aside is not None:
-            self._pending = aside
+            self.pending = aside
         self.complete()
         self.refresh()
         self.replica.models.raise_versions()
 
-    def _compare(self) -> None:
+    def compare_if_due(self) -> None:
         """Do nothing: the exchange is committed, and a peer that dies now must not make it look failed."""
+
+
+class PreparedSync(GradientSync):
+    runner_type: ClassVar[type[Runner]] = PreparedRunner
+    is_elastic: ClassVar[bool] = True
+    runner: PreparedRunner
 
 
 class Member:
@@ -146,7 +143,7 @@ class Member:
         assert self.sync is not None
         self._prepared = {}
         step = self.pipeline.step
-        self._prepared = self._seen(step, self.sync.prepare(call))
+        self._prepared = self._seen(step, self.sync.runner.exchange(call))
 
     def _seen(self, step: int, norms: list[float]) -> dict[int, ReplicaRecord]:
         return {
@@ -157,7 +154,7 @@ class Member:
     def commit(self) -> None:
         """Apply the prepared exchange."""
         assert self.sync is not None
-        self.sync.apply(self._held)
+        self.sync.runner.apply(self._held)
         mine = self._prepared[self.identity]
         self._held, self._last = None, (mine.group, mine.exchange)
         self.membership.commit(self._prepared)
@@ -177,7 +174,7 @@ class Member:
         """Keep what was prepared until the others say whether they committed it."""
         self.failed += 1
         if self.sync is not None and self._prepared:
-            self._held = self.sync.set_aside()
+            self._held = self.sync.runner.set_aside()
 
     # -- from replica to replica ------------------------------------------------------------------------
 
@@ -254,7 +251,7 @@ class Member:
             return False
         kept, step = self.pipeline.kept(), self.pipeline.step
         residuals = [residual_in(kept, name).double().norm() for name in self.parameters]
-        norms = sync.norms_of_all(
+        norms = sync.runner.norms_of_all(
             float(torch.stack(residuals).norm()), f"each residual after exchange {step}"
         )
         # As if these replicas had made the last exchange of the checkpoint.
@@ -282,7 +279,7 @@ class Member:
                 flat_view(parameter.data).copy_(self._kept[f"shared/{name}"])
         sync = PreparedSync(self._given.items(), self.optimizers, **self._settings)
         try:
-            if not sync.exchanges_steps:
+            if not sync.pipeline.exchanges_steps:
                 raise ConfigError(
                     f"replica {self.name}: only what exchanges steps can change its group; leave out "
                     "gradsieve.Gradients, published schemes and lossless ones"

@@ -113,7 +113,8 @@ class Contestant:
         self._laps = Laps()
         self.hook = self._hook(density, record, spins)
 
-    def _hook(self, density: float, record: Path | None, spins: bool) -> Callable[[Any], Any]:
+    def _hook(self, density: float, record: Path | None, spins: bool) -> Callable[[Any], Any] | None:
+        """Return what a contestant without a sync does with DDP's buckets."""
         if self.name == "noop":
             return _keep_own_gradient
         torchs = torch_hook(self.name)
@@ -127,9 +128,9 @@ class Contestant:
             emulate(self.sync, self.arena.device, spins)
         if record is not None:
             self.recorder = ClockedRecorder(self.sync.pipeline, record)
-        self.sync.leave()  # until its turn comes
+        self.sync.attached.leave()  # until its turn comes
         self.optimizer.register_step_pre_hook(lambda *_: self._laps.lap("sync"))  # after the sync's own
-        return self.sync.hook
+        return None
 
     @property
     def every(self) -> int:
@@ -166,9 +167,9 @@ class Contestant:
         """`steps` training steps between two barriers; seconds a step."""
         _copy(self.own, self.arena.parameters)
         if self.sync is None:
-            self.arena.comm_hook.sync = self
+            self.arena.comm_hook.hand_over = self.hook
         else:
-            self.sync.enter()
+            self.sync.attached.enter()
         seen: list[tuple[list[Span], Any]] = []
         spans: list[Span] = []
         dist.barrier()
@@ -190,7 +191,7 @@ class Contestant:
             for laps, stats in seen:
                 self._note(laps, stats)
         if self.sync is not None:
-            self.sync.leave()
+            self.sync.attached.leave()
         _copy(self.arena.parameters, self.own)
         return seconds
 
@@ -325,7 +326,7 @@ def _row(contestant: Contestant, contestants: list[Contestant]) -> dict[str, Any
         row["budget"] = None if budget is None else [round(budget.bits, 3), budget.every]
         behind, exchange = _sums(contestant.behind, contestant.exchange)
         # Where gradients are exchanged, DDP waits for them inside of backward.
-        is_sent = exchange and contestant.sync.exchanges_steps
+        is_sent = exchange and contestant.sync.pipeline.exchanges_steps
         row["hidden"] = round(behind / exchange, 3) if is_sent else None
         row["timeline"] = from_all_ranks(contestant.last_step)
     return row

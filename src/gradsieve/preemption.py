@@ -1,9 +1,8 @@
-"""Notice of an end: a signal to one rank, of which all ranks learn in the same step.
+"""A signal to one rank that it will be stopped, of which all ranks learn in the same step.
 
-A handler only notes the signal, wherever the training is. The note goes along with the rank's next exchange
-(`pipeline/tags.py`), and all ranks believe it where they complete that one. The user decides what to save
-then, and where in the loop (ADR 43).
-"""
+The handler only notes the signal. The note is sent with the rank's next exchange (`pipeline/tags.py`), and
+all ranks know of it when they complete that exchange. The user decides what to save then, and where (ADR
+43)."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ class Notice:
         self.is_given = True
 
     def close(self) -> None:
-        """Signals do again what they did before."""
+        """Give the signals back the handlers that they had."""
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before = {}

@@ -27,7 +27,7 @@ def make_equal(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> None:
-    """`names` has those parameters, by id, whose states are meant. Call it on all ranks of the group."""
+    """Make the states of these parameters, given by id, the same. Call it on all ranks of the group."""
     states = list(_states(optimizers, names))
     layout = hash_of(repr([(place, _kinds(state)) for place, state in states]))
     mine = torch.tensor([layout], dtype=torch.int64, device=device)
