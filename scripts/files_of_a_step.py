@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from default_training import STEPS, Tracer, run
 
-LIMIT = 27
+LIMIT = 22
 
 
 def look(train: Callable[[int], None]) -> Any:
