@@ -33,8 +33,9 @@ def attacked(target: Victim, change: Callable[[Tensor], object]) -> Rank:
     number = next(place for place, each in enumerate(heard) if isinstance(each.op, AllReduce))
     frame = bytearray(as_bytes(heard[number].reply))
     change(torch.frombuffer(frame, dtype=heard[number].reply.dtype))
-    replayed(rank.pipeline.program(0, rank.tensors), heard, number, frame)
-    rank.complete()
+    pending = rank.begin()
+    replayed(rank.pipeline.program(pending, 0), heard, number, frame)
+    rank.pipeline.finish(pending)
     rank.check()
     return rank
 

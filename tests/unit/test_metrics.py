@@ -20,7 +20,7 @@ def after(residual: Tensor, values: Tensor, indices: Tensor | None, scale: float
         units=[SimpleNamespace(device=residual.device)],
         outcomes=[Outcome(spent, spent, None)],
         residual_scale=scale,
-        waiting=lambda: iter([residual]),
+        residuals=lambda: iter([residual]),
     )
     return look(pipeline)
 

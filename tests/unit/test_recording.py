@@ -58,8 +58,9 @@ def test_norms_are_those_of_the_vectors_themselves(sync: str, how: str, tmp_path
         for member in members:
             member.backward()
         virtual.exchange(members)
-        (left,), (outcome,) = members[0].pipeline.residuals(), members[0].pipeline.outcomes
-        spent = outcome.spent.to_dense()
+        pipeline = members[0].pipeline
+        pairs = zip(pipeline.residuals(), pipeline.outcomes, strict=how == "default")
+        left, spent = map(torch.cat, zip(*((e, o.spent.to_dense()) for e, o in pairs), strict=True))
         before = float((left + spent).norm() ** 2)  # zero where no step was taken yet: that is told as None
         contraction = float(left.norm() ** 2) / before if before else None
         age = float(left.abs().sum() / spent.abs().sum()) if spent.any() else None

@@ -25,7 +25,7 @@ from gradsieve_tools.fuzz.entry_points.exchanges import (
 from gradsieve_tools.specs import parse
 
 _STEPS = 3  # valid steps before the attack
-_SHAPES = {"weight": (24, 10), "bias": (10,)}  # one unit for the scheme, one that is piggybacked
+_SHAPES = {"weight": (24, 10), "bias": (10,)}  # both in one unit
 
 
 @dataclass
@@ -78,11 +78,11 @@ def steps(scheme: str, rank: int) -> Rank:
 
 
 def _steps(scheme: str, rank: int, world: int) -> StepPipeline:
-    return StepPipeline(parameters(), (), parse(scheme, 0.2), Steps(), rank, world)
+    return StepPipeline(parameters(), (), parse(scheme, 0.2), Steps(small=0), rank, world)
 
 
 def gradients(scheme: str, rank: int, world: int = WORLD) -> Rank:
-    pipeline = GradientPipeline(parameters(), (), parse(scheme, 0.2), Gradients(), rank, world)
+    pipeline = GradientPipeline(parameters(), (), parse(scheme, 0.2), Gradients(small=0), rank, world)
     return Rank(pipeline, {name: tensor.flatten() for name, tensor in parameters().items()})
 
 
