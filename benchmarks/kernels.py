@@ -38,7 +38,7 @@ def calls(n: int) -> dict[str, Callable[[], object]]:
         "accumulate": lambda: kernels.accumulate(x, own, 0.9, out),
         "is_finite": lambda: kernels.is_finite(x),
         "above, 1 in 1000": lambda: kernels.above(x, 3.29),
-        "waiting": lambda: kernels.waiting(anchor, own, out),
+        "residual": lambda: kernels.residual(anchor, own, out),
         "rebase": lambda: kernels.rebase(x, own, anchor, 0.5),
     }
     for bits in (1, 2, 4):

@@ -148,8 +148,8 @@ def _launch_kernels(form: Any, make: Callable[[torch.dtype], Tensor]) -> None:
         own = make(narrow)
         form.apply(x, own, x, x, x, 2)
         form.rebase(x, own, x, 0.5)
-        form.waiting(x, own, x)
-        form.waiting(x, own, own)
+        form.residual(x, own, x)
+        form.residual(x, own, own)
 
 
 def _launch_low_bit(form: Any) -> None:

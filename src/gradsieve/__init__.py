@@ -29,7 +29,7 @@ if typing.TYPE_CHECKING:
 
 __version__ = version.VERSION
 
-_WHERE = {
+_WHERE = {  # the module of each public name; the imports above are for type checkers
     "GradientSync": "sync",
     "Gradients": "pipeline.exchange_settings",
     "Steps": "pipeline.exchange_settings",
@@ -37,7 +37,6 @@ _WHERE = {
     "host_mesh": "parallel.hsdp",
     "record": "recording",
 }
-"""Which module of the package has a name; the imports above are for those who read types."""
 _MODULES = ("schemes", "testing")
 
 __all__ = [

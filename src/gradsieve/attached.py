@@ -275,7 +275,7 @@ def _fingerprint(replica: Replica) -> int:
 
 
 def _tensors_in(output: Any) -> Iterator[Tensor]:
-    """In what a forward returned, as DDP looks for them."""
+    """Yield the tensors that a forward returned, where DDP looks for them."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):

@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from gradsieve.errors import ConfigError
-from gradsieve.kernels import apply, rebase, select, waiting, waiting_above
+from gradsieve.kernels import apply, rebase, residual, residual_above, select
 from gradsieve.kernels.torch_passes import divisor, window
 from gradsieve.torch_names import uses_of, version_of, versions_of
 from gradsieve.types import Host, Sparse
@@ -90,7 +90,7 @@ class Models:
         # w in the parameter's own type, where that is narrower; or wherever else it is shown from.
         self._narrow: dict[str, Tensor] = {}
         self._shown: dict[str, Tensor] = {}  # w as parameters show it
-        self._uses: dict[str, float] = {}  # how many tensors share that memory while nobody reads it
+        self._uses: dict[str, float] = {}  # how many tensors share that memory while no parameter shows it
         self._showing_shared: dict[str, int] = {}  # parameters that show w, and their version since then
         for name, own in self.own.items():
             if own.dtype == self._w[name].dtype:
@@ -422,7 +422,7 @@ class ResidualView:
             self.buffers[:] = [self.reference.new_empty(stop - start)]
         out = self.buffers[0][: stop - start]
         for here, own in self.models.pieces(self.index, start, stop):
-            waiting(self.reference[here], own, out[here.start - start : here.stop - start])
+            residual(self.reference[here], own, out[here.start - start : here.stop - start])
         return out
 
     def select(
@@ -432,7 +432,7 @@ class ResidualView:
             return select(self.between(start, stop), threshold, capacity, phase)
         found, there = [self.reference.new_empty(0, dtype=torch.long)], [self.reference.new_empty(0)]
         for here, own in self.models.pieces(self.index, start, stop):
-            indices, values = waiting_above(self.reference[here], own, threshold)
+            indices, values = residual_above(self.reference[here], own, threshold)
             found.append(indices.add_(here.start - start))
             there.append(values)
         return window(torch.cat(found), torch.cat(there), stop - start, threshold, capacity, phase)
@@ -440,7 +440,7 @@ class ResidualView:
     def at(self, host: Host, indices: Tensor) -> Tensor:
         reference = self.reference.index_select(0, indices)
         own = self.models.own_at(self.index, Sparse(indices, reference, self.numel(), host))
-        waiting(reference, own, own)
+        residual(reference, own, own)
         return own
 
 

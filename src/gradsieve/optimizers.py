@@ -325,6 +325,6 @@ def refuse_unfrozen(frozen: Mapping[str, Tensor], where: str) -> None:
     if unfrozen:
         raise ConfigError(
             f"{where}: {', '.join(unfrozen[:4])} required no gradient when the sync was made, so "
-            "that nobody would exchange it: flush() and close() the sync, wrap the model in "
+            "they are exchanged with no other rank: flush() and close() the sync, wrap the model in "
             "DistributedDataParallel again and attach again"
         )

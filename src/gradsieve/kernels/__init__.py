@@ -43,11 +43,11 @@ __all__ = [
     "low_bit_blocks",
     "low_bit_size",
     "rebase",
+    "residual",
+    "residual_above",
     "select",
     "sum_by_index",
     "using",
-    "waiting",
-    "waiting_above",
 ]
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
@@ -86,15 +86,15 @@ def finite(*tensors: Tensor) -> Tensor:
     return torch.tensor(here, dtype=torch.bool, device="cpu")
 
 
-def waiting(anchor: Tensor, own: Tensor, out: Tensor) -> None:
+def residual(anchor: Tensor, own: Tensor, out: Tensor) -> None:
     """Sets out = the residual, anchor - own; what is not finite counts as 0 (an optimizer overflowed there).
     `out` may be `own`."""
-    _passes(anchor, out, narrow=own).waiting(anchor, own, out)
+    _passes(anchor, out, narrow=own).residual(anchor, own, out)
 
 
-def waiting_above(anchor: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+def residual_above(anchor: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """Returns sorted indices where |residual| >= threshold, and the residual there, without a vector of n."""
-    found: tuple[Tensor, Tensor] = _passes(anchor, narrow=own).waiting_above(anchor, own, threshold)
+    found: tuple[Tensor, Tensor] = _passes(anchor, narrow=own).residual_above(anchor, own, threshold)
     return found
 
 

@@ -176,7 +176,7 @@ def is_finite(x: Tensor) -> bool:
     return bool(_is_finite(x.numel(), x.data_ptr()))
 
 
-def waiting(anchor: Tensor, own: Tensor, out: Tensor) -> None:
+def residual(anchor: Tensor, own: Tensor, out: Tensor) -> None:
     _waiting(out.numel(), anchor.data_ptr(), own.data_ptr(), out.data_ptr())
 
 
@@ -192,7 +192,7 @@ def above(x: Tensor, threshold: float) -> Tensor:
     return _find(x, x, False, threshold)[0]
 
 
-def waiting_above(anchor: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+def residual_above(anchor: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     return _find(anchor, own, True, threshold)
 
 

@@ -166,13 +166,13 @@ def accumulate(residual: Tensor, gradient: Tensor, scale: float, out: Tensor) ->
     return is_finite(torch.stack(sums)) or is_finite(out)
 
 
-def waiting(anchor: Tensor, own: Tensor, out: Tensor) -> None:
+def residual(anchor: Tensor, own: Tensor, out: Tensor) -> None:
     own = own.detach()
     for here in _pieces(anchor):
         _wait(anchor[here], own[here], out[here])
 
 
-def waiting_above(anchor: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+def residual_above(anchor: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     own = own.detach()
     indices, values, magnitude = [], [], _buffer(anchor)
     for here, waits in _pieces_with_buffer(anchor):

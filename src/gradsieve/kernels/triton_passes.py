@@ -1,6 +1,6 @@
 """Apply, rebase and the residual, for CUDA in Triton: each a single pass over memory.
 
-Bytes an element, in float32: 28 for `apply`, 20 for `rebase`, 12 for `waiting`. `own` may be bfloat16 or
+Bytes an element, in float32: 28 for `apply`, 20 for `rebase`, 12 for `residual`. `own` may be bfloat16 or
 float16: it is read as float32 and rounded when it is written. Divisions are the correctly rounded ones, and
 no product is fused with a sum. Tested under Triton's interpreter only; `try_out` decides on a real device.
 
@@ -21,9 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gradsieve.kernels import torch_passes
-from gradsieve.kernels.torch_passes import above, accumulate, is_finite, waiting_above  # torch's do
+from gradsieve.kernels.torch_passes import above, accumulate, is_finite, residual_above  # torch's do
 
-__all__ = ["above", "accumulate", "apply", "is_finite", "rebase", "try_out", "waiting", "waiting_above"]
+__all__ = ["above", "accumulate", "apply", "is_finite", "rebase", "residual", "residual_above", "try_out"]
 
 BLOCK = 1024  # elements of a program
 # Four elements a thread: with more, float32 and narrower types would be dealt to threads differently, and
@@ -126,7 +126,7 @@ def _waiting(anchor, own, out, n, aligned: tl.constexpr, size: tl.constexpr):  #
         _waiting_at(place, place < n, anchor, own, out, aligned)
 
 
-def waiting(anchor: Tensor, own: Tensor, out: Tensor) -> None:
+def residual(anchor: Tensor, own: Tensor, out: Tensor) -> None:
     vectors, n = (anchor, own.detach(), out), anchor.numel()
     with on(anchor):
         _waiting[(blocks_of(n),)](*vectors, n, **launched(*vectors))
@@ -168,7 +168,7 @@ def try_out(device: torch.device) -> None:
             shared, own, anchor, out = x.clone(), (0.9 * x).to(dtype), 1.1 * x, torch.empty_like(x)
             form.apply(shared, own, anchor, x, 0.3 * x, 3)
             form.rebase(shared, own, anchor, 0.7)
-            form.waiting(anchor, own, out)
+            form.residual(anchor, own, out)
             models.append((shared, own, anchor, out))
         if not all(map(torch.equal, *models)):
             raise RuntimeError(f"Triton's kernels do not answer as torch's on {device}")

@@ -147,8 +147,8 @@ def by_host(names: list[str]) -> list[list[int]]:
 
 def add_residual(model: nn.Module, folder: str | PathLike[str]) -> None:
     """Make the model of a checkpoint that `HsdpSync.save` wrote, of any numbers of hosts and shards, complete
-    in a model that is sharded over one host, or over all, and goes on without a sync. Call it on all ranks;
-    nobody is asked. Optimizers are not touched."""
+    in a model that is sharded over one host, or over all, and goes on without a sync. Call it on all ranks:
+    they do not vote. Optimizers are not touched."""
     from gradsieve.checkpoint import files  # here: a training that saves nothing loads no checkpoint code
 
     shards = Shards(torch_names.without_compile(model))

@@ -39,7 +39,7 @@ _THREEFOLD = 1.06  # times the steps with a period three times as long: 220 step
 MOST_STEPS = 64
 _PERIODS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, MOST_STEPS)
 _LONGEST = 1e6  # seconds, and not what a clock shows
-_NEAR = 1.05  # nobody can tell steps apart that differ by less, in so few: then quality decides
+_NEAR = 1.05  # eight exchanges do not tell steps apart that differ by less: then quality decides
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def choose(world: int, timed: Sequence[Timed], every: int = 1, may_wait: bool = 
     more = every * (bits - little.bits)
     a_bit = max(0.0, much.exchange - little.exchange) / more
     rounds = max(0.0, little.exchange - a_bit * every * little.bits)
-    alone = max(little.period - little.waited, 1e-9) / every  # of a step for which nobody waits
+    alone = max(little.period - little.waited, 1e-9) / every  # seconds of a step that waits for no exchange
     computed = max(0.0, much.period - much.waited - every * alone) / more  # for a bit, where ranks compute
 
     def seconds(choice: Budget) -> float:

@@ -138,7 +138,7 @@ class Scheme(ABC, Generic[State]):
 
 @dataclass(frozen=True, kw_only=True)
 class Agreed(Scheme[State]):
-    """In an agreed scheme all ranks know the places before any value travels."""
+    """A scheme in which all ranks know the places before any value travels."""
 
     # How values travel. The rank that rounds keeps the rounding error, so that nothing is lost.
     values: Values = "exact"

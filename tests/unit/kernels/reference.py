@@ -61,13 +61,13 @@ def accumulate(residual: Tensor, gradient: Tensor, scale: float, out: Tensor) ->
     return is_finite(out)
 
 
-def waiting(anchor: Tensor, own: Tensor, out: Tensor) -> None:
+def residual(anchor: Tensor, own: Tensor, out: Tensor) -> None:
     """out = anchor - own; what is not finite counts as 0."""
     out.copy_(_waits(anchor, own))
 
 
-def waiting_above(anchor: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Sorted indices where |waiting| >= threshold, and the residual there."""
+def residual_above(anchor: Tensor, own: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """Sorted indices where |residual| >= threshold, and the residual there."""
     waits = _waits(anchor, own)
     found = above(waits, threshold)
     return found, waits[found]
@@ -82,7 +82,7 @@ def apply(shared: Tensor, own: Tensor, anchor: Tensor, update: Tensor, spent: Te
 
 
 def rebase(shared: Tensor, own: Tensor, anchor: Tensor, preview: float) -> None:
-    """own = shared - preview * waiting, rounded to its dtype; the anchor follows: same residual."""
+    """own = shared - preview * residual, rounded to its dtype; the anchor follows: same residual."""
     waits = _waits(anchor, own)
     own.copy_(shared - preview * waits)
     anchor.copy_(own + waits)

@@ -105,7 +105,7 @@ def test_accumulate_sees_a_single_bad_value_anywhere_and_the_residual_leaves_it_
         spoiled[place] = bad
         assert not kernels.accumulate(zeros, spoiled, 1.0, out)
         assert alike(out, spoiled)
-        kernels.waiting(zeros, spoiled, out)
+        kernels.residual(zeros, spoiled, out)
         assert not out.any()
 
 
@@ -115,10 +115,10 @@ def test_accumulate_sees_a_single_bad_value_anywhere_and_the_residual_leaves_it_
 def test_waiting_is_the_references(form: str, in_place: bool, vectors: list[Tensor]) -> None:
     mark, own, out = vectors
     wanted = torch.empty_like(out)
-    reference.waiting(mark, own, wanted)
+    reference.residual(mark, own, wanted)
     out = own.clone() if in_place else out
     with kernels.using(form):
-        kernels.waiting(mark, out if in_place else own, out)
+        kernels.residual(mark, out if in_place else own, out)
     assert alike(out, wanted)
 
 
@@ -150,8 +150,8 @@ def test_waiting_above_finds_what_the_reference_finds(
 ) -> None:
     before = [x.clone() for x in vectors]
     with kernels.using(form):
-        found = kernels.waiting_above(*vectors, threshold)
-    assert same_bits(found, reference.waiting_above(*vectors, threshold))
+        found = kernels.residual_above(*vectors, threshold)
+    assert same_bits(found, reference.residual_above(*vectors, threshold))
     assert same_bits(vectors, before)
 
 
@@ -187,9 +187,9 @@ def test_after_a_rebase_the_residual_is_as_before(dtype: torch.dtype, preview: f
     own = (shared + 0.01 * torch.randn_like(shared)).to(dtype)
     own[3], own[CHUNK + 1] = torch.inf, torch.nan
     before, after = torch.empty_like(shared), torch.empty_like(shared)
-    kernels.waiting(mark, own, before)
+    kernels.residual(mark, own, before)
     kernels.rebase(shared, own, mark, preview)
-    kernels.waiting(mark, own, after)
+    kernels.residual(mark, own, after)
     assert torch.allclose(before, after, rtol=1e-6, atol=1e-6)
     assert torch.equal(own, (shared - preview * before).to(dtype))
 
@@ -206,11 +206,11 @@ def test_every_kernel_takes_other_dtypes(dtype: torch.dtype, wide: torch.dtype) 
         kernels.accumulate(shared, narrow, scale, ours)
         reference.accumulate(shared, narrow, scale, theirs)
         assert same_bits(ours, theirs)
-    kernels.waiting(mark, narrow, ours)
-    reference.waiting(mark, narrow, theirs)
+    kernels.residual(mark, narrow, ours)
+    reference.residual(mark, narrow, theirs)
     assert same_bits(ours, theirs)
-    mine = kernels.waiting_above(mark, narrow, 2.5)
-    assert same_bits(mine, reference.waiting_above(mark, narrow, 2.5))
+    mine = kernels.residual_above(mark, narrow, 2.5)
+    assert same_bits(mine, reference.residual_above(mark, narrow, 2.5))
     own, left = narrow.clone(), mark.clone()
     kernels.rebase(shared, own, left, 0.3)
     reference.rebase(shared, narrow, mark, 0.3)
@@ -221,9 +221,9 @@ def test_every_kernel_takes_other_dtypes(dtype: torch.dtype, wide: torch.dtype) 
 def test_parameters_that_require_gradients_are_taken() -> None:
     shared, mark, out = torch.zeros(3), torch.zeros(3), torch.empty(3)
     own = torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
-    kernels.waiting(mark, own, out)
+    kernels.residual(mark, own, out)
     assert out.tolist() == [-1.0, 2.0, -3.0]
-    assert kernels.waiting_above(mark, own, 2.0)[0].tolist() == [1, 2]
+    assert kernels.residual_above(mark, own, 2.0)[0].tolist() == [1, 2]
     kernels.rebase(shared, own, mark, 0.5)
     assert own.tolist() == [0.5, -1.0, 1.5]
 
@@ -299,9 +299,9 @@ def test_whoever_owns_a_vector_may_resize_it_afterwards() -> None:
     vectors = [torch.zeros(8) for _ in range(4)]
     with kernels.using("compiled"):
         kernels.accumulate(vectors[0], vectors[1], 1.0, vectors[2])
-        kernels.waiting(*vectors[:3])
+        kernels.residual(*vectors[:3])
         kernels.rebase(*vectors[:3], 1.0)
-        kernels.waiting_above(*vectors[:2], 1.0)
+        kernels.residual_above(*vectors[:2], 1.0)
         kernels.above(vectors[0], 1.0)
     for x in vectors:
         x.untyped_storage().resize_(0)
@@ -403,12 +403,12 @@ def _seen_once(work: Callable[[], object]) -> bool:
 def test_every_compiled_kernel_lets_other_threads_run() -> None:
     a, b, c, d, e = (torch.zeros(1 << 20) for _ in range(5))
     assert seen_while_running(lambda: numba_forms.accumulate(a, b, 1.0, c))
-    assert seen_while_running(lambda: numba_forms.waiting(a, b, c))
+    assert seen_while_running(lambda: numba_forms.residual(a, b, c))
     assert seen_while_running(lambda: numba_forms.apply(a, b, c, d, e, 4))
     assert seen_while_running(lambda: numba_forms.rebase(a, b, c, 1.0))
     assert seen_while_running(lambda: numba_forms.is_finite(a))
     assert seen_while_running(lambda: numba_forms.above(a, 1.0))
-    assert seen_while_running(lambda: numba_forms.waiting_above(a, b, 1.0))
+    assert seen_while_running(lambda: numba_forms.residual_above(a, b, 1.0))
 
 
 def test_what_keeps_the_others_waiting_is_seen() -> None:

@@ -98,7 +98,7 @@ def test_models_of_all_lengths_and_types_move_as_the_references(n: int, narrow: 
         assert all(map(alike, ours, theirs))
         for form, (shared, own, anchor, _, out) in ((triton_passes, ours), (reference, theirs)):
             form.rebase(shared, own, anchor, 1 / 3)
-            form.waiting(anchor, own, out)
+            form.residual(anchor, own, out)
         assert all(map(alike, ours, theirs))
 
 
@@ -134,8 +134,8 @@ def test_the_residual_is_the_references(in_place: bool, narrow: torch.dtype, vec
     own = own.to(narrow)
     out = own if in_place else out
     wanted = out.clone()
-    reference.waiting(anchor, own.clone(), wanted)
-    triton_passes.waiting(anchor, own, out)
+    reference.residual(anchor, own.clone(), wanted)
+    triton_passes.residual(anchor, own, out)
     assert alike(out, wanted)
 
 
@@ -146,7 +146,7 @@ def test_parameters_that_require_gradients_are_moved(narrow: torch.dtype) -> Non
     assert own.tolist() == [0.5, -1.0, 1.5]
 
 
-@pytest.mark.parametrize("kernel", ["apply", "rebase", "waiting"])
+@pytest.mark.parametrize("kernel", ["apply", "rebase", "residual"])
 def test_the_trial_sees_a_model_that_is_moved_otherwise(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     triton_passes.try_out(torch.device("cpu"))
     monkeypatch.setattr(triton_passes, kernel, lambda *_: None)
