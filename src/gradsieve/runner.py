@@ -124,8 +124,8 @@ class Runner:
         self.replica.compared = self.pipeline.step
 
     def _mark(self, event: str) -> None:
-        if self.pipeline.timer is not None:
-            self.pipeline.timer.mark(event)
+        if (timing := self.pipeline.timing) is not None:
+            timing.mark(event)
 
     # -- an optimizer's step ----------------------------------------------------------------------------
 

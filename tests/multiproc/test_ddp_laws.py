@@ -59,7 +59,7 @@ def train_forgetting(rank: int, plan: Plan) -> Seen:
     """Rank 1 drops one element of what it did not send, in one step."""
     run = Run(rank, plan).train(3)
     if rank == 1:
-        kept = run.sync.pipeline.residuals[0].kept
+        kept = next(iter(run.sync.pipeline.residuals()))
         kept[kept.nonzero()[0]] = 0
     return run.train(3).report()
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from gradsieve.comm.ops import Meter
 from gradsieve.errors import ConfigError, GradsieveError, Malformed
 from gradsieve.models import Models
-from gradsieve.pipeline.budget import Budget, Timer
+from gradsieve.pipeline.budget import ALL, Budget, Timer
 from gradsieve.pipeline.exchange_settings import Exchange
 from gradsieve.pipeline.frame import CHECKSUM_WORDS, Checksum, Frame, Timeline, sums_within
 from gradsieve.pipeline.tags import CALLS, IDLE, Tag, agree, is_notice_given, who_is_idle, words
@@ -152,6 +152,11 @@ class Pipeline(ABC):
         """The mean of the last exchanges: stripes are longer or shorter each time."""
         return fmean(self._recent_bits) if self._recent_bits else 0.0
 
+    @property
+    def timing(self) -> Timer | None:
+        """The timer, until the budget is chosen."""
+        return self.timer if self.timer is not None and self.timer.number < ALL else None
+
     # -- an exchange ------------------------------------------------------------------------------------
 
     def begins_exchange(self) -> bool:
@@ -237,8 +242,8 @@ class Pipeline(ABC):
         else:
             nothing = Sparse.full(like.new_empty(0))
             outcome = Outcome(nothing, nothing, self.states[index])
-        if index == 0 and self.timer is not None and self.timer.is_last:
-            yield from self.timer.gather()
+        if index == 0 and (timing := self.timing) is not None and timing.is_last:
+            yield from timing.gather()
         return outcome
 
     def scheme_of(self, unit: Unit, everything: bool) -> Scheme[Any]:

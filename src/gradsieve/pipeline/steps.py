@@ -188,8 +188,8 @@ class StepPipeline(Pipeline):
                     self.models.look_for_noise(index, slice(update.start, update.stop))
         with timeline.stage("commit"):
             self.commit(pending)
-            if self.timer is not None and not pending.is_flush:
-                self.follow(self.timer.after())
+            if not pending.is_flush and (timing := self.timing) is not None:
+                self.follow(timing.after())
         if pending.is_flush:
             self.models.set_mean(())
         return True
