@@ -1,6 +1,7 @@
 """For all tests: one thread a process (the machine is shared), how many examples Hypothesis tries, which
 tests run one after the other, and how long one may take in the gate."""
 
+import contextlib
 import os
 from collections.abc import Generator
 
@@ -9,6 +10,12 @@ import torch
 from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
+
+# Triton decides whether its own functions are interpreted when it is imported, and torchft imports it, too:
+# first of all here, for tests/unit/kernels/test_kernels_triton.py.
+with contextlib.suppress(ImportError), pytest.MonkeyPatch.context() as patch:
+    patch.setenv("TRITON_INTERPRET", "1")
+    import triton.language  # noqa: F401
 
 settings.register_profile("quick", max_examples=3, deadline=None, derandomize=True)
 settings.register_profile("ci", max_examples=8, deadline=None, derandomize=True, print_blob=True)
