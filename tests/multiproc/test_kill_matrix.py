@@ -56,7 +56,7 @@ def test_a_rank_with_fewer_batches_is_named_as_such(fleet: Fleet) -> None:
     for rank in (0, 2):
         ended = endings[rank].message("ended")
         assert ended["ranks"] == [1]
-        assert "rank 1 left after unit 0 of 1 in step 2" in ended["said"]
+        assert "rank 1 left after unit 1 of 2 in step 2" in ended["said"]
         assert "drop_last=True" in ended["said"]
 
 

@@ -44,10 +44,11 @@ def a_sign(run: Run) -> None:
 
 
 def a_threshold(run: Run) -> None:
-    state = run.sync.pipeline.states[-1]
+    last = len(run.sync.pipeline.selected) - 1
+    state = run.sync.pipeline.states[last]
     nudged = float(torch.nextafter(torch.tensor(state.threshold, dtype=torch.float64), torch.tensor(9.0)))
     assert nudged != state.threshold
-    run.sync.pipeline.states[-1] = replace(state, threshold=nudged)
+    run.sync.pipeline.states[last] = replace(state, threshold=nudged)
 
 
 def the_step(run: Run) -> None:

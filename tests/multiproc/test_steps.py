@@ -71,6 +71,31 @@ def test_a_flush_that_overflows_says_so_and_keeps_everything(two: Ranks) -> None
         assert own == pytest.approx(-3e38)
 
 
+# -- several backwards to a step ----------------------------------------------------------------------
+
+
+def agreement(rank: int, backwards: int) -> float:
+    """How much the ranks' gradients agree after so many averaging backwards to each step."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(64, 16, bias=False))
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
+    torch.manual_seed(rank)
+    with gradsieve.attach(ddp, optimizer, bits=4) as sync:
+        for _ in range(20):
+            optimizer.zero_grad()
+            for _ in range(backwards):
+                (ddp(torch.randn(8, 64)) - torch.randn(8, 16)).square().sum().backward()
+            optimizer.step()
+        return float(sync.pipeline.rho)
+
+
+@pytest.mark.parametrize("backwards", [1, 2, 3, 4])
+def test_agreement_is_measured_however_many_backwards_belong_to_a_step(two: Ranks, backwards: int) -> None:
+    first, second = two.run(agreement, backwards)
+    assert first == second
+    assert 0.5 <= first < 0.95, "1 is what is assumed before it was measured"
+
+
 # -- around it ----------------------------------------------------------------------------------------
 
 

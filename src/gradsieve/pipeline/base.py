@@ -279,7 +279,8 @@ class Pipeline(ABC):
         if ranks and ranks != self._idle_ranks:
             _log.warning(
                 "rank %d, step %d: %s took no step between the last %d exchanges. Gradients there are not "
-                "finite (look at input and loss), or the optimizer there is not a torch.optim.Optimizer",
+                "finite (look at input and loss), or the optimizer there is not a torch.optim.Optimizer, or "
+                "more backwards than that belong to a step: all but the last go into ddp.no_sync()",
                 self.rank,
                 self.step,
                 ranks,

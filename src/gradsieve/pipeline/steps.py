@@ -128,14 +128,20 @@ class StepPipeline(Pipeline):
         are measured with the words of one."""
         return self.step % 2 == 1
 
+    @property
+    def _next_probe(self) -> int:
+        """The number of the next exchange that probes gradients, from this one on."""
+        return self.step | 1
+
     def sample_gradients(self, gradients: Mapping[str, Tensor | None], scale: float = 1.0) -> None:
         """Keep samples of the flat gradients, times `scale`, by which an optimizer is about to step: the next
-        exchange carries them, if it probes gradients."""
-        if not self.probes_gradients:
+        exchange that probes gradients carries them. That is not this one in every second step, and then the
+        next step samples; but if several exchanges belong to a step, this may be so in all of them."""
+        if not (self.probes_gradients or self.idle):
             return
         samples = self.samples()
         for index, unit in enumerate(self.units):
-            places = sample_indices(unit.sizes, self.step)
+            places = sample_indices(unit.sizes, self._next_probe)
             sizes = [here.size for here in places]
             every = to_device([place for here in places for place in here.tolist()], torch.int64, unit.device)
             parts = list(torch.split(samples[index], sizes))
@@ -145,11 +151,11 @@ class StepPipeline(Pipeline):
                     found = gradient.index_select(0, at).to(unit.dtype)
                     parts[number] = found if scale == 1.0 else found * scale
             samples[index] = torch.cat(parts)
-        self._samples, self._sampled_for = samples, self.step
+        self._samples, self._sampled_for = samples, self._next_probe
 
     def samples(self) -> list[Tensor]:
         """Return 0 where this rank took no step: it then says nothing about the others' agreement."""
-        if self._sampled_for == self.step:
+        if self._sampled_for == self._next_probe:
             return self._samples
         lengths = (sample_count(unit.n) if unit.n else 0 for unit in self.units)
         return [
@@ -269,7 +275,7 @@ class StepPipeline(Pipeline):
 
     def after_load(self, samples: Sequence[Tensor], mean: Sequence[Tensor]) -> None:
         self._samples = [part.to(self.units[at].device, copy=True) for at, part in enumerate(samples)]
-        self._sampled_for = self.step if samples else -1
+        self._sampled_for = self._next_probe if samples else -1
         self.models.after_load(mean)
 
     def figures(self) -> dict[str, float]:

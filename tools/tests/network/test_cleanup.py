@@ -57,6 +57,7 @@ class RunningLab:
             [sys.executable, "-c", program, delay, rank, str(folder)],
             env={**os.environ, "PYTHONPATH": SOURCE, name: value},
             stderr=subprocess.DEVNULL,
+            preexec_fn=_heed_hangups,
         )
         wait_until(lambda: {path.name for path in folder.iterdir()} >= {"0", "1"})
 
@@ -74,6 +75,11 @@ class RunningLab:
             return (process / "cmdline").read_bytes().replace(b"\0", b" ").decode() if marked else ""
         except OSError:
             return ""
+
+
+def _heed_hangups() -> None:
+    """Undo what `nohup` did to whatever started the tests: an ignored signal stays ignored in children."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 120) -> None:
