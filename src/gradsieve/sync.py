@@ -340,6 +340,11 @@ def _refuse_taken(held: Mapping[str, Tensor], exchanges_steps: bool) -> None:
         if not other.is_listening or not (exchanges_steps or replica.pipeline.exchanges_steps):
             continue
         taken = [mine[id(parameter)] for parameter in replica.held.values() if id(parameter) in mine]
+        if taken and len(taken) == len(mine):
+            raise ConfigError(
+                f"{', '.join(taken[:4])} have a sync already, from when this model was wrapped before: call its "
+                "close() first. If no name leads to that sync any more, make the model anew"
+            )
         if taken:
             raise ConfigError(
                 f"{', '.join(taken[:4])} belongs to another model to which a sync is attached: put both "

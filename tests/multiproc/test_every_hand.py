@@ -319,10 +319,14 @@ def test_what_a_user_wrote_is_there(two: Ranks, dtype: torch.dtype, through_data
         assert largest < 0.03
 
 
-def parameter_of_two(rank: int) -> str:
+def attached_again(rank: int, is_whole: bool) -> str:
+    """What is said of a second sync for one layer of a model, or for all of it, wrapped again."""
     layer = nn.Linear(8, 8)
-    one, other = (DistributedDataParallel(nn.Sequential(layer, nn.Linear(8, 4))) for _ in range(2))
-    optimizer = torch.optim.SGD([*one.parameters(), *other.module[1].parameters()], lr=0.1)
+    heads = [nn.Linear(8, 4) for _ in range(2)]
+    one, other = (
+        DistributedDataParallel(nn.Sequential(layer, heads[0 if is_whole else at])) for at in range(2)
+    )
+    optimizer = torch.optim.SGD([p for module in (layer, *heads) for p in module.parameters()], lr=0.1)
     first = gradsieve.attach(one, optimizer, bits=0.75)
     try:
         gradsieve.attach(other, optimizer, bits=0.75).close()
@@ -333,9 +337,16 @@ def parameter_of_two(rank: int) -> str:
     return ""
 
 
-def test_a_parameter_has_one_owner(two: Ranks) -> None:
-    for said in two.run(parameter_of_two):
-        assert "0.weight, 0.bias belongs to another model to which a sync is attached" in said
+@pytest.mark.parametrize(
+    ("is_whole", "expected"),
+    [
+        (False, "0.weight, 0.bias belongs to another model to which a sync is attached"),
+        (True, "have a sync already, from when this model was wrapped before: call its close() first"),
+    ],
+)
+def test_a_parameter_has_one_owner(two: Ranks, is_whole: bool, expected: str) -> None:
+    for said in two.run(attached_again, is_whole):
+        assert expected in said
 
 
 def graphs_that_are_left(rank: int) -> list[bool]:
