@@ -18,7 +18,7 @@ from default_training import STEPS, modules, run
 
 SOURCE = Path(__file__).parent.parent / "src" / "gradsieve"
 # Of today. A change that makes the library smaller lowers them; none raises them without an ADR.
-LIMITS = {"lines": 16500, "modules": 106, "loaded lines": 8500, "loaded modules": 42}
+LIMITS = {"lines": 16300, "modules": 106, "loaded lines": 8400, "loaded modules": 42}
 
 
 def look(train: Callable[[int], None]) -> Any:

@@ -39,7 +39,7 @@ def metrics(replica: Replica) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Size and age of the residual after an exchange; None where nothing was sent."""
+    """Describe the residual after an exchange; None stands for what follows only from what was sent."""
 
     norm: float
     share: float | None  # its norm over that of what was sent
@@ -48,7 +48,7 @@ class Look:
 
 
 def look(pipeline: Pipeline) -> Look:
-    """Takes a pass over the residual e. As acc = e + spent, none over acc is needed: |acc|^2 = |e|^2 +
+    """Take a pass over the residual e. As acc = e + spent, none over acc is needed: |acc|^2 = |e|^2 +
     2 e.spent + |spent|^2."""
     sums = torch.zeros(5, dtype=torch.float64, device=pipeline.units[0].device)
     for residual, outcome in zip(pipeline.residuals(), pipeline.outcomes, strict=False):

@@ -1,4 +1,4 @@
-"""Whether ranks are alike: settings, layout and weights when they start, replicas while they train.
+"""Check that ranks are alike: settings, layout and weights when they start, replicas while they train.
 
 Ranks gather hashes, a few bytes each. Only where these differ do they gather more, to name ranks and what
 differs.
@@ -52,7 +52,7 @@ def start_alike(replica: Replica) -> None:
 
 
 def _settings(replica: Replica) -> dict[str, str]:
-    """Everything that has to be the same on all ranks, as text."""
+    """Return what has to be the same on all ranks, as text."""
     units, optimizers = replica.pipeline.units, replica.optimizers
     layout = repr([(unit.is_dense, [(slot.name, slot.numel) for slot in unit.slots]) for unit in units])
     elements = sum(slot.numel for unit in units for slot in unit.slots)
@@ -96,7 +96,7 @@ def _agree(settings: Mapping[str, str], rank: int, device: torch.device) -> Prog
 
 
 def _refuse_others(replica: Replica) -> None:
-    """Optimizers of another model are refused after the comparison, and so on all ranks alike."""
+    """Refuse optimizers of another model: after the comparison, and so on all ranks alike."""
     for place, optimizer in enumerate(replica.optimizers):
         if not _count(replica.held, optimizer):
             which = type(optimizer).__name__ + (f" (number {place})" if len(replica.optimizers) > 1 else "")
@@ -108,7 +108,7 @@ def _refuse_others(replica: Replica) -> None:
 
 
 def uncovered(parameters: Mapping[str, Tensor], optimizers: Sequence[Any]) -> list[str]:
-    """Parameters that none of these optimizers steps."""
+    """Return the names of parameters that none of these optimizers steps."""
     covered = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     return [name for name, parameter in parameters.items() if id(parameter) not in covered]
 
@@ -152,7 +152,7 @@ def _compared(replica: Replica) -> Program[None]:
 
 
 def replicated(replica: Replica) -> dict[str, Tensor]:
-    """Everything that has the same bits on all ranks, by names for people."""
+    """Return what has the same bits on all ranks, by names for messages."""
     pipeline = replica.pipeline
     tensors, figures = pipeline.replicated()
     numbers = [float(pipeline.step), *figures]
@@ -168,7 +168,7 @@ def replicated(replica: Replica) -> dict[str, Tensor]:
 
 
 def differing(tensors: Mapping[str, Tensor], device: torch.device) -> Program[str]:
-    """Which of these tensors have other bits on which ranks, in words; nothing where none has."""
+    """Say which of these tensors have other bits on which ranks; return an empty text if none has."""
     mine = torch.cat([digest([tensor]) for tensor in tensors.values()]).to(device)
     rows = yield AllGather(mine)
     same = (rows == rows[0]).all(0).tolist()
@@ -181,7 +181,7 @@ def differing(tensors: Mapping[str, Tensor], device: torch.device) -> Program[st
 
 
 def against_the_majority(hashes: Sequence[int]) -> str:
-    """Which ranks have another hash than most, in words."""
+    """Say which ranks have another hash than most."""
     (_, most), *others = Counter(hashes).most_common()
     if others and others[0][1] == most:
         return "there is no majority to tell which"
@@ -195,7 +195,7 @@ def hash_of(text: str) -> int:
 
 
 def as_bytes(text: str, device: torch.device) -> Tensor:
-    """A text in a row of the same length on every rank, so that it can be gathered."""
+    """Return a row that has the same length on every rank, so that it can be gathered."""
     coded = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
     return torch.tensor(list(coded), dtype=torch.uint8, device=device)
 
@@ -205,7 +205,7 @@ def as_text(row: Tensor) -> str:
 
 
 def digest(tensors: Iterable[Tensor]) -> Tensor:
-    """A hash of 64 bits over values, places and order, wrapping; formed on the tensors' own device."""
+    """Hash values, places and order to 64 bits, wrapping, on the tensors' own device."""
     total = 0
     for tensor in tensors:
         flat = tensor.detach().contiguous().flatten()

@@ -26,49 +26,44 @@ VERSION, MARK, SUFFIX = 1, "gradsieve_record", ".jsonl"
 MAY_DIFFER = {"name", "every", "began"}  # in headers of one training
 LONGEST = 1 << 16  # characters in a line; one of ours has some hundreds
 _DIGITS = 6  # more would be the clock's noise
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class RecordFile:
-    """Appends lines, each with one write. A line that a full disk does not take whole is lost, and the next
+    """Append lines, each with one write. A line that a full disk does not take whole is lost, and the next
     one that fits comes below a header again, on a line of its own."""
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
-        """Raise ConfigError if no file can be written; a disk that is full may have space later."""
+        """Raise ConfigError if no file can be created; a disk that is full may have space later."""
         self.path, self._has_warned = path, False
-        self._file: FileIO | None = None
         self.begin(header)
         try:
-            self._append("")
+            self._file = self._opened()
         except OSError as error:
-            if error.errno not in _FULL:
-                raise ConfigError(f"the record cannot be written: {error}") from error
-            self._lose(error)
+            raise ConfigError(f"the record cannot be written: {error}") from error
+        self._append("")
 
     def begin(self, header: Mapping[str, Any]) -> None:
         """Put a header above the next line: the training was started again."""
         self._header, self._unwritten = header, text_of(header)
 
     def write(self, line: Mapping[str, Any]) -> None:
-        try:
-            self._append(text_of(line))
-        except OSError as error:
-            self._lose(error)
+        self._append(text_of(line))
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
     def _append(self, text: str) -> None:
-        file = self._file = self._file or self._opened()
-        begins = ""
-        if self._unwritten and file.seek(0, 2):
-            file.seek(-1, 2)
-            begins = "" if file.read(1) == b"\n" else "\n"  # below a torn line
-        content = (begins + self._unwritten + text).encode()
-        if file.write(content) != len(content):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        self._unwritten = ""
+        file, begins = self._file, ""
+        try:
+            if self._unwritten and file.seek(0, 2):
+                file.seek(-1, 2)
+                begins = "" if file.read(1) == b"\n" else "\n"  # below a torn line
+            content = (begins + self._unwritten + text).encode()
+            if file.write(content) != len(content):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            self._unwritten = ""
+        except OSError as error:
+            self._lose(error)
 
     def _lose(self, error: OSError) -> None:
         self._unwritten = text_of(self._header)

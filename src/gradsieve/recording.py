@@ -40,7 +40,7 @@ def record(sync: GradientSync, path: str | Path, *, every: int = EVERY) -> Recor
 
 
 class Recorder:
-    """Observes the exchanges of one rank and writes its file."""
+    """Observe the exchanges of one rank and write its file."""
 
     def __init__(self, pipeline: Pipeline, stem: Path, every: int = EVERY) -> None:
         if every < 1:

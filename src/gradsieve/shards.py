@@ -25,7 +25,7 @@ from gradsieve.models import Models
 from gradsieve.pipeline import Pipeline
 from gradsieve.pipeline.budget import Budget
 from gradsieve.replica import Replica
-from gradsieve.torch_names import all_gather_flat, local_of, plain_part_of, shard_groups_of
+from gradsieve.torch_names import all_gather_flat, plain_part_of, shard_groups_of
 from gradsieve.units import Unit, flat_view
 
 
@@ -55,7 +55,7 @@ class Shards:
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.give_up_gathered()
         flats = self._flats()
-        self.parts = {name: LocalShard(p, local_of(p), flats[p]) for name, p in held.items()}
+        self.parts = {name: LocalShard(p, plain_part_of(p), flats[p]) for name, p in held.items()}
         for name, part in self.parts.items():
             if part.local.is_meta or type(part.local) is not Tensor:
                 raise ConfigError(
@@ -163,7 +163,7 @@ class ShardedModels(Models):
         part = self.shards.parts[name]
         if not part.local.numel():
             return
-        if local_of(part.held) is not part.local:
+        if plain_part_of(part.held) is not part.local:
             raise ConfigError(
                 f"parameter {name!r} was replaced after attach() (load_state_dict(assign=True), to(...)): do "
                 "it before, or close() and attach again"
@@ -231,8 +231,8 @@ def _mapped(states: Mapping[int, Any], change: Callable[[int, Any], Any]) -> dic
 
 def _sharded_like(held: Any, value: Any) -> Any:
     """Return a tensor as large as this rank's shard of `held` as a shard of the same kind."""
-    if not isinstance(value, Tensor) or not isinstance(held, DTensor) or value.shape != local_of(held).shape:
-        return value
-    return DTensor.from_local(
-        value, held.device_mesh, held.placements, shape=held.shape, stride=held.stride()
-    )
+    if isinstance(value, Tensor) and isinstance(held, DTensor) and value.shape == plain_part_of(held).shape:
+        return DTensor.from_local(
+            value, held.device_mesh, held.placements, shape=held.shape, stride=held.stride()
+        )
+    return value

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -33,26 +32,9 @@ class Private:
     owner: str  # module, or module:class; for what only objects have, the file of torch that sets it
     without: str  # what breaks without the name
 
-    def __str__(self) -> str:
-        return f"{self.owner}: {self.name}"
-
-    @property
-    def is_there(self) -> bool:
-        if self.owner.endswith(".py"):
-            file = Path(torch.__file__).parent / self.owner
-            return file.is_file() and self.name in file.read_text(encoding="utf-8")
-        module, *inner = self.owner.split(":")
-        try:
-            owner = importlib.import_module(module)
-            for name in inner:
-                owner = getattr(owner, name)
-        except (ImportError, AttributeError):
-            return False
-        return hasattr(owner, self.name)
-
     @property
     def lost(self) -> str:
-        return f"torch {torch.__version__} has no {self}: {self.without}"
+        return f"torch {torch.__version__} has no {self.owner}: {self.name}: {self.without}"
 
 
 _NO_SYNC = "no sync can be attached"
@@ -96,11 +78,6 @@ _BY_NAME = {private.name: private for private in PRIVATE}
 # A module that torch loads at the first optimizer or hook, in seconds: a program that forks ranks loads it
 # once.
 LOADED_BEFORE_RANKS = "torch._dynamo"
-
-
-def lacking() -> list[Private]:
-    """Return what the installed torch does not have."""
-    return [private for private in PRIVATE if not private.is_there]
 
 
 def _get(owner: Any, name: str) -> Any:
@@ -280,15 +257,10 @@ def norms_of(parts: Sequence[Tensor]) -> list[Tensor]:
     return list(_get(torch, "_foreach_norm")(parts))
 
 
-def local_of(sharded: Any) -> Tensor:
-    """Return a DTensor's own memory: the same object at each call."""
-    local: Tensor = _get(sharded, "_local_tensor")
-    return local
-
-
 def plain_part_of(tensor: Tensor) -> Tensor:
-    """Return what of the tensor lies on this rank."""
-    return local_of(tensor) if hasattr(tensor, "_local_tensor") else tensor
+    """Return what of the tensor lies on this rank: a DTensor's own memory, the same object at each call."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
 
 
 # -- fully_shard ---------------------------------------------------------------------------------------------

@@ -162,14 +162,13 @@ def gathered(source: Tensor | Stream, buffer: Tensor | None = None) -> Tensor:
     """Returns all values in memory: in `buffer`, if there is one and they have to be computed."""
     if isinstance(source, Tensor):
         return source
-    values = (
-        torch.empty(source.numel(), dtype=source.dtype, device=source.device) if buffer is None else buffer
-    )
+    if buffer is None:
+        buffer = torch.empty(source.numel(), dtype=source.dtype, device=source.device)
     start = 0
     for piece in source.pieces():
-        values[start : start + piece.numel()] = piece
+        buffer[start : start + piece.numel()] = piece
         start += piece.numel()
-    return values
+    return buffer
 
 
 @dataclass(frozen=True, slots=True)

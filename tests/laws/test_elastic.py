@@ -218,7 +218,6 @@ def test_an_exchange_that_only_some_committed_is_counted_once(committed_by: int)
             if number < committed_by:
                 one.commit()
             else:
-                one.hold()
                 assert one.sync is not None
                 assert one.sync.runner.pending is None, "an optimizer's step would apply it"
     for one in ones[committed_by:] if committed_by else ():
@@ -237,8 +236,6 @@ def test_one_that_went_on_by_itself_is_told_so() -> None:
         group.train(3)
         group.everyone(lambda one: one.exchange())
         ones[2].commit()
-        for one in ones[:2]:
-            one.hold()
     with Group(2, ones[:2]) as group:
         group.train(2)
     with pytest.raises(DivergenceError, match="replica 2: its last exchange"):
@@ -319,8 +316,6 @@ def test_an_exchange_after_a_checkpoint_that_nobody_committed_is_not_counted(tmp
         group.everyone(lambda one: one.load_if_all_begin())
         shared = ones[0].vector("shared")
         group.everyone(lambda one: one.exchange())
-        for one in ones:
-            one.hold()
         assert not ones[1].take(copy.deepcopy(ones[0].state()))
     with Group(2, ones):
         assert all(same_bits([one.vector("shared")], [shared]) for one in ones)

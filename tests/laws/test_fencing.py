@@ -139,7 +139,7 @@ def test_what_a_killed_save_left_is_gone_before_the_next_one_needs_the_room(
     def killed(*_: object) -> None:
         raise Killed
 
-    def seen(replica: Any, place: Path, *rest: Any) -> files.FileInfo:
+    def seen(replica: Any, place: Path, *rest: Any) -> list[int]:
         there.append(sorted(place.glob("rank*")))
         return write(replica, place, *rest)
 

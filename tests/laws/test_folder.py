@@ -249,13 +249,13 @@ def swapped(folder: Path) -> None:
     first, second = hashes(folder)
     for path, rank, sha in zip(shards(folder), (1, 0), (first, second), strict=True):
         path.rename(folder / file_of(folder, rank, sha))
-    edit(folder, r'"(\d+ \w{64})",\s+"(\d+ \w{64})"', r'"\2", "\1"')
+    edit(folder, r'"(\d+ \w{64})",\s+"(\d+ \w{64})"', r'"\2",\n  "\1"')
 
 
 def one_for_all(folder: Path) -> None:
     """Rank 0's, under the name of rank 1."""
     shutil.copy(shards(folder)[0], folder / file_of(folder, 1, hashes(folder)[0]))
-    edit(folder, r'"(\d+ \w{64})",\s+"(\d+ \w{64})"', r'"\1", "\1"')
+    edit(folder, r'"(\d+ \w{64})",\s+"(\d+ \w{64})"', r'"\1",\n  "\1"')
 
 
 def no_manifest(folder: Path) -> None:
@@ -332,6 +332,10 @@ def with_a_step_that_is_a_truth(folder: Path) -> None:
     edit(folder, r'"step": \d+', '"step": true')
 
 
+def with_more_behind(folder: Path) -> None:
+    edit(folder, r"\]\n\}", "],\n [[]]}")
+
+
 def with_a_deep_nest(folder: Path) -> None:
     edit(folder, r'"pair": ""', f'"pair": {"[" * 900}')
 
@@ -353,15 +357,16 @@ REFUSALS: dict[Callable[[Path], None], str] = {
     of_another_scheme: "is of scheme Dense, this run's is ExDyna",
     of_another_model: "of another model",
     of_another_step: "is of step 3, not 77",
-    with_a_path: "is not a manifest",
-    with_a_bomb: "does not name a file for each rank",
-    with_a_longer_bomb: "does not name a file for each rank",
+    with_a_path: "does not name a file for each of 2 ranks",
+    with_a_bomb: "does not name a file for each of 999999 ranks",
+    with_a_longer_bomb: "does not name a file for each of 999999999999 ranks",
     with_too_few_files: "does not name a file for each of 3 ranks",
     with_one_more_key: "is not a manifest",
-    with_a_key_twice: "not JSON as it is written here",
+    with_a_key_twice: "is not a manifest",
     with_a_step_that_is_no_number: "is not a manifest",
     with_a_step_that_is_a_truth: "is not a manifest",
-    with_a_deep_nest: "not JSON as it is written here",
+    with_a_deep_nest: "is not a manifest",
+    with_more_behind: "is not a manifest",
 }
 
 
@@ -504,7 +509,7 @@ def test_a_save_that_fails_on_one_rank_leaves_the_checkpoint_before(
         before, there = snapshots(crew), sorted(os.listdir(tmp_path))
         write = files.write
 
-        def failing(folder: Path, part: str, *rest: Any) -> files.FileInfo:
+        def failing(folder: Path, part: str, *rest: Any) -> list[int]:
             if part.startswith("rank00001"):
                 raise OSError(errno.ENOSPC, "No space left on device")
             return write(folder, part, *rest)

@@ -75,7 +75,7 @@ def step(accelerator: Accelerator, model: Any, optimizer: Any, seed: int) -> Non
 
 
 def registered_by_the_user(folder: Path) -> dict[str, str]:
-    """By `gradsieve.attach` alone, which takes what `prepare` gave; and beside ours."""
+    """By `gradsieve.attach` alone, which takes what `prepare` gave."""
     out = {}
     accelerator, model, optimizer = prepared()
     sync = gradsieve.attach(model, optimizer, **SETTINGS)
@@ -85,10 +85,6 @@ def registered_by_the_user(folder: Path) -> dict[str, str]:
     sync.close()
     accelerator, model, optimizer = prepared()
     out["unprepared"] = said(lambda: accelerate.attach(accelerator, model, optimizer.optimizer, **SETTINGS))
-    sync = accelerate.attach(accelerator, model, optimizer, **SETTINGS)
-    accelerator.register_for_checkpointing(sync)
-    out["beside"] = said(lambda: accelerator.save_state(folder / "wrong"))
-    sync.close()
     return out
 
 

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradsieve import torch_names
 from gradsieve.errors import ConfigError
 from gradsieve.torch_names import PRIVATE, Private
+from gradsieve_tools.doctor.facts import is_there
 
 SECONDS = 123.0
 
@@ -48,30 +49,29 @@ def sharded(store: dist.Store) -> Any:
 # --- the list
 
 
-@pytest.mark.parametrize("private", PRIVATE, ids=str)
+@pytest.mark.parametrize("private", PRIVATE, ids=lambda private: private.name)
 def test_the_installed_torch_has_it(private: Private) -> None:
-    assert private.is_there
+    assert is_there(private)
     assert private.without
 
 
 def test_what_is_not_there_is_seen() -> None:
     names = {"owner": "torch", "name": "_no_such_name", "without": "all is well"}
-    assert not Private(**names).is_there
+    assert not is_there(Private(**names))
     for owner in ("no.such.module", "torch:NoSuchClass", "nn/no_such_file.py", "nn/parallel/distributed.py"):
-        assert not Private(**{**names, "owner": owner}).is_there
+        assert not is_there(Private(**{**names, "owner": owner}))
     assert Private(**names).lost.endswith("has no torch: _no_such_name: all is well")
 
 
-def test_all_entries_are_listed_and_none_is_lacking() -> None:
+def test_no_name_is_listed_twice() -> None:
     assert len(PRIVATE) == len({private.name for private in PRIVATE}) == 24
-    assert torch_names.lacking() == []
 
 
 def test_a_name_that_vanished_is_lacking_and_refused_where_it_is_needed(
     monkeypatch: pytest.MonkeyPatch, store: dist.Store
 ) -> None:
     monkeypatch.delattr(dist.distributed_c10d, "_get_default_store")
-    assert [private.name for private in torch_names.lacking()] == ["_get_default_store"]
+    assert [private.name for private in PRIVATE if not is_there(private)] == ["_get_default_store"]
     with pytest.raises(ConfigError, match=r"has no .*_get_default_store.*no sync can be attached"):
         torch_names.default_store()
 
@@ -262,8 +262,8 @@ def test_steps_that_torch_calls_hooks_around_are_known_and_can_do_without() -> N
 
 
 def test_a_shard_is_its_own_memory_and_always_the_same_object(sharded: Any) -> None:
-    local = torch_names.local_of(sharded.weight)
-    assert local is torch_names.local_of(sharded.weight)
+    local = torch_names.plain_part_of(sharded.weight)
+    assert local is torch_names.plain_part_of(sharded.weight)
     assert type(local) is torch.Tensor
     local.fill_(7.0)
     assert torch.equal(sharded.weight.full_tensor(), torch.full((2, 3), 7.0))
@@ -274,7 +274,7 @@ def test_fsdp_gathers_from_the_flat_tensor_that_is_found(sharded: Any) -> None:
     flats = torch_names.shard_flats_of(group)
     assert set(flats) == set(sharded.parameters())
     for parameter, flat in flats.items():
-        local, ones = torch_names.local_of(parameter), torch.ones_like(flat)
+        local, ones = torch_names.plain_part_of(parameter), torch.ones_like(flat)
         assert flat.data_ptr() == local.data_ptr()
         flat.data, local.data = ones, ones.view(local.shape)
     assert sharded(torch.ones(1, 3)).tolist() == [[4.0, 4.0]]

@@ -40,9 +40,8 @@ class FencingToken(NamedTuple):
     """Order checkpoints of one folder by term, then by number."""
 
     term: int
-    number: int = (
-        10**15
-    )  # of a claim: it sorts behind all checkpoints of its term, and is removed with the last
+    # That of a claim sorts behind all checkpoints of its term, and is removed with the last.
+    number: int = 10**15
 
     def __str__(self) -> str:
         return f"{self.term}.{self.number}"

@@ -37,10 +37,6 @@ def text_to_tensor(text: str) -> Tensor:
     return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 
 
-def tensor_to_text(tensor: Tensor) -> str:
-    return bytes(tensor.tolist()).decode(errors="replace")
-
-
 def fields_from_tensors(template: AnyState, stored: Mapping[str, Tensor], prefix: str) -> AnyState:
     """Return a State like `template`, a fresh one for this layout, with the stored values."""
     values: dict[str, Any] = {}
@@ -70,9 +66,11 @@ def take_all(stored: Mapping[str, Tensor], prefix: str, like: Sequence[Tensor]) 
     return [take(stored, f"{prefix}{at}", tuple(each.shape), each.dtype) for at, each in enumerate(like)]
 
 
-def take_text(stored: Mapping[str, Tensor], key: str) -> str:
-    """Return a short text, such as a name."""
+def take_text(stored: Mapping[str, Tensor], key: str, most: int = _LONGEST) -> str:
+    """Return a text of up to `most` bytes, such as a name."""
     found = take(stored, key, None, torch.uint8)
-    if found.dim() != 1 or found.numel() > _LONGEST:
-        raise Malformed(f"{key!r} in the checkpoint, of shape {tuple(found.shape)}, is not a short text")
-    return printable(tensor_to_text(found))
+    if found.dim() != 1 or found.numel() > most:
+        raise Malformed(
+            f"{key!r} in the checkpoint, of shape {tuple(found.shape)}, is not a text, or too long"
+        )
+    return printable(bytes(found.tolist()).decode(errors="replace"))

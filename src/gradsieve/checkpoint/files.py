@@ -27,7 +27,6 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -36,24 +35,21 @@ from gradsieve.checkpoint import fencing, state
 from gradsieve.checkpoint.fencing import MANIFEST, FencingToken
 from gradsieve.checkpoint.rank_state import RankState, residual_in, source_rank
 from gradsieve.checkpoint.state import LoadCandidate
-from gradsieve.checkpoint.tensors import parsed, pieces, tensors_in
+from gradsieve.checkpoint.tensors import pieces, tensors_in
 from gradsieve.errors import DivergenceError, Malformed, MismatchError, ProtocolError
 from gradsieve.ranks_alike import differing, digest
 from gradsieve.replica import Replica
 
 VERSION = 3
-_FORMAT = {"format": "gradsieve checkpoint", "version": VERSION}
-_MANIFEST = 2048, 70, 100  # its length: besides files; for each of these, at least and at most
-_MANIFEST_MOST = 1 << 27
-_NUMBER = int, r"\d{1,15}"
-_FIELDS: Mapping[str, tuple[type, str]] = {
-    **dict.fromkeys(("term", "number", "shards", "world", "step"), _NUMBER),
-    "scheme": (str, r"\w{1,64}"),
-    "model": (str, "[0-9a-f]{64}"),
-    "optimizers": (bool, ".*"),
-    "pair": (str, "[0-9a-f]{0,64}"),
-    "files": (list, r"\[('\d{1,15} [0-9a-f]{64}'(, )?)+\]"),
-}
+_LONGEST = 1 << 27  # bytes of a manifest
+# A manifest is read by patterns: parsing JSON takes many times its length in memory.
+_HEAD = re.compile(
+    rb'\{\n "format": "gradsieve checkpoint",\n "version": \d{1,9},\n "term": (\d{1,15}),\n'
+    rb' "number": (\d{1,15}),\n "shards": (\d{1,15}),\n "world": (\d{1,15}),\n'
+    rb' "step": (\d{1,15}),\n "scheme": "(\w{1,64})",\n "model": "([0-9a-f]{64})",\n'
+    rb' "optimizers": (true|false),\n "pair": "([0-9a-f]{0,64})",\n "files": \[\n'
+)
+_FILE = re.compile(rb'  "(\d{1,15} [0-9a-f]{64})",?\n')
 
 KEPT = "nothing was saved; the checkpoint before is as it was"
 
@@ -85,7 +81,8 @@ class Manifest:
 
 
 def as_text(manifest: Manifest) -> str:
-    return json.dumps(_FORMAT | asdict(manifest), indent=1) + "\n"
+    about = {"format": "gradsieve checkpoint", "version": VERSION}
+    return json.dumps(about | asdict(manifest), indent=1) + "\n"
 
 
 def _begin(rank: int, shard: int, token: FencingToken) -> str:
@@ -106,23 +103,15 @@ class VotePhase(IntEnum):
     MANIFEST = 2
 
 
-@dataclass(frozen=True, slots=True)
-class FileInfo:
-    """Describe the file that a rank has written."""
-
-    size: int = 0
-    sha256: bytes = bytes(32)
-
-
 def save(replica: Replica, folder: Path, optimizers: bool, pair: str = "") -> None:
     """Save on all ranks and shards or, as far as a load can see, on none. With a `pair` the checkpoint before
     stays until `fencing.remove_older`, or the next save. No exchange is pending."""
     token = agreed_token(replica, folder)
     replicated = ranks_alike.replicated(replica)
-    info, problem = state.attempt(lambda: _write_shard(replica, folder, token, optimizers))
-    info = info or FileInfo()
+    written, problem = state.attempt(lambda: _write_shard(replica, folder, token, optimizers))
+    size, *sha256 = written or bytes(33)
     try:
-        about = [info.size, *info.sha256, int(digest(list(replicated.values())))]
+        about = [size, *sha256, int(digest(list(replicated.values())))]
         rows = _vote(replica, token, VotePhase.FILES, about, problem)
         _refuse_different(replica, rows[:, :, -1], replicated)
         if replica.rank == replica.shard == 0:
@@ -131,7 +120,7 @@ def save(replica: Replica, folder: Path, optimizers: bool, pair: str = "") -> No
     except (Malformed, ProtocolError):
         if not (folder / token.manifest).exists():  # with one, the file belongs to a whole checkpoint
             with contextlib.suppress(OSError):  # it would fill the disk
-                (folder / _file(replica.rank, replica.shard, token, info.sha256.hex())).unlink()
+                (folder / _file(replica.rank, replica.shard, token, bytes(sha256).hex())).unlink()
         raise
 
 
@@ -189,7 +178,7 @@ def _refuse_different(replica: Replica, digests: Tensor, replicated: Mapping[str
         )
 
 
-def _write_shard(replica: Replica, folder: Path, token: FencingToken, optimizers: bool) -> FileInfo:
+def _write_shard(replica: Replica, folder: Path, token: FencingToken, optimizers: bool) -> list[int]:
     tensors = state.shard_of(replica, optimizers)
     texts = (part.numel() for key, part in tensors.items() if key.endswith("/text") and "/optimizer/" in key)
     longest = max(texts, default=0)
@@ -200,8 +189,9 @@ def _write_shard(replica: Replica, folder: Path, token: FencingToken, optimizers
     )
 
 
-def write(folder: Path, part: str, content: Iterable[memoryview], name: Callable[[str], str]) -> FileInfo:
-    """Write to the disk, then rename by the hash. Nothing is left behind if this raises."""
+def write(folder: Path, part: str, content: Iterable[memoryview], name: Callable[[str], str]) -> list[int]:
+    """Write to the disk, rename by the hash, and return size and bytes of the hash. Nothing is left behind if
+    this raises."""
     path, found, size = folder / part, hashlib.sha256(), 0
     path.unlink(missing_ok=True)
     try:
@@ -221,7 +211,7 @@ def write(folder: Path, part: str, content: Iterable[memoryview], name: Callable
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return FileInfo(size, found.digest())
+    return [size, *found.digest()]
 
 
 def _commit(
@@ -341,13 +331,6 @@ def holds(folder: Path, pair: str) -> bool:
     return False
 
 
-def is_without_pairs(folder: Path) -> bool:
-    """Return whether the newest checkpoint was written by `save()`."""
-    with contextlib.suppress(Malformed):
-        return not read_manifest(folder).pair
-    return True
-
-
 def read_manifest(folder: Path, token: FencingToken | None = None) -> Manifest:
     """Return the newest manifest, or that of one checkpoint."""
     if token is None:
@@ -355,34 +338,24 @@ def read_manifest(folder: Path, token: FencingToken | None = None) -> Manifest:
     if token is None:
         raise Malformed(f"{folder / MANIFEST} cannot be read: No such file, or none with a number beside it")
     path = folder / token.manifest
-    content = read_bytes(path, _MANIFEST_MOST)
-    begin, least, most = _MANIFEST
-    counts = re.search(rb'"shards": (\d{1,7}),\s{0,9}"world": (\d{1,7}),', content[:begin])
-    version = re.search(rb'"version": (\d{1,9}),', content[:begin])
+    content = read_bytes(path, _LONGEST)
+    version = re.search(rb'"version": (\d{1,9}),', content[:64])
     if version is not None and int(version[1]) != VERSION:
         raise Malformed(f"{path} is of version {int(version[1])}; this gradsieve reads version {VERSION}")
-    files = int(counts[1]) * int(counts[2]) if counts else 0
-    # Before JSON is parsed, which may take many times its length in memory.
-    if not 1 <= files <= state.MOST_RANKS or not least * files < len(content) < begin + most * files:
-        raise Malformed(f"{path} does not name a file for each rank of a checkpoint")
-    plain = parsed(content)
-    if (
-        type(plain) is not dict
-        or {key: plain.pop(key, None) for key in _FORMAT} != _FORMAT
-        or plain.keys() != _FIELDS.keys()
-        or not all(_is(plain[key], *kind) for key, kind in _FIELDS.items())
-    ):
+    head = _HEAD.match(content)
+    if head is None:
         raise Malformed(f"{path} is not a manifest of a gradsieve checkpoint")
-    manifest = Manifest(**plain | {"files": tuple(plain["files"])})
-    if len(manifest.files) != files or manifest.shards * manifest.world != files:
-        raise Malformed(f"{path} does not name a file for each of {manifest.shards * manifest.world} ranks")
+    *numbers, scheme, model, optimizers, pair = (text.decode() for text in head.groups())
+    files = tuple(text.decode() for text in _FILE.findall(content, head.end()))
+    term, number, shards, world, step = map(int, numbers)
+    if not 1 <= len(files) == shards * world <= state.MOST_RANKS:
+        raise Malformed(f"{path} does not name a file for each of {shards * world} ranks")
+    manifest = Manifest(term, number, shards, world, step, scheme, model, optimizers == "true", pair, files)
+    if as_text(manifest).encode() != content:
+        raise Malformed(f"{path} is not a manifest of a gradsieve checkpoint")
     if manifest.token != token:
         raise Malformed(f"{path} is the manifest {manifest.token} under another name")
     return manifest
-
-
-def _is(value: Any, kind: type, pattern: str) -> bool:
-    return type(value) is kind and re.fullmatch(pattern, str(value), re.ASCII) is not None
 
 
 def read_shard(folder: Path, manifest: Manifest, rank: int, shard: int = 0) -> dict[str, Tensor]:

@@ -125,11 +125,10 @@ def for_world(pipeline: Pipeline, part: RankState, old: int, residuals_differ: b
 
 
 class Merger:
-    """Merge parts of `old` ranks, given one after the other: keep the source's, and sums of residuals."""
+    """Sum up the residuals in parts of `old` ranks, given one after the other."""
 
     def __init__(self, pipeline: Pipeline, old: int) -> None:
         self.pipeline, self.old = pipeline, old
-        self.source: RankState | None = None
         self._totals = {
             key: torch.zeros_like(view)
             for key, view in pipeline.kept().items()
@@ -137,8 +136,6 @@ class Merger:
         }
 
     def add(self, rank: int, part: RankState) -> None:
-        if rank == source_rank(self.pipeline.rank, self.old):
-            self.source = part
         if rank in ranks_to_sum(self.pipeline.rank, self.pipeline.world, self.old):
             self.add_residuals(part.memories)
 
@@ -154,10 +151,10 @@ class Merger:
             means[key.removeprefix("mark/")] = (yield AllReduce(total)) / self.old
         return means
 
-    def merged(self) -> Program[RankState]:
-        assert self.source is not None
+    def merged(self, source: RankState) -> Program[RankState]:
+        """Return the part of this rank's source with the mean residuals; all ranks call it."""
         means = yield from self.means()
-        part = for_world(self.pipeline, self.source, self.old, residuals_differ=False)
+        part = for_world(self.pipeline, source, self.old, residuals_differ=False)
         if self.pipeline.exchanges_steps:
             return replace(part, memories=with_residuals(part.memories, means, part.figures["preview"]))
         return replace(part, memories={**part.memories, **means})

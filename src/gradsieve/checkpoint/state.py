@@ -11,9 +11,9 @@ import logging
 import math
 import re
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -94,12 +94,8 @@ def _shard_prefix(replica: Replica) -> str:
 
 
 def _is_called_by(module: str) -> bool:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == module:
-            return True
-        frame = frame.f_back
-    return False
+    frames = traceback.walk_stack(sys._getframe())
+    return any(frame.f_globals.get("__name__") == module for frame, _ in frames)
 
 
 def shard_of(replica: Replica, optimizers: bool) -> dict[str, Tensor]:
@@ -275,12 +271,10 @@ def optimizers_of(replica: Replica, stored: Mapping[str, Tensor], rank: int) -> 
         raise Malformed(f"the checkpoint has more than the {len(optimizers)} optimizers of this run")
     for number, optimizer in enumerate(optimizers):
         here = f"{prefix}{number}/"
-        text = fields.take(stored, here + "text", None, torch.uint8)
-        if text.dim() != 1 or text.numel() > max(TEXT_ALWAYS, size // TEXT_SHARE):
-            raise Malformed(f"{here + 'text'!r} in the checkpoint, of shape {tuple(text.shape)}, is too long")
+        text = fields.take_text(stored, here + "text", max(TEXT_ALWAYS, size // TEXT_SHARE))
         count = sum(key.startswith(here) for key in stored) - 1
         tensors = [stored[f"{here}{place}"].clone() for place in range(count) if f"{here}{place}" in stored]
-        tree = put_together(fields.tensor_to_text(text), tensors)
+        tree = put_together(text, tensors)
         identity = _identity(replica, optimizer)
         if not isinstance(tree, dict) or {key: tree.pop(key, None) for key in identity} != identity:
             raise Malformed(
@@ -385,7 +379,8 @@ def load(replica: Replica, read: Callable[[], LoadCandidate]) -> None:
         assert candidate is not None
         part = candidate.part
         if candidate.merger is not None:
-            part = replica.engine.run(candidate.merger.merged(), "the residuals of all ranks", replica.device)
+            merged = candidate.merger.merged(part)
+            part = replica.engine.run(merged, "the residuals of all ranks", replica.device)
     except BaseException:
         for optimizer, state in undo:
             replica.set_optimizer_state(optimizer, state)

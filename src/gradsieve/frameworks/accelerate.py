@@ -17,7 +17,6 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from gradsieve import attaching
-from gradsieve.checkpoint import files
 from gradsieve.errors import ConfigError
 from gradsieve.frameworks.sidecar import FOLDER, load_from, save_into
 from gradsieve.optimizers import as_list
@@ -51,7 +50,7 @@ class _Checkpoints:
     """
 
     def __init__(self, accelerator: Accelerator, sync: DdpSync, optimizers: list[Any]) -> None:
-        self._accelerator, self._optimizers = accelerator, optimizers
+        self._optimizers = optimizers
         self._sync = weakref.ref(sync)  # the model holds it; the accelerator, which has our hooks, need not
         self._folder: Path | None = None  # to load from, while `load_state` runs
         self._models: list[nn.Module] = []
@@ -63,14 +62,7 @@ class _Checkpoints:
 
     def _before_saving(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
         """Save before Accelerate writes its files: a save that breaks off here leaves none of them."""
-        sync = self._sync()
-        if sync is not None and any(each is sync for each in self._accelerator._custom_objects):
-            raise ConfigError(
-                f"rank {self._accelerator.process_index}: the sync is saved by attach() already; with "
-                "register_for_checkpointing(sync) one rank's state would be saved as well, for all of them: "
-                "leave that line out"
-            )
-        save_into(sync, Path(folder) / FOLDER, _pair(models))
+        save_into(self._sync(), Path(folder) / FOLDER, _pair(models))
 
     def _before_loading(self, models: list[nn.Module], folder: str) -> None:
         sync = self._sync()
@@ -83,8 +75,7 @@ class _Checkpoints:
         sync = self._sync()
         if self._folder is not None and not self._missing and sync is not None:
             folder, self._folder = self._folder, None  # loading ours loads the optimizers again
-            pair = _pair(self._models)
-            load_from(sync, folder, False, "" if files.is_without_pairs(folder) else pair)
+            load_from(sync, folder, False, _pair(self._models))
 
 
 def _pair(models: list[nn.Module]) -> str:

@@ -155,7 +155,7 @@ def add_residual(model: nn.Module, folder: str | PathLike[str]) -> None:
     with torch.no_grad():
         held = {name: part.held for name, part in shards.parts.items()}
         for name, complete in files.complete_model(Path(folder), held, shards.rank, shards.count).items():
-            torch_names.local_of(shards.parts[name].held).copy_(complete)
+            torch_names.plain_part_of(shards.parts[name].held).copy_(complete)
 
 
 def _fit(model: Any, replicate: DeviceMesh) -> tuple[nn.Module, dist.ProcessGroup]:

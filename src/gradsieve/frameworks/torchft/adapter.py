@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
@@ -23,7 +21,7 @@ from gradsieve.frameworks.torchft.member import Member
 
 _log = logging.getLogger("gradsieve")
 
-_PATIENCE = 5.0  # seconds without a quorum until the first warning; each further one waits twice as long
+_PATIENCE = 5.0  # seconds without a quorum until a warning
 
 
 class Place(NamedTuple):
@@ -42,26 +40,8 @@ class Rendezvous(ProcessGroup):  # type: ignore[misc]  # torchft comes without t
         super().__init__(0, 1)
         self.place: Place | None = None
 
-    def configure(
-        self,
-        store_addr: str,
-        replica_id: str,
-        rank: int,
-        world_size: int,
-        quorum_id: int | None = None,
-        *_: object,
-        **__: object,
-    ) -> None:
-        self.place = Place(store_addr, rank, world_size, -1 if quorum_id is None else quorum_id)
-
-    def errored(self) -> Exception | None:
-        return None  # `ElasticSync` reports what fails
-
-    def size(self) -> int:
-        return 1 if self.place is None else self.place.world
-
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name for it
-        return "gradsieve"
+    def configure(self, store: str, replica: str, rank: int, world: int, quorum: int, *_: object) -> None:
+        self.place = Place(store, rank, world, quorum)
 
 
 class ElasticSync:
@@ -185,25 +165,24 @@ class ElasticSync:
         if manager.should_commit():
             replica.commit()
             return True
-        replica.hold()
+        replica.failed += 1  # what was prepared is kept until the others say whether they committed it
         return False
 
     def _ask_for_quorum(self, shrink_only: bool) -> None:
         manager, name = self._manager, self._replica.name
-
-        def tell(seconds: float) -> None:
-            _log.warning(
+        warning = threading.Timer(
+            _PATIENCE,
+            _log.warning,
+            (
                 "replica %s, exchange %d: no quorum for %.0f s. It waits up to %.0f s (the manager's "
                 "quorum_timeout) for the lighthouse, or for as many replicas as have to be there",
-                name,
-                manager.current_step(),
-                seconds,
-                self._patience,
-            )
-
+                *(name, manager.current_step(), _PATIENCE, self._patience),
+            ),
+        )
+        warning.daemon = True
+        warning.start()
         try:
-            with reported_while(tell):
-                manager.start_quorum(shrink_only=shrink_only)
+            manager.start_quorum(shrink_only=shrink_only)
         except TimeoutError as error:
             raise GradsieveError(
                 f"replica {name}, exchange {manager.current_step()}: no quorum within "
@@ -213,6 +192,8 @@ class ElasticSync:
                 "longer quorum_timeout; to find a lighthouse that was started again, quorum_retries, for how "
                 f"often it is asked in that time (now {self._retries})"
             ) from error
+        finally:
+            warning.cancel()
 
     def _enter(self) -> bool:
         """Join the group of this quorum, if it is a new one."""
@@ -273,21 +254,3 @@ class ElasticSync:
             self._replica.sync = None
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-@contextmanager
-def reported_while(tell: Callable[[float], None]) -> Iterator[None]:
-    """Call `tell` with the seconds that the block has lasted, again and again if it lasts long."""
-    done, start = threading.Event(), time.monotonic()
-
-    def watch() -> None:
-        pause = _PATIENCE
-        while not done.wait(pause):
-            tell(time.monotonic() - start)
-            pause *= 2
-
-    threading.Thread(target=watch, name="gradsieve-quorum", daemon=True).start()
-    try:
-        yield
-    finally:
-        done.set()

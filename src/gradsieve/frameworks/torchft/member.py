@@ -2,7 +2,7 @@
 
     exchange   exchange all units, apply nothing, and gather the norm of each residual that will be left
     commit     apply it. torchft decides on each replica whether to (`adapter.py`)
-    hold       keep it: the next rendezvous shows whether the other replicas committed it
+               or keep it: the next rendezvous shows whether the other replicas committed it
     join       meet in another group: partitions and states are initialised again for its size
 
 A replica commits after all members have said that they are prepared. What one replica has prepared may
@@ -56,23 +56,17 @@ from gradsieve.units import flat_view
 class PreparedRunner(Runner):
     """Prepare exchanges, and apply them when told to."""
 
-    def exchange(self, call: str) -> list[float]:
-        """Exchange, and return the norm of the residual that each rank will have once this is applied."""
+    def exchange(self, call: str) -> tuple[Pending, list[float]]:
+        """Exchange, and return what `apply` takes and the residual's norm on each rank once it is applied."""
         super().compare_if_due()
         self.begin(call)
-        pending = self.pending
-        assert pending is not None
-        try:
-            wait(pending.futures)
-            for future in pending.futures:
-                future.result()
-            return self.norms_of_all(
-                self.pipeline.remaining_norm(pending),
-                f"the word that exchange {self.pipeline.step} is prepared",
-            )
-        except BaseException:
-            self.set_aside()
-            raise
+        prepared, self.pending = self.pending, None  # an optimizer's step would apply it
+        assert prepared is not None
+        wait(prepared.futures)
+        for future in prepared.futures:
+            future.result()
+        what = f"the word that exchange {self.pipeline.step} is prepared"
+        return prepared, self.norms_of_all(self.pipeline.remaining_norm(prepared), what)
 
     def norms_of_all(self, norm: float, what: str) -> list[float]:
         def gathered() -> Program[Tensor]:
@@ -81,14 +75,8 @@ class PreparedRunner(Runner):
         rows: Tensor = self.engine.run(gathered(), what, self.device)
         return [float(row) for row in rows.flatten()]
 
-    def set_aside(self) -> Pending | None:
-        """Take out the pending exchange: otherwise an optimizer's step would apply it."""
-        aside, self.pending = self.pending, None
-        return aside
-
-    def apply(self, aside: Pending | None = None) -> None:
-        if aside is not None:
-            self.pending = aside
+    def apply(self, prepared: Pending) -> None:
+        self.pending = prepared
         self.complete()
         self.refresh()
         self.replica.models.raise_versions()
@@ -141,9 +129,10 @@ class Member:
 
     def exchange(self, call: str = "training") -> None:
         assert self.sync is not None
-        self._prepared = {}
+        self._held, self._prepared = None, {}
         step = self.pipeline.step
-        self._prepared = self._seen(step, self.sync.runner.exchange(call))
+        self._held, norms = self.sync.runner.exchange(call)
+        self._prepared = self._seen(step, norms)
 
     def _seen(self, step: int, norms: list[float]) -> dict[int, ReplicaRecord]:
         return {
@@ -154,11 +143,11 @@ class Member:
     def commit(self) -> None:
         """Apply the prepared exchange."""
         assert self.sync is not None
+        assert self._held is not None
         self.sync.runner.apply(self._held)
-        mine = self._prepared[self.identity]
-        self._held, self._last = None, (mine.group, mine.exchange)
         self.membership.commit(self._prepared)
-        self._prepared = {}
+        self._held, self._prepared = None, {}
+        self._last = self.membership.last_of(self.identity)
         self._agree()
 
     def _agree(self) -> None:
@@ -169,12 +158,6 @@ class Member:
             "figures": dict(pipeline.figures()),
             "states": [fields_to_tensors(state) for state in pipeline.states],
         }
-
-    def hold(self) -> None:
-        """Keep what was prepared until the others say whether they committed it."""
-        self.failed += 1
-        if self.sync is not None and self._prepared:
-            self._held = self.sync.runner.set_aside()
 
     # -- from replica to replica ------------------------------------------------------------------------
 
@@ -187,7 +170,7 @@ class Member:
             "shared": {key.partition("/")[2]: v for key, v in kept.items() if key.startswith("shared/")},
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "agreed": self._agreed,
-            "accounts": self.membership.state(),
+            "accounts": self.membership,
         }
 
     def take(self, state: Mapping[str, Any]) -> bool:
@@ -202,31 +185,31 @@ class Member:
                 f"replica {self.name}: the others train another model; this one's {', '.join(differing[:4])} "
                 "is not in it. Start all replicas with the same program"
             )
-        membership = Membership.of(state["accounts"])
+        membership, agreed = state["accounts"], state["agreed"]
         if self._last is None:
             for optimizer, stored in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(stored)
             self.leave_group()
             self._kept = {f"{kind}/{n}": v for n, v in shared.items() for kind in ("shared", "own", "mark")}
-            self._agreed = None
-        else:
-            self._resolve_held(membership)
-            self.leave_group()
-        before, self.membership, self._agreed = self._agreed, membership, state["agreed"]
-        if before is not None and self._agreed is not None and before["step"] == self._agreed["step"]:
+            self.membership, self._agreed = membership, agreed
+            return True
+        self._resolve_held(membership)
+        self.leave_group()
+        before, self.membership, self._agreed = self._agreed, membership, agreed
+        assert before is not None
+        assert self._kept is not None
+        if before["step"] == agreed["step"]:
             return False
-        if self._last is not None:  # its residual stays, with another shared model
-            assert self._kept is not None
-            residuals = {name: residual_in(self._kept, name) for name in shared}
-            preview = 1.0 if self._agreed is None else self._agreed["figures"]["preview"]
-            memories = self._kept | {f"shared/{name}": model for name, model in shared.items()}
-            self._kept = with_residuals(memories, residuals, preview)
+        # The residual stays, with another shared model.
+        residuals = {name: residual_in(self._kept, name) for name in shared}
+        memories = self._kept | {f"shared/{name}": model for name, model in shared.items()}
+        self._kept = with_residuals(memories, residuals, agreed["figures"]["preview"])
         return True
 
     def _resolve_held(self, membership: Membership) -> None:
         """Commit what was prepared here if the others did."""
         last, mine = membership.last_of(self.identity), self._prepared.get(self.identity)
-        if self._held is not None and mine is not None and last == (mine.group, mine.exchange):
+        if mine is not None and last == (mine.group, mine.exchange):
             self.commit()
         elif last != self._last:
             raise DivergenceError(
@@ -256,7 +239,7 @@ class Member:
         )
         # As if these replicas had made the last exchange of the checkpoint.
         self.membership = Membership(self._seen(step - 1, norms))
-        self._last = (self._group, step - 1)
+        self._last = self.membership.last_of(self.identity)
         self._agree()
         return True
 

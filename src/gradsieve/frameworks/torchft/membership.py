@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 _log = logging.getLogger("gradsieve")
 
@@ -27,18 +26,6 @@ class Membership:
     present: dict[int, ReplicaRecord] = field(default_factory=dict)
     missing: dict[int, ReplicaRecord] = field(default_factory=dict)
     returned: int = 0
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Membership:
-        """Return what a peer's `asdict` gave."""
-        present, missing = (
-            {identity: ReplicaRecord(**record) for identity, record in state[kind].items()}
-            for kind in ("present", "missing")
-        )
-        return cls(present, missing, state["returned"])
-
-    def state(self) -> dict[str, Any]:
-        return asdict(self)
 
     def last_of(self, identity: int) -> tuple[int, int] | None:
         """Return group and number of the last exchange that was committed with a replica."""

@@ -107,7 +107,8 @@ def taken_over(members: Sequence[Member], run: Run, stretch: int) -> list[Member
     for merger in mergers:
         for rank, part in enumerate(parts):
             merger.add(rank, part)
-    merged = lockstep.run([merger.merged() for merger in mergers])
+    sources = [parts[source_rank(rank, old)] for rank in range(len(new))]
+    merged = lockstep.run([merger.merged(part) for merger, part in zip(mergers, sources, strict=True)])
     for rank, (member, part) in enumerate(zip(new, merged, strict=True)):
         source = members[source_rank(rank, old)].training
         member.training.model.load_state_dict(source.model.state_dict())  # batch norm's statistics

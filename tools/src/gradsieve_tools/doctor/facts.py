@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib
 import ipaddress
 import os
 import socket
@@ -15,7 +16,7 @@ from pathlib import Path
 import torch
 
 from gradsieve.kernels import active
-from gradsieve.torch_names import lacking
+from gradsieve.torch_names import PRIVATE, Private
 from gradsieve_tools.results import versions
 
 _SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B
@@ -97,8 +98,23 @@ def collect(rank: int, master: str) -> Facts:
         quota=_quota(),
         kernels=active(),
         versions={name: str(value) for name, value in versions().items() if name != "cpus"},
-        lacks=tuple(each.lost for each in lacking()),
+        lacks=tuple(private.lost for private in PRIVATE if not is_there(private)),
     )
+
+
+def is_there(private: Private) -> bool:
+    """Say whether the installed torch has the name."""
+    if private.owner.endswith(".py"):
+        file = Path(torch.__file__).parent / private.owner
+        return file.is_file() and private.name in file.read_text(encoding="utf-8")
+    module, *inner = private.owner.split(":")
+    try:
+        owner = importlib.import_module(module)
+        for name in inner:
+            owner = getattr(owner, name)
+    except (ImportError, AttributeError):
+        return False
+    return hasattr(owner, private.name)
 
 
 def _interface(name: str) -> Interface:
