@@ -342,8 +342,8 @@ def _refuse_taken(held: Mapping[str, Tensor], exchanges_steps: bool) -> None:
         taken = [mine[id(parameter)] for parameter in replica.held.values() if id(parameter) in mine]
         if taken and len(taken) == len(mine):
             raise ConfigError(
-                f"{', '.join(taken[:4])} have a sync already, from when this model was wrapped before: call its "
-                "close() first. If no name leads to that sync any more, make the model anew"
+                f"{', '.join(taken[:4])} have a sync already, from when this model was wrapped before: call "
+                "its close() first. If no name leads to that sync any more, make the model anew"
             )
         if taken:
             raise ConfigError(
