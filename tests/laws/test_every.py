@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 from gradsieve.errors import ConfigError, MismatchError
 from gradsieve.pipeline import Pending, make_pipeline
-from gradsieve.pipeline.budget import Budget
 from gradsieve.pipeline.exchange_settings import Steps
-from gradsieve.schemes.stripes import Stripes
 from gradsieve.testing.laws import same_bits
 from laws.cases import registered
 from laws.treated import (
@@ -163,40 +161,12 @@ def test_a_dense_exchange_every_so_many_steps_is_the_mean_of_the_models() -> Non
         assert torch.equal(found, sum(own[name] for own in alone) / 4)
 
 
-def test_after_an_exchange_all_of_the_model_is_folded_not_a_window_of_it() -> None:
-    ranks = Periods(Case(world=2, n=301), "topk", *every_so_many(2, 0.5))
-    for step in range(2):
-        ranks.advance(step)
-    for pipeline, own in zip(ranks.pipelines, ranks.flat, strict=True):
-        found = torch.cat([own[slot.name] for slot in pipeline.units[0].slots])
-        assert torch.equal(found, pipeline.models.shared[0] - 0.5 * next(pipeline.residuals()))
-
-
 def test_ranks_at_different_places_of_their_periods_are_told() -> None:
     ranks = Periods(Case(world=3), "topk", *every_so_many(4))
     ranks.advance(0)
     ranks.pipelines[2].since += 1
     with pytest.raises(MismatchError, match="since exchange 0: rank 2 2, the other ranks 1"):
         ranks.exchange(everything=True)
-
-
-def test_the_place_in_the_period_is_in_a_checkpoint() -> None:
-    ranks = Periods(Case(world=2), "topk", *every_so_many(4))
-    for step in range(3):
-        ranks.advance(step)
-    figures = ranks.pipelines[0].figures()
-    other = Periods(Case(world=2), "topk", *every_so_many(4)).pipelines[0]
-    other.set_figures(figures)
-    assert other.begins_exchange()
-
-
-def test_a_budget_counts_steps_so_that_a_period_has_that_of_all_its_steps() -> None:
-    case = Case(world=4, n=4001)
-    once = Stepping(case, Stripes(), Steps(small=SMALL)).pipelines[0]
-    rarely = Periods(case, Stripes(), *every_so_many(4)).pipelines[0]
-    once.budget = rarely.budget = Budget(1.0)
-    share, longer = once.scheme_of_this_step().density, rarely.scheme_of_this_step().density
-    assert longer > 2 * share or rarely.scheme_of_this_step().values != "sign"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("every", "kind"), [(1, False), (2, True)])

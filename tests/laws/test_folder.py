@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from gradsieve import ConfigError, Gradients, MismatchError, Steps
+from gradsieve import Gradients, MismatchError, Steps
 from gradsieve.checkpoint import fencing, files
 from gradsieve.checkpoint import state as saving
 from gradsieve.errors import Malformed
@@ -172,21 +172,6 @@ def test_after_a_flush_only_what_a_flushed_run_needs_is_saved(
         flushed = [hand.sync.state_dict() for hand in crew.hands]
         for hand, state in zip(later.hands, flushed, strict=True):
             assert all(torch.equal(part, state[key]) for key, part in hand.sync.state_dict().items())
-
-
-def test_what_adam_remembers_is_two_vectors_more_and_what_its_noise_is_measured_from_a_third() -> None:
-    with Crew(2, adamw, bits=0.8) as crew:
-        assert elements(crew.train(0, 3).hands[1], optimizers=True) == 6 * ELEMENTS
-        crew.everyone(lambda hand: hand.sync.flush())
-        assert elements(crew.hands[1], optimizers=True) == 3 * ELEMENTS
-
-
-def test_a_closed_sync_neither_saves_nor_loads(tmp_path: Path) -> None:
-    with Crew(2, bits=0.8) as crew:
-        save(crew.train(0, 1), tmp_path)
-    for call in (lambda s: s.save(tmp_path), lambda s: s.load(tmp_path), lambda s: s.state_dict()):
-        with pytest.raises(ConfigError, match="rank 0, step 1: the sync is closed"):
-            call(crew.hands[0].sync)
 
 
 # -- refusals -------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from torch import Tensor
 from gradsieve.comm import lockstep
 from gradsieve.comm.ops import AllGather, AllReduce, AllToAll, Meter, Op
 from gradsieve.comm.rounds import directly, has_rounds, in_rounds
-from gradsieve.testing.gradients import KINDS
 from gradsieve.testing.laws import check_replicated, check_round, check_same_states, same_bits
 from gradsieve.testing.ranks import VirtualRanks
 from gradsieve.types import Outcome, Program, by_way_of
@@ -144,15 +143,6 @@ def test_laws_hold(name: str, case: Case) -> None:
     for round_ in ranks.advance(case.source, 2):
         check_round(round_, case.source.exact)
     check_same_states(ranks.states)
-
-
-@pytest.mark.parametrize("name", schemes(registered()))
-def test_laws_hold_for_every_number_of_ranks_and_an_odd_length(name: str) -> None:
-    for row, world in enumerate(WORLDS):
-        kind, n = list(KINDS)[row % len(KINDS)], ODD[-1 - row % 3]
-        case = Case(kind, world, (n,), density=0.1, steps=2)
-        for round_ in fleet(InRounds, name, case).advance(case.source, case.steps):
-            check_round(round_, case.source.exact)
 
 
 @pytest.mark.parametrize("name", ["dense", "exdyna"])

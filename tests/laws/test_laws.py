@@ -131,14 +131,6 @@ def test_laws_hold_for_every_length_and_kind_of_gradient(name: str, world: int) 
 
 
 @every_scheme
-@pytest.mark.parametrize("kind", ["integers", "skewed"])
-def test_laws_hold_for_a_hundred_thousand_elements(name: str, kind: str) -> None:
-    case = Case(kind, world=16, sizes=(99_991,), density=0.01, steps=4)
-    for round_ in case.fleet(name).advance(case.source, case.steps):
-        check_round(round_, case.source.exact and not rounds_freely(make(name)))
-
-
-@every_scheme
 @pytest.mark.parametrize(
     ("density", "dtype"), [(0.2, torch.float32), (0.5, torch.float64), (0.9, torch.float32)]
 )

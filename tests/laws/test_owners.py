@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradsieve.comm import lockstep
-from gradsieve.comm.ops import Meter
 from gradsieve.errors import Malformed
 from gradsieve.schemes.exclusive import read_rows
 from gradsieve.schemes.exdyna import ExDyna
@@ -20,7 +17,6 @@ from gradsieve.schemes.shares import MANY, Owners, partitions
 from gradsieve.testing.gradients import KINDS, Source
 from gradsieve.testing.laws import check_drained, check_round, check_same_states
 from gradsieve.testing.ranks import VirtualRanks
-from gradsieve.types import Ctx
 from gradsieve.wire import indices
 
 
@@ -71,29 +67,6 @@ def test_what_waits_is_drained_at_last() -> None:
     for _ in fleet.advance(lambda step, rank, bucket: source(step, rank, bucket) * (step < 3), 60):
         pass
     check_drained([residual[0] for residual in fleet.residuals])
-
-
-def moved(owners: int) -> tuple[float, int]:
-    """Bytes of indices, and rounds, of a first step of 120 ranks with 180 elements to send."""
-    world, n, source = 120, 18_000, Source("normal", (18_000,))
-    scheme = ExDyna(density=0.01)
-    cuts = torch.arange(owners + 1, dtype=torch.float64) * n / owners
-    state = replace(scheme.begin(n, world), cuts=cuts)
-    meters = [Meter(rank, world) for rank in range(world)]
-    results = lockstep.run(
-        [scheme.exchange(source(0, rank, 0), state, Ctx(rank, world, 0)) for rank in range(world)], meters
-    )
-    values = 2 * 4 * results[0].update.count * (world - 1) / world
-    return max(meter.moved for meter in meters) - values, meters[0].rounds
-
-
-def test_fewer_owners_send_fewer_bytes_in_as_many_rounds() -> None:
-    usual = partitions(180, 120)
-    assert usual == 2
-    few, rounds = moved(usual)
-    all_of_them, as_many = moved(120)
-    assert few < 0.7 * all_of_them
-    assert rounds == as_many
 
 
 def test_a_lie_is_blamed_on_the_rank_that_sent_the_row() -> None:

@@ -9,7 +9,6 @@ import torch
 
 from gradsieve import Gradients, MismatchError, Steps
 from gradsieve.checkpoint import rank_state
-from gradsieve.coherence import Coherence
 from gradsieve.errors import Malformed
 from gradsieve.schemes import SCHEMES
 from gradsieve.testing.laws import same_bits
@@ -101,13 +100,3 @@ def test_ranks_without_all_they_need_are_refused_on_all() -> None:
         assert isinstance(second, Malformed)
         assert "is not given that of rank 3" in str(second)
         assert same_bits(list(fewer.states().values()), list(before.values()))
-
-
-def test_how_alike_gradients_are_is_counted_over() -> None:
-    signal, noise = 3.0, 5.0
-    for old, new in ((4, 2), (2, 6), (6, 4)):
-        seen = Coherence(old * (signal + noise / old), old * (signal + noise))
-        expected = (signal + noise / new) / (signal + noise)
-        assert seen.among(old, new).share(new) == pytest.approx(expected)
-    assert Coherence(1.0, 1.0).among(1, 4) == Coherence()
-    assert Coherence().among(4, 2) == Coherence()

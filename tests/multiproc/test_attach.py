@@ -142,14 +142,6 @@ def test_what_cannot_work_is_refused_clearly(two: Ranks) -> None:
     assert two.run(refusals_then_training) == [6, 6]
 
 
-def test_before_init_process_group() -> None:
-    """In this process there is none."""
-    assert not dist.is_initialized()
-    model, optimizer = _model()
-    with pytest.raises(ConfigError, match=r"init_process_group\(\) first"):
-        gradsieve.GradientSync(model.named_parameters(), optimizer)
-
-
 # -- uneven inputs ------------------------------------------------------------------------------------
 
 
@@ -179,39 +171,11 @@ def test_uneven_inputs_neither_hang_nor_lose_anything(
     check_applied(longest_first[:1])
 
 
-def test_four_ranks_that_end_one_after_the_other(four: Ranks) -> None:
-    answers = four.run(train_uneven, Plan(), (6, 13, 5, 8), 100, timeout=30.0)
-    assert [steps for _, steps in answers] == [13] * 4
-    check_replicas([seen for seen, _ in answers])
-
-
 # -- figures ------------------------------------------------------------------------------------------
 
 
 def train_and_measure(rank: int, plan: Plan) -> dict[str, float]:
     return Run(rank, plan).train().sync.metrics()
-
-
-@every_scheme
-def test_metrics_tell_of_the_last_step(two: Ranks, scheme: str) -> None:
-    sizes = sum(torch.Size(shape).numel() for shape in Plan().shapes)
-    for metrics in two.run(train_and_measure, Plan(scheme, steps=6)):
-        assert metrics["step"] == 6
-        assert metrics["skipped"] == 0
-        assert 0 < metrics["density"] <= 1
-        assert 0 < metrics["bytes_sent"] <= 8 * sizes
-        assert 0 < metrics["bytes_received"] <= 8 * sizes
-        assert 3 <= metrics["collectives"] <= 30
-        stages = {"accumulate", "select", "exchange", "apply", "commit"}
-        found = {f"seconds_{stage}" for stage in stages}
-        seconds = {name: value for name, value in metrics.items() if name.startswith("seconds_")}
-        assert found <= seconds.keys() <= found | {"seconds_waiting"}
-        assert all(0 <= value < 10 for value in seconds.values())
-        lossless = gradsieve.schemes.SCHEMES[scheme].lossless
-        assert (metrics["residual_norm"] == 0) == lossless
-        assert metrics.get("imbalance", 1.0) >= 1.0
-        assert metrics.get("threshold", 1.0) > 0
-        assert named(metrics) <= documented_metrics()
 
 
 def named(metrics: dict[str, float]) -> set[str]:

@@ -119,18 +119,6 @@ def test_gradients_in_four_bits_end_near_dense_on_all_ranks(two: Ranks) -> None:
     assert (four_bits - dense).norm() < 0.3 * way.norm() < (signs - dense).norm()
 
 
-def unlike(rank: int) -> str:
-    with pytest.raises(gradsieve.MismatchError) as error:
-        Learning(rank, bits=0.5 + rank)
-    return str(error.value)
-
-
-def test_ranks_with_different_budgets_are_told(two: Ranks) -> None:
-    for said in two.run(unlike):
-        assert "bits" in said
-        assert "1.5" in said
-
-
 def noisy(rank: int) -> tuple[float, float, float]:
     """Steps by noise alone: each rank's own way is as long as the rate says, times 1/sqrt(rho)."""
     run = Learning(rank, bits=2.0)
@@ -156,23 +144,6 @@ def test_where_noise_rules_steps_of_adam_are_longer_by_the_root_of_the_ranks(two
     assert rate == RATE, "the user's rate is the user's again"
     usual = RATE * (0.1 / 1.9) ** 0.5  # root mean square of a step of Adam by noise
     assert moved == pytest.approx(usual / rho**0.5, rel=0.35)  # what was folded meanwhile is in it too
-
-
-def resumed(rank: int) -> tuple[float, float, float]:
-    run = Learning(rank, bits=0.5).train(0, 20)
-    stored = {"model": run.model.state_dict(), "sync": run.sync.state_dict()}
-    rho = run.pipeline.rho
-    run.sync.close()
-    again = Learning(rank, bits=0.5)
-    fresh = again.pipeline.rho
-    again.model.load_state_dict(stored["model"])
-    again.sync.load_state_dict(stored["sync"])
-    return rho, fresh, again.pipeline.rho
-
-
-def test_a_checkpoint_keeps_the_length_of_steps(two: Ranks) -> None:
-    for rho, fresh, loaded in two.run(resumed):
-        assert rho == loaded < fresh == 1.0
 
 
 def clipped(rank: int) -> tuple[float, float, float, float]:
@@ -222,10 +193,3 @@ def test_a_flush_is_no_part_of_the_mean(two: Ranks) -> None:
         (before, _), (flushed, dense) = seen[-2:]
         assert dense > 30
         assert flushed == before
-
-
-def test_of_other_schemes_bits_are_the_mean_over_some_exchanges(two: Ranks) -> None:
-    for seen in two.run(bits_by_step, 24, scheme="topk", density=0.05):
-        alone = [each for _, each in seen]
-        assert seen[4][0] == pytest.approx(sum(alone[:5]) / 5), "of as many as there were"
-        assert seen[23][0] == pytest.approx(sum(alone[4:24]) / 20), "of the last twenty"

@@ -12,7 +12,6 @@ from compat_cells import SYNCS, Dense, Sync
 from compat_optimizers import ROWS
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsieve.errors import ConfigError
 from multiproc.harness import Ranks
 
 STEPS = 60
@@ -39,27 +38,10 @@ def test_ranks_that_exchange_nothing_are_wrong(two: Ranks, cell: str) -> None:
     assert ("ranks differ in averages taken after the step" in wrong) == (cell == "ema")
 
 
-def refuses(ddp: DistributedDataParallel, optimizer: Any) -> Sync:
-    raise ConfigError("planted: this optimizer cannot be served")
-
-
-def fails_on_one_rank(ddp: DistributedDataParallel, optimizer: Any) -> Sync:
-    if dist.get_rank() == 1:
-        raise ConfigError("planted: on one rank")
-    return Dense(ddp, optimizer)
-
-
 def hangs_on_one_rank(ddp: DistributedDataParallel, optimizer: Any) -> Sync:
     if dist.get_rank() == 1:
         time.sleep(60)
     return Dense(ddp, optimizer)
-
-
-def test_a_refusal_by_all_is_no_fault_and_by_one_it_is(two: Ranks) -> None:
-    result = Table(two, refuses, STEPS).result(ROWS["sgd"], "plain")
-    assert str(result) == "refused: planted: this optimizer cannot be served"
-    result = Table(two, fails_on_one_rank, STEPS).result(ROWS["sgd"], "plain")
-    assert str(result) == "WRONG: rank 1: ConfigError: planted: on one rank"
 
 
 def test_a_hang_is_seen_and_the_next_cell_is_not_touched(two: Ranks) -> None:

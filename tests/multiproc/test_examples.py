@@ -40,15 +40,6 @@ def test_fashion_mnist_trains_and_reports() -> None:
 
 
 @pytest.mark.nightly
-def test_without_the_data_set_the_line_that_installs_it_is_printed(tmp_path: Path) -> None:
-    script = tmp_path / "example.py"
-    script.write_text(FASHION_MNIST.read_text().replace(str(DATA), str(tmp_path / "nowhere")))
-    ended = torchrun(str(script))
-    assert ended.returncode == 1
-    assert "apt-get install dataset-fashion-mnist" in ended.stderr
-
-
-@pytest.mark.nightly
 def test_gpt2_learns_with_trainer_and_says_what_it_took(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     example = ROOT / "examples" / "gpt2_trainer.py"

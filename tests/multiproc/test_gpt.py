@@ -127,26 +127,3 @@ def test_a_death_and_a_notice_leave_no_trace_in_the_curve(
     assert {step: found[step] for step in wanted} == wanted
     for name, value in model(out).items():
         assert torch.equal(value, model(tmp_path / "run")[name]), name
-
-
-def test_the_text_is_that_of_the_held_out_task(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
-    import prepare  # ranks, which import this file, need none of it
-
-    from gradsieve_tools.bench.tasks import documentation
-
-    assert (prepare.TEXT, prepare.TOKENS) == (documentation.TEXT, documentation.TOKENS)
-    theirs = {name: (str(each.folder), each.pattern) for name, each in documentation.DEBIAN.items()}
-    assert theirs == prepare.PACKAGES
-    assert all(f"{name}={each.version}" in prepare.__doc__ for name, each in documentation.DEBIAN.items())
-    for number in range(40):
-        (tmp_path / f"{number}.pod").write_text(f"page {number}, which is on page {number + 1}\n" * 9)
-    source = documentation.Source("1", tmp_path, "*.pod")
-    wanted = documentation.read({"perl-doc": source}, most_bytes=9_000)
-    files = prepare.read({"perl-doc": (str(tmp_path), "*.pod")}, most_bytes=9_000)
-    assert prepare.sha256_of(files) == wanted.sha256
-    assert {name for name in files if prepare.is_unseen(name)} == set(wanted.held_out)
-    made = prepare.write(files, tmp_path, 300)
-    tokens = documentation.tokens(wanted, 300)
-    assert made == prepare.sha256(b"".join(each.numpy().tobytes() for each in tokens))
-    assert made != prepare.write(files, tmp_path, 290)

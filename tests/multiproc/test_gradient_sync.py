@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 import gradsieve
-from gradsieve import ConfigError
 from multiproc.harness import Ranks
 from multiproc.models import Whole
 from multiproc.training import RATE, Plan, Run, Seen, check_laws, differing, usual
@@ -84,29 +82,6 @@ def test_reduce_says_when_a_step_was_skipped(two: Ranks, scheme: str) -> None:
     for reduced, changed in two.run(reduce_a_bad_value, Plan(scheme)):
         assert reduced == [True] * 4 + [False] + [True] * 2
         assert changed == []
-
-
-def refuse_sparse(rank: int) -> list[str]:
-    """What is said about sparse gradients without and with DDP."""
-    said = []
-    model = nn.Sequential(nn.Embedding(100, 32, sparse=True), nn.Linear(32, 64))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sync = gradsieve.GradientSync(model.named_parameters(), optimizer)
-    model(torch.arange(5)).sum().backward()
-    with pytest.raises(ConfigError) as refusal:
-        sync.reduce()
-    said.append(str(refusal.value))
-    with pytest.raises(ConfigError) as refusal:
-        gradsieve.attach(DistributedDataParallel(model), optimizer)
-    return [*said, str(refusal.value)]
-
-
-def test_sparse_gradients_are_refused_with_advice(two: Ranks) -> None:
-    for by_hand, behind_ddp in two.run(refuse_sparse):
-        assert "'0.weight'" in by_hand
-        assert "sparse=False" in by_hand
-        assert "'0'" in behind_ddp
-        assert "sparse=False" in behind_ddp
 
 
 # -- groups -------------------------------------------------------------------------------------------

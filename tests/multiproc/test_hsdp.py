@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -231,21 +230,6 @@ def starts_differently(rank: int) -> str:
 def test_shards_that_start_unlike_are_named(four: Ranks) -> None:
     said = four.run(starts_differently)
     assert ["first.weight" in each for each in said] == [False, True, False, True]
-
-
-def recorded(rank: int, path: Path) -> None:
-    training = Training(bits=1.0)
-    gradsieve.record(training.sync, path / "run")
-    training.train(0, 3)
-    training.sync.close()
-
-
-def test_every_shard_has_a_record_of_its_own(four: Ranks, tmp_path: Path) -> None:
-    four.run(recorded, tmp_path)
-    assert sorted(each.name for each in tmp_path.iterdir()) == [
-        f"run.shard{shard}.rank{host}.jsonl" for shard in range(2) for host in range(2)
-    ]
-    assert all(len(each.read_text().splitlines()) > 2 for each in tmp_path.iterdir())
 
 
 def nothing_to_hold(rank: int) -> tuple[int, dict[str, Tensor]]:

@@ -267,15 +267,3 @@ def test_compiled_models_train_as_others_do(two: Ranks, where: str) -> None:
     without = two.run(compiled, where, attached=False)
     assert without[0][1] > 0, "nothing was compiled"
     assert [each[1:] for each in seen] == [each[1:] for each in without], "other graphs than with plain DDP"
-
-
-def by_python_reducer(rank: int) -> str:
-    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
-        ddp = DistributedDataParallel(nn.Linear(WIDTH, 8))
-    with pytest.raises(gradsieve.ConfigError) as caught:
-        gradsieve.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
-    return str(caught.value)
-
-
-def test_dynamos_own_reducer_is_refused(two: Ranks) -> None:
-    assert all("python_reducer" in each for each in two.run(by_python_reducer))

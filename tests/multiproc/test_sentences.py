@@ -138,19 +138,6 @@ def test_an_optimizer_of_another_model_is_refused_by_name(two: Ranks, several: b
         assert said.startswith(f"rank {rank}: {which} has none of the 2 parameters of this model")
 
 
-def on_hosts_of(rank: int, ranks_a_host: str) -> list[str]:
-    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=ranks_a_host):
-        return attached(rank, [0.1], bits=0.75)[1]
-
-
-def test_several_ranks_a_host_are_pointed_to_the_way_for_them(four: Ranks) -> None:
-    first, *others = four.run(on_hosts_of, "2")
-    assert len(first) == 1
-    assert "each of the 2 ranks of a host sends over the network by itself" in first[0]
-    assert first[0].endswith("docs/hsdp.md")
-    assert others == [[]] * 3
-
-
 def under_torchrun(rank: int, shared: str, restarts: str) -> list[str]:
     names = {"TORCHELASTIC_USE_AGENT_STORE": shared, "TORCHELASTIC_MAX_RESTARTS": restarts}
     with mock.patch.dict(os.environ, names):

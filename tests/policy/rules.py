@@ -6,7 +6,6 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 _PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 _SHELLS = {("os", "system"), ("os", "popen"), ("subprocess", "getoutput"), ("subprocess", "getstatusoutput")}
@@ -184,23 +183,6 @@ def _imported(tree: ast.AST) -> dict[str, str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
     return found
-
-
-def export_faults(module: ModuleType) -> list[str]:
-    """`__all__` is sorted as ruff sorts it and holds exactly the names that a user can see."""
-    exported = list(module.__all__)
-    visible = {name for name in dir(module) if not name.startswith("_") and name != "annotations"}
-    ours = {name for name in visible - set(exported) if not isinstance(getattr(module, name), ModuleType)}
-    faults = [f"{name} is visible but not in __all__" for name in sorted(ours)]
-    gone = (name for name in exported if name not in visible or not hasattr(module, name))
-    faults += [f"{name} is in __all__ but not there" for name in sorted(gone)]
-    if exported != sorted(set(exported), key=_export_order):
-        faults.append("__all__ is not sorted, or a name stands there twice")
-    return faults
-
-
-def _export_order(name: str) -> tuple[int, str]:
-    return (0 if name.isupper() else 1 if name[0].isupper() else 2, name)
 
 
 def undocumented(names: list[str], folder: Path) -> list[str]:

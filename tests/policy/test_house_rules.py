@@ -11,8 +11,8 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from torch.utils._device import _device_constructors
@@ -76,22 +76,9 @@ def test_scheme_files_are_under_two_hundred_and_fifty_lines() -> None:
     assert rules.long_files(PACKAGE / "schemes", SCHEME_LIMIT) == []
 
 
-def test_a_long_scheme_is_seen(room: Path) -> None:
-    plant(room, "schemes/baselines/topk.py", "# one more line\n" * SCHEME_LIMIT)
-    assert [breach.split()[0] for breach in rules.long_files(room / "schemes", SCHEME_LIMIT)] == [
-        "baselines/topk.py"
-    ]
-
-
 @BOTH
 def test_no_function_is_over_sixty_lines(package: Path) -> None:
     assert rules.long_functions(package, FUNCTION_LIMIT) == []
-
-
-def test_a_long_function_is_seen(room: Path) -> None:
-    plant(room, "types.py", "def endless():\n" + "    pass\n" * FUNCTION_LIMIT)
-    assert len(rules.long_functions(room, FUNCTION_LIMIT)) == 1
-    assert "endless has 61 lines" in rules.long_functions(room, FUNCTION_LIMIT)[0]
 
 
 def test_only_the_carrier_and_what_drives_a_sync_use_torch_distributed() -> None:
@@ -105,20 +92,41 @@ def test_only_one_file_uses_private_names_of_torch() -> None:
     assert rules.private_to_torch(PACKAGE, ()) != [], "the rule looks for something that is there"
 
 
+FILE = "schemes/baselines/topk.py"
+PLANTED: list[tuple[Callable[[Path], list[str]], tuple[str, ...]]] = [
+    (lambda room: rules.long_files(room, SCHEME_LIMIT), ("# one more line\n" * SCHEME_LIMIT,)),
+    (
+        lambda room: rules.long_functions(room, FUNCTION_LIMIT),
+        ("def f():\n" + "    pass\n" * FUNCTION_LIMIT,),
+    ),
+    (
+        lambda room: rules.private_to_torch(room, ()),
+        (
+            "from torch._C._distributed_c10d import TCPStore",
+            "torch._foreach_norm(layers)",
+            "def f(module):\n    return module._get_fsdp_state()._fsdp_param_groups",
+            "getattr(parameter, '_post_accumulate_grad_hooks', None)",
+        ),
+    ),
+    (
+        lambda room: rules.users_of(room, "torch.distributed"),
+        ("from torch import distributed", "import torch\nworld = torch.distributed.get_rank"),
+    ),
+    (rules.dangerous, ("import pickle", "torch.load('x')", "eval('1')", "run('true', shell=True)")),
+    (rules.left_to_default, ("torch.empty(3)", "from torch import empty\nempty(3)", "make = torch.arange")),
+    (lambda room: rules.users_of(room, "numpy"), ("from numpy import array",)),
+]
+
+
 @pytest.mark.parametrize(
-    "breach",
-    [
-        "from torch._C._distributed_c10d import TCPStore",
-        "torch._foreach_norm(layers)",
-        "def f(module):\n    return module._get_fsdp_state()._fsdp_param_groups",
-        "getattr(parameter, '_post_accumulate_grad_hooks', None)",
-    ],
+    ("rule", "breach"), [(rule, breach) for rule, breaches in PLANTED for breach in breaches]
 )
-def test_any_way_to_a_private_name_of_torch_is_seen(room: Path, breach: str) -> None:
-    plant(room, "pipeline/__init__.py", breach)
-    found = rules.private_to_torch(room, ("torch_names.py",))
-    assert found
-    assert all(each.startswith("pipeline/__init__.py") for each in found)
+def test_a_planted_breach_is_seen(rule: Callable[[Path], list[str]], room: Path, breach: str) -> None:
+    plant(room, FILE, "")
+    assert rule(room) == []
+    plant(room, FILE, breach)
+    assert rule(room)
+    assert all(each.startswith(FILE) for each in rule(room))
 
 
 def test_only_one_file_uses_simgrid() -> None:
@@ -127,60 +135,14 @@ def test_only_one_file_uses_simgrid() -> None:
     assert rules.users_of(LAB, "simgrid") != [], "the rule looks for something that is there"
 
 
-@pytest.mark.parametrize(
-    "breach",
-    [
-        "from torch import distributed",
-        "import torch\nworld = torch.distributed.get_world_size",
-    ],
-)
-def test_any_way_to_torch_distributed_is_seen(room: Path, breach: str) -> None:
-    plant(room, "schemes/baselines/topk.py", breach)
-    found = rules.users_of(room, "torch.distributed", MAY_USE_DISTRIBUTED)
-    assert found
-    assert all(each.startswith("schemes/baselines/topk.py") for each in found)
-
-
 @BOTH
 def test_nothing_in_the_packages_runs_what_it_is_told(package: Path) -> None:
     assert rules.dangerous(package) == []
 
 
-@pytest.mark.parametrize(
-    "breach",
-    [
-        "import pickle",
-        "torch.load('checkpoint')",
-        "eval('1')",
-        "import subprocess\nsubprocess.run('true', shell=True)",
-        "import numpy\nnumpy.load('x', allow_pickle=True)",
-    ],
-)
-def test_every_way_to_run_what_it_is_told_is_seen(room: Path, breach: str) -> None:
-    plant(room, "pipeline/__init__.py", breach)
-    assert len(rules.dangerous(room)) == 1
-    assert rules.dangerous(room)[0].startswith("pipeline/__init__.py")
-
-
 @BOTH
 def test_every_tensor_is_made_in_a_named_type_on_a_named_device(package: Path) -> None:
     assert rules.left_to_default(package) == []
-
-
-@pytest.mark.parametrize(
-    "breach",
-    [
-        "torch.empty(3)",
-        "torch.FloatTensor(3)",
-        "from torch import empty\nempty(3)",
-        "make = torch.arange",
-    ],
-)
-def test_every_tensor_that_is_left_to_defaults_is_seen(room: Path, breach: str) -> None:
-    plant(room, "types.py", breach)
-    found = rules.left_to_default(room)
-    assert len(found) == 1
-    assert found[0].startswith("types.py")
 
 
 def test_the_rule_knows_every_factory_that_torch_puts_on_the_default_device() -> None:
@@ -191,31 +153,6 @@ def test_the_rule_knows_every_factory_that_torch_puts_on_the_default_device() ->
 @pytest.mark.parametrize("part", NO_NUMPY)
 def test_no_numpy_on_the_way_of_the_data(part: str) -> None:
     assert rules.users_of(PACKAGE / part, "numpy", NO_NUMPY[part]) == []
-
-
-def test_numpy_on_the_way_of_the_data_is_seen(room: Path) -> None:
-    plant(room, "wire/__init__.py", "from numpy import array")
-    assert rules.users_of(room / "wire", "numpy", NO_NUMPY["wire"])
-
-
-def test_exported_names_are_sorted_and_exactly_those_visible() -> None:
-    assert rules.export_faults(gradsieve) == []
-
-
-@pytest.mark.parametrize(
-    ("exported", "fault"),
-    [
-        (["Alpha", "beta"], None),
-        (["CONSTANT", "Alpha", "beta"], "CONSTANT is in __all__ but not there"),
-        (["Alpha"], "beta is visible but not in __all__"),
-        (["beta", "Alpha"], "__all__ is not sorted, or a name stands there twice"),
-        (["Alpha", "beta", "beta"], "__all__ is not sorted, or a name stands there twice"),
-    ],
-)
-def test_a_wrong_export_is_seen(exported: list[str], fault: str | None) -> None:
-    module = ModuleType("toy")
-    vars(module).update(Alpha=int, beta=len, _private=1, submodule=sys, __all__=exported)
-    assert rules.export_faults(module) == ([] if fault is None else [fault])
 
 
 def test_names_are_loaded_from_where_readers_of_types_are_told() -> None:

@@ -32,20 +32,6 @@ def test_one_that_cannot_is_seen(change: dict[str, str], said: str) -> None:
     assert said in fault
 
 
-def test_a_body_is_replaced_in_the_function_that_is_named(tmp_path: Path) -> None:
-    (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "a.py").write_text(
-        source := "def f():\n    return 0\nclass A:\n    def f(self):\n        return 1\n"
-    )
-    (tmp_path / "test_a.py").write_text("def test_f(): ...")
-    mutant = mutants.Mutant("m", "a:A.f", "test_a.py::test_f", instead="return 2")
-    assert mutant.changed(tmp_path).source == source.replace("return 1", "return 2")
-
-
-def test_two_of_one_name_are_seen() -> None:
-    assert "two have this name" in mutants.faults([ALL[0], ALL[0]])[0]
-
-
 @pytest.mark.parametrize(
     ("code", "verdict"), [(1, "killed"), (0, "SURVIVED"), (2, "NO VERDICT"), (5, "NO VERDICT")]
 )

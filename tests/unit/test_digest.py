@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradsieve import ranks_alike as module
 from gradsieve.ranks_alike import digest
 
 BITS = {
@@ -32,14 +29,6 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
 
 
 @every_dtype
-def test_equal_values_have_equal_fingerprints(dtype: torch.dtype) -> None:
-    x = values(1000, dtype)
-    assert same([x], [x.clone()])
-    assert digest([x]).dtype == torch.int64
-    assert digest([x]).shape == (1,)
-
-
-@every_dtype
 @given(size=st.integers(1, 9000), data=st.data())
 def test_every_single_bit_shows(dtype: torch.dtype, size: int, data: st.DataObject) -> None:
     x = values(size, dtype)
@@ -49,15 +38,6 @@ def test_every_single_bit_shows(dtype: torch.dtype, size: int, data: st.DataObje
     flip = 1 << bit if bit < 8 * dtype.itemsize - 1 else -(1 << bit)
     bits[place] ^= flip
     assert not same([x], [bits.view(dtype)])
-
-
-@every_dtype
-@pytest.mark.parametrize("place", [0, 1, 4095, 8190, 8191, 8999])
-def test_a_sign_shows_at_any_place(dtype: torch.dtype, place: int) -> None:
-    x = values(9000, dtype) + 200
-    y = x.clone()
-    y[place] = -y[place]
-    assert not same([x], [y])
 
 
 def test_exchanged_values_show_at_the_period_of_a_weight() -> None:
@@ -86,16 +66,3 @@ def test_memory_formats_do_not_show() -> None:
     x = torch.randn(2, 8, 4, 4)
     assert same([x], [x.to(memory_format=torch.channels_last)])
     assert same([x[:, ::2]], [x[:, ::2].contiguous()])
-
-
-def test_changes_show_in_every_chunk() -> None:
-    with mock.patch.object(module, "_CHUNK", 7):
-        x = values(40, torch.float32)
-        assert same([x], [x.clone()])
-        for place in range(40):
-            y = x.clone()
-            y[place] += 1
-            assert not same([x], [y])
-            y = x.clone()
-            y[[place, (place + 7) % 40]] = x[[(place + 7) % 40, place]]
-            assert not same([x], [y])

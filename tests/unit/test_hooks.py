@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Set
 from typing import Any
 
@@ -54,18 +53,6 @@ def test_every_optimizer_of_these_parameters_is_heard_and_no_other(
     assert len(notes.heard) == 4
 
 
-def test_a_group_added_later_counts(parameters: dict[str, nn.Parameter]) -> None:
-    notes = Notes()
-    watch = OptimizerHooks(parameters, notes)
-    watch.register()
-    optimizer = torch.optim.SGD([parameters["a"]], lr=0.1)
-    optimizer.step()
-    optimizer.add_param_group({"params": [parameters["b"]]})
-    optimizer.step()
-    assert notes.heard[-1] == ("after", ["a", "b"])
-    watch.remove()
-
-
 @pytest.mark.parametrize("by_name", [False, True])
 def test_a_closure_comes_first_and_its_result_comes_back(
     parameters: dict[str, nn.Parameter], by_name: bool
@@ -99,15 +86,3 @@ def test_a_closure_that_is_evaluated_twice_is_refused(parameters: dict[str, nn.P
         Twice(parameters.values(), lr=0.1).step(lambda: torch.zeros(()))
     watch.remove()
     assert notes.heard
-
-
-def test_a_listener_that_is_gone_is_not_kept_alive(parameters: dict[str, nn.Parameter]) -> None:
-    notes = Notes()
-    watch = OptimizerHooks(parameters, notes)
-    watch.register()
-    del notes
-    gc.collect()
-    assert watch.listener() is None
-    with_gradient(parameters)
-    torch.optim.SGD(parameters.values(), lr=0.1).step()
-    watch.remove()

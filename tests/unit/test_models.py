@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -91,32 +90,6 @@ def test_what_is_sent_is_gone_and_the_rest_waits() -> None:
     torch.testing.assert_close(whole(models), expected, **CLOSE)
     shared[places] -= 0.25
     torch.testing.assert_close(models.shared[0], shared)
-
-
-def test_what_is_due_where_no_optimizer_steps_does_not_pile_up() -> None:
-    models, parameters = two_parameters()
-    parameters["q"] -= 0.5
-    for step in range(100):
-        models.make_due(0, [slice(step, step + 1)])
-        models.rebase(0.5, {"q"})
-    assert len(models._due[0]) < 12
-    assert models.is_due({"p"})
-    assert not models.is_due({"q"})
-
-
-def test_parts_of_what_waits_are_parts_of_the_whole() -> None:
-    models, parameters = two_parameters()
-    for number, part in enumerate(parameters.values()):
-        part -= torch.randn(N // 2, generator=torch.Generator().manual_seed(number))
-    rebase(models, 0.5, 1)
-    residual, all_of_it = models.residual(0), whole(models)
-    assert torch.equal(residual.between(1000, 1500), all_of_it[1000:1500])
-    places = np.array([3, 1023, 1024, 2000])
-    assert torch.equal(residual.at(places, torch.from_numpy(places)), all_of_it[places])
-    expected = (all_of_it[100:1900].abs() >= 0.5).nonzero().flatten()
-    found, demand, _ = residual.select(100, 1900, 0.5, expected.numel() + 1, 0.0)
-    assert torch.equal(found[:-1], expected)
-    assert int(demand) == expected.numel()
 
 
 def test_units_after_one_that_failed_are_not_exchanged() -> None:

@@ -106,29 +106,6 @@ def test_adam_with_an_eps_above_its_gradients_is_sgd() -> None:
     assert 0.1 < tried(optimizer, 1.0).elasticity < 0.9
 
 
-def test_every_group_has_its_own_traits() -> None:
-    """As optimizers that give matrices and vectors different treatment have it."""
-    vector, matrix = nn.Parameter(torch.ones(5)), parameter()
-    optimizer = AdamW([{"params": [matrix]}, {"params": [vector], "eps": 1e6}], lr=0.1)
-    found = [traits_of(optimizer, group).elasticity for group in optimizer.param_groups]
-    assert found == pytest.approx([0.0, 1.0], abs=0.02)
-
-
-def test_a_group_is_what_its_largest_floating_parameter_is() -> None:
-    frozen = nn.Parameter(torch.ones(90, dtype=torch.uint8), requires_grad=False)
-    assert tried(AdamW([frozen, parameter()])) == ADAMW
-    assert tried(SignDescent([frozen], lr=0.1)) == Traits()
-
-
-def test_where_the_size_of_gradients_is_not_known_nothing_is_tried() -> None:
-    assert tried(AdamW([parameter()]), 0.0) == Traits()
-
-
-def test_a_rate_of_nothing_at_first_hides_nothing() -> None:
-    """Warm-ups begin there."""
-    assert tried(AdamW([parameter()], lr=0.0)) == ADAMW
-
-
 def test_a_scaler_that_found_an_overflow_hides_nothing() -> None:
     """A GradScaler gives a fused optimizer what it found, and it then does not step."""
     optimizer = AdamW([parameter()], lr=0.1, fused=True)

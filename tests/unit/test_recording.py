@@ -12,15 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import gradsieve
-from gradsieve import recording as module
 from gradsieve.errors import ConfigError, Malformed
-from gradsieve.metrics import look
 from gradsieve.recording import Recorder
-from gradsieve_tools.bench import overhead
 from gradsieve_tools.bench.accuracy import measure as accuracy
 from gradsieve_tools.bench.common import virtual
 from gradsieve_tools.records import Header, Line, Record, path_of, read, text_of
@@ -45,35 +40,6 @@ def run(sync: str, how: str, steps: int = 6, **more: Any) -> virtual.Run:
 
 
 # -- what a line says -------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("tiny")
-@pytest.mark.parametrize("sync", ["exdyna", "exdyna:values=sign", "stripes", "spardl"])
-@pytest.mark.parametrize("how", ["default", "paper"])
-def test_norms_are_those_of_the_vectors_themselves(sync: str, how: str, tmp_path: Path) -> None:
-    members = [virtual.Member(run(sync, how), rank) for rank in range(3)]
-    watched = Recorder(members[0].pipeline, tmp_path / "run", every=1)
-    expected = []
-    for _ in range(4):
-        for member in members:
-            member.backward()
-        virtual.exchange(members)
-        pipeline = members[0].pipeline
-        pairs = zip(pipeline.residuals(), pipeline.outcomes, strict=how == "default")
-        left, spent = map(torch.cat, zip(*((e, o.spent.to_dense()) for e, o in pairs), strict=True))
-        before = float((left + spent).norm() ** 2)  # zero where no step was taken yet: that is told as None
-        contraction = float(left.norm() ** 2) / before if before else None
-        age = float(left.abs().sum() / spent.abs().sum()) if spent.any() else None
-        expected.append((float(left.norm()), contraction, age))
-        for member in members:
-            member.step()
-    watched.close()
-    lines = read(watched.path).lines
-    assert [line.step for line in lines] == [1, 2, 3, 4]
-    for line, (waiting, contraction, age) in zip(lines, expected, strict=True):
-        assert line.waiting == pytest.approx(waiting, rel=1e-3)
-        for told, true in ((line.contraction, contraction), (line.age, age)):
-            assert told is None if true is None else told == pytest.approx(true, rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.usefixtures("tiny")
@@ -149,9 +115,6 @@ def test_a_checkpoint_that_is_loaded_on_the_way_begins_another_life(tmp_path: Pa
     assert recorder.path.read_text().count("gradsieve_record") == 2
 
 
-# -- f(t) -------------------------------------------------------------------------------------------------
-
-
 # -- what is read -----------------------------------------------------------------------------------------
 
 
@@ -197,51 +160,3 @@ def changed(entry: Header | Line, change: Callable[[dict[str, Any]], Any]) -> st
 def test_what_is_no_record_is_refused(texts: list[str], said: str, tmp_path: Path) -> None:
     with pytest.raises(Malformed, match=said):
         read(written(tmp_path, texts))
-
-
-def test_a_file_that_cannot_be_read_or_written_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Malformed, match="cannot be read"):
-        read(tmp_path / "nowhere")
-    (tmp_path / "file").touch()
-    member = overhead.Rank(overhead.Case("exdyna", "steps", 2, 100, 0.1), 0)
-    with pytest.raises(ConfigError, match="cannot be written"):
-        Recorder(member.pipeline, tmp_path / "file" / "run")
-    with pytest.raises(ConfigError, match="at least 1"):
-        Recorder(member.pipeline, tmp_path / "run", every=0)
-
-
-# -- what it costs ----------------------------------------------------------------------------------------
-
-
-class Touched(TorchDispatchMode):
-    """Counts the elements that operations read or write. Time would depend on who else uses the machine."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = call(*args, **(kwargs or {}))
-        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
-        self.elements += max((tensor.numel() for tensor in tensors), default=0)
-        return result
-
-
-@torch.no_grad()
-def test_a_recorder_touches_few_elements_beside_an_exchange(tmp_path: Path) -> None:
-    """That it is a hundredth of a whole step, `bench step --record` shows."""
-    ranks = [overhead.Rank(overhead.Case("exdyna", "steps", 2, 2048**2, 0.001), rank) for rank in range(2)]
-    noise = torch.randn(2 * ranks[0].gradients[0].numel())
-    pipeline = ranks[0].pipeline
-    watched = Recorder(pipeline, tmp_path / "run")
-    for rank in ranks:
-        rank.train(noise)
-    with Touched() as step:
-        overhead.step(ranks)
-    with Touched() as line:
-        watched.after_step()
-    with Touched() as norms:
-        look(pipeline)
-    little = 0.1 * step.elements / len(ranks)
-    assert line.elements + norms.elements / module.EVERY < little
-    assert norms.elements > little, "a look at every step would be seen here"

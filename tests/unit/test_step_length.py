@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -97,25 +96,6 @@ def test_a_step_that_broke_off_is_forgotten() -> None:
     torch.testing.assert_close(p.detach() - before, torch.full((3, 4), -0.02), rtol=1e-2, atol=1e-4)
 
 
-def test_the_root_of_the_noise_is_what_lengthens() -> None:
-    """Where noise rules, Adam of P ranks' own gradients makes sqrt(P) less way than Adam of their mean."""
-    world, n = 4, 4096
-    source = torch.Generator().manual_seed(0)
-    ways = {}
-    for ranks in (1, world):
-        models = [nn.Parameter(torch.zeros(n)) for _ in range(ranks)]
-        optimizers = [Adam([model], lr=0.01) for model in models]
-        source.manual_seed(0)
-        for _ in range(50):
-            noise = torch.randn(world, n, generator=source)
-            given = noise if ranks > 1 else noise.mean(0, keepdim=True)
-            for model, optimizer, gradient in zip(models, optimizers, given, strict=True):
-                model.grad = gradient.clone()
-                optimizer.step()
-        ways[ranks] = float(torch.stack([model.detach() for model in models]).mean(0).norm())
-    assert ways[1] / ways[world] == pytest.approx(math.sqrt(world), rel=0.05)
-
-
 # -- own noise -----------------------------------------------------------------------------------------
 
 
@@ -165,14 +145,6 @@ def test_an_element_whose_second_moment_overflowed_is_left_out() -> None:
     assert first[7] == before[7]
     assert not torch.equal(first, before)
     assert bool(first.isfinite().all())
-
-
-def test_moments_in_a_narrow_type_lose_as_much() -> None:
-    first, second, noise = drawn(0)
-    narrow = first.bfloat16(), second.bfloat16()
-    take_out([(first, second, noise)], 1e-8)
-    take_out([(*narrow, noise)], 1e-8)
-    torch.testing.assert_close(narrow[0].float(), first, rtol=0.02, atol=0.02)
 
 
 # -- from whom ------------------------------------------------------------------------------------------
@@ -324,22 +296,6 @@ def test_ranks_momentum_is_more_alike_and_without_it_is_not(
     assert shared > 1.1 * coherence(trained(density, every=every))
 
 
-def test_pieces_of_parameters_are_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each once, for whoever asks for its parameter."""
-    monkeypatch.setattr(models, "CHUNK", 128)
-    ranks = [Rank(number, 0.3) for number in range(WORLD)]
-    for _ in range(7):
-        exchange(ranks)
-        for rank in ranks[1:]:
-            rank.step()
-        update = ranks[0].pipeline.outcomes[0].update
-        found = [each for names in ({"q"}, {"p"}) for each in ranks[0].pipeline.models.noise(names)]
-        assert sum(noise.numel() for _, noise in found) == update.count
-        for pieces, noise in found:
-            assert noise.numel() == sum(here.stop - here.start for _, here in pieces) <= 128
-        assert not list(ranks[0].pipeline.models.noise({"p", "q"}))
-
-
 def test_pieces_that_adjoin_are_looked_at_together_and_what_only_this_rank_moved_is_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -364,12 +320,3 @@ def test_a_flush_leaves_no_noise() -> None:
     for rank in ranks:
         assert not any(vector.any() for vector in rank.pipeline.models.mean)
         assert not list(rank.pipeline.models.noise({"p", "q"}))
-
-
-def test_stretches_that_nobody_steps_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "_MOST_NOISY", 4)
-    ranks = [Rank(number, 0.1) for number in range(WORLD)]
-    for _ in range(9):
-        exchange(ranks)
-    found = list(ranks[0].pipeline.models.noise({"p", "q"}))
-    assert sum(noise.numel() for _, noise in found) <= 4 * 0.2 * N

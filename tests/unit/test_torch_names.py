@@ -206,11 +206,6 @@ def test_backward_is_told_from_forward() -> None:
     assert seen == [True, False]
 
 
-def test_norms_are_euclidean_one_a_part() -> None:
-    parts = torch.split(torch.tensor([3.0, 4.0, -2.0]), [2, 1])
-    assert [each.item() for each in torch_names.norms_of(parts)] == [5.0, 2.0]
-
-
 def test_the_end_of_the_outermost_pass_is_heard_of_once_and_not_of_one_that_breaks_off() -> None:
     ended: list[int] = []
 
@@ -229,14 +224,6 @@ def test_the_end_of_the_outermost_pass_is_heard_of_once_and_not_of_one_that_brea
         broken.sum().backward()
     assert len(ended) == 1
     assert torch_names.running_pass() == -1
-
-
-def test_all_parameters_of_a_group_in_one_call() -> None:
-    targets, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.full((3,), 4.0)]
-    torch_names.copy_all(targets, sources)
-    torch_names.scale_all(targets, 0.5)
-    torch_names.lerp_all(targets, sources, -1.0)
-    assert [each.tolist() for each in targets] == [[0.0, 0.0], [0.0, 0.0, 0.0]]
 
 
 def test_steps_that_torch_calls_hooks_around_are_known_and_can_do_without() -> None:

@@ -26,28 +26,6 @@ def shown(parameter: Tensor) -> float:
     return value
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_one_or_the_other(dtype: torch.dtype) -> None:
-    models, parameter, _ = two_models(dtype)
-    assert shown(parameter) == -1
-    models.show_shared()
-    assert shown(parameter) == 0
-    assert parameter.dtype == dtype
-    models.show_own()
-    assert shown(parameter) == -1
-
-
-def test_a_look_puts_back_only_what_it_changed() -> None:
-    models, parameter, _ = two_models()
-    before = models.look()
-    assert shown(parameter) == 0
-    assert models.look() == set()
-    models.show_own(set())
-    assert shown(parameter) == 0
-    models.show_own(before)
-    assert shown(parameter) == -1
-
-
 def test_a_graph_from_before_a_step_is_refused_and_one_around_a_look_is_not() -> None:
     models, parameter, _ = two_models()
     loss = parameter.square().sum()
@@ -77,15 +55,6 @@ def test_what_is_written_between_steps_is_in_the_shared_model(dtype: torch.dtype
     assert shown(parameter) == 2, "the rank's own model follows; what waits still waits"
     models.show_shared()
     assert shown(parameter) == 3
-
-
-def test_what_replaces_the_own_model_is_a_step() -> None:
-    models, parameter, pipeline = two_models()
-    parameter.data = torch.full_like(parameter, -5.0)
-    models.show_shared()
-    models.show_own()
-    assert shown(parameter) == -5
-    assert shown(next(pipeline.residuals())) == 5
 
 
 def test_a_model_that_was_cast_after_attach_is_refused() -> None:

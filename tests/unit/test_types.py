@@ -28,24 +28,6 @@ def test_dense_form_and_subtraction_agree_element_by_element(n: int, places: set
     assert sparse.count == len(indices)
 
 
-def test_a_full_vector_needs_no_indices() -> None:
-    values = torch.arange(4.0)
-    full = Sparse.full(values)
-    assert (full.indices, full.numel, full.count) == (None, 4, 4)
-    dense = full.to_dense()
-    dense[0] = 9.0
-    assert values[0] == 0.0, "the dense form is a copy"
-    vector = torch.ones(4)
-    full.subtract_from(vector)
-    assert vector.tolist() == [1.0, 0.0, -1.0, -2.0]
-
-
-def test_what_is_spent_of_itself_leaves_zero() -> None:
-    acc = torch.tensor([3.0, -2.0])
-    Sparse.full(acc).subtract_from(acc)
-    assert acc.tolist() == [0.0, 0.0]
-
-
 @pytest.mark.parametrize(
     ("density", "n", "k"),
     [
@@ -77,8 +59,3 @@ def test_k_is_exact_and_within_the_vector(density: float, n: int) -> None:
 def test_densities_outside_zero_to_one_are_refused(density: float) -> None:
     with pytest.raises(ConfigError, match="density must be above 0 and at most 1"):
         check_density(density)
-
-
-@pytest.mark.parametrize("density", [1e-300, 0.001, 1.0])
-def test_densities_within_are_accepted(density: float) -> None:
-    check_density(density)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from math import prod
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradsieve.errors import ConfigError
-from gradsieve.units import Slot, Unit, flat_view, make_units, shaped_like
+from gradsieve.units import Unit, flat_view, make_units, shaped_like
 
 SHAPES = st.lists(st.integers(0, 60), min_size=0, max_size=3).map(tuple)
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -24,60 +23,8 @@ def models(draw: st.DrawFn) -> list[tuple[str, Tensor]]:
     return [(f"p{place}", torch.empty(shape, dtype=dtype)) for place, (shape, dtype) in enumerate(kinds)]
 
 
-def lay(*shapes: tuple[int, ...], cap: int = 1 << 30, small: int = 1024) -> list[Unit]:
-    named = [(f"p{place}", torch.empty(shape)) for place, shape in enumerate(shapes)]
-    return make_units(named, cap, small)
-
-
 def names(units: list[Unit]) -> list[list[str]]:
     return [[slot.name for slot in unit.slots] for unit in units]
-
-
-@pytest.mark.parametrize(
-    ("shape", "sparse"),
-    [
-        ((32, 32), True),
-        ((31, 33), False),  # 1,023 elements
-        ((1024,), False),
-        ((100_000,), False),
-        ((), False),
-        ((1, 1024), True),
-        ((4, 4, 8, 8), True),
-        ((0, 50), False),
-    ],
-)
-def test_small_tensors_and_vectors_go_dense(shape: tuple[int, ...], sparse: bool) -> None:
-    (unit,) = lay(shape)
-    assert unit.slots == (Slot("p0", prod(shape), 0),)
-    assert unit.n == prod(shape)
-    assert unit.is_dense != sparse
-
-
-def test_with_0_nothing_is_small() -> None:
-    (unit,) = lay((3,), (64, 64), (2, 2), small=0)
-    assert not unit.is_dense
-    assert unit.n == 3 + 4096 + 4
-
-
-def test_parameters_come_in_the_order_of_backward() -> None:
-    assert names(lay((5,), (64, 64), (7,), (32, 32))) == [["p3", "p1"], ["p2", "p0"]]
-
-
-def test_a_unit_closes_when_it_holds_the_cap() -> None:
-    kib = (16, 16)  # 1,024 bytes
-    assert names(lay(*[kib] * 5, cap=2048)) == [["p4", "p3"], ["p2", "p1"], ["p0"]]
-    assert names(lay(*[kib] * 3, cap=2049)) == [["p2", "p1", "p0"]]
-    assert names(lay(*[kib] * 3, cap=1)) == [["p2"], ["p1"], ["p0"]]
-
-
-def test_types_do_not_share_a_unit_unless_they_are_summed_alike() -> None:
-    kinds = [torch.float32, torch.bfloat16, torch.float64, torch.float16]
-    named = [(f"p{place}", torch.empty(4, dtype=kind)) for place, kind in enumerate(kinds)]
-    units = make_units(named, 1 << 20, small=1024)
-    assert {unit.dtype: [slot.name for slot in unit.slots] for unit in units} == {
-        torch.float32: ["p3", "p1", "p0"],
-        torch.float64: ["p2"],
-    }
 
 
 @given(model=models(), cap=st.integers(1, 40_000), small=st.sampled_from([0, 1, 100, 1024]))
@@ -115,12 +62,6 @@ def test_units_are_filled_in_reverse_order_up_to_the_cap(model: list[tuple[str, 
             sizes = [slot.numel * dtype.itemsize for slot in unit.slots]
             assert sum(sizes[:-1]) < cap, "was full before its last member"
             assert sum(sizes) >= cap or number == len(same) - 1, "closed before it was full"
-
-
-@given(model=models(), cap=st.integers(1, 40_000))
-def test_the_layout_follows_from_order_and_sizes_alone(model: list[tuple[str, Tensor]], cap: int) -> None:
-    again = [(name, torch.ones_like(parameter)) for name, parameter in model]
-    assert make_units(model, cap, 1024) == make_units(iter(again), cap, 1024)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.bool])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradsieve.checkpoint.fields import fields_from_tensors, take, take_text, text_to_tensor
+from gradsieve.checkpoint.fields import fields_from_tensors, take_text, text_to_tensor
 from gradsieve.comm import lockstep
 from gradsieve.errors import Malformed
 from gradsieve.schemes import SCHEMES, make
@@ -74,16 +74,6 @@ def test_the_state_of_every_scheme_comes_back_after_some_steps(name: str) -> Non
     assert_same_fields(fields_from_tensors(scheme.begin(n, world), stored, "unit/0/"), states[0])
 
 
-def test_what_is_stored_does_not_follow_later_changes() -> None:
-    state = everything()
-    stored = fields_to_tensors(state, "")
-    read = fields_from_tensors(everything(), stored, "")
-    state.vector.fill_(9.0)
-    assert torch.equal(stored["vector"], torch.arange(4.0))
-    stored["vector"].fill_(8.0)
-    assert torch.equal(read.vector, torch.arange(4.0))
-
-
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
@@ -115,12 +105,6 @@ def test_a_checkpoint_comes_to_the_device_of_the_run() -> None:
     loaded = fields_from_tensors(run, fields_to_tensors(everything(), "x/"), "x/")
     assert loaded.vector.device.type == "meta"
     assert loaded.flags.device.type == "cpu"
-
-
-def test_any_shape_is_taken_where_none_is_given() -> None:
-    assert take({"k": torch.zeros(7, 2)}, "k", None, torch.float32).shape == (7, 2)
-    with pytest.raises(Malformed):
-        take({"k": torch.zeros(7, 2)}, "k", (14,), torch.float32)
 
 
 @given(text=st.text(alphabet=st.characters(exclude_categories=["C", "Z"]), max_size=16))

@@ -104,17 +104,6 @@ def test_moments_come_back_to_an_optimizer_that_has_not_stepped() -> None:
             assert new["step"] == 3
 
 
-def test_only_plain_tensors_are_written() -> None:
-    assert all(type(each) is Tensor for each in stored_of(stepped(1)).values())
-
-
-def test_as_one_tensor_it_could_not_be_written() -> None:
-    """The twin: what was tried before."""
-    moment = stepped(1).state_dict()["state"][0]["moment"]
-    with pytest.raises(NotImplementedError):
-        moment.view(torch.uint8)
-
-
 FORGED = [
     ("another name", Parts({"codes": torch.zeros(3, 2, dtype=torch.uint8), "grad": torch.zeros(1)})),
     ("one too few", Parts({"codes": torch.zeros(3, 2, dtype=torch.uint8)})),

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -278,16 +277,6 @@ def test_of_1024_ranks_one_reads_the_answers_and_the_others_ask_a_dozen_times() 
     assert ring.ask(1) == [Verdict("silent", (world - 1,))]
     assert other.requests < 12
     ring.close()
-
-
-def test_a_watch_that_nobody_needs_asks_once_a_look() -> None:
-    store = Counting()
-    ring = Ring(1024, {0: waiting()}, store)
-    time.sleep(0.5)
-    asked = store.requests
-    ring.close()
-    assert 5 <= asked <= 10
-    assert timedelta(seconds=0.5) / timedelta(seconds=failures.POLL_SECONDS) == 10
 
 
 # -- calls that wait --------------------------------------------------------------------------------------

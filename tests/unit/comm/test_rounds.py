@@ -23,7 +23,6 @@ from gradsieve.types import Ctx, Outcome, Program, by_way_of
 
 MS = 1e-3
 DIRECT, BACKEND = ["direct", "direct", "backend"], ["backend"] * 3
-CPU = torch.device("cpu")
 
 
 def far(world: int, latency: float = MS) -> Links:

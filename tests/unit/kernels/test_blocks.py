@@ -122,14 +122,6 @@ def test_each_tensor_is_written_as_it_is_alone(bits: int, form: str) -> None:
     assert same_bits(whole, torch.cat([scales, codes]))
 
 
-def test_blocks_of_other_values_are_refused() -> None:
-    blocks = block_layout((3, 4)).between(0, 7)
-    with pytest.raises(ValueError, match="blocks are of 7 values, not of 8"):
-        kernels.encode_low(1, torch.ones(8), blocks)
-    with pytest.raises(ValueError, match="blocks are of 7 values, not of 8"):
-        kernels.decode_low_into(1, torch.zeros(5, dtype=torch.uint8), torch.ones(8), blocks)
-
-
 def exchanged(scheme: Stripes, sizes: list[int], waiting: list[Tensor], steps: int) -> Iterator[Outcomes]:
     """So many steps with feedback; whoever reads may add to what waits in between."""
     world = len(waiting)
@@ -189,14 +181,6 @@ def test_halves_that_were_not_told_have_their_turn(values: Values) -> None:
     for _ in exchanged(Stripes(density=1.0, values=values), sizes, waiting, 80):
         pass
     assert sum(float(each.norm()) for each in waiting) < 0.1 * before
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_all_of_it_is_one_stretch_however_many_blocks_there_are(world: int) -> None:
-    for sizes in ([8092, 100], [2000], [3, 1, 300]):
-        waiting = [torch.randn(sum(sizes)) for _ in range(world)]
-        for outcomes in exchanged(Stripes(density=1.0), sizes, waiting, 3):
-            assert outcomes[0].update.count == sum(sizes)
 
 
 def test_the_cursor_of_an_earlier_version_may_lie_within_a_block() -> None:

@@ -48,25 +48,6 @@ def test_above_selects_what_the_reference_selects(x: Tensor, threshold: float) -
     assert same_bits(x.contiguous(), before.contiguous())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "n", [CHUNK - 1, CHUNK, CHUNK + 1, CHUNK + 7, CHUNK + 8, 2 * CHUNK - 1, 2 * CHUNK + 3]
-)
-def test_above_finds_single_elements_at_every_edge(n: int, dtype: torch.dtype) -> None:
-    for place in {0, 7, 8, CHUNK - 1, CHUNK, CHUNK + 1, n - 9, n - 8, n - 2, n - 1} & set(range(n)):
-        x = torch.zeros(n, dtype=dtype)
-        x[place] = -2.0
-        assert torch_passes.above(x, 1.0).tolist() == [place]
-
-
-@pytest.mark.parametrize("n", [50, 2 * CHUNK + 3])
-def test_nan_is_never_above_and_infinity_always(n: int) -> None:
-    x = torch.full((n,), torch.nan)
-    assert torch_passes.above(x, 0.0).numel() == 0
-    x[::3] = -torch.inf
-    assert torch.equal(torch_passes.above(x, 1e38), torch.arange(0, n, 3))
-
-
 @given(x=vectors(), k=st.integers(0, 100) | st.just(CHUNK))
 def test_largest_takes_what_the_reference_takes(x: Tensor, k: int) -> None:
     assert same_bits(torch_passes.largest(x, k), reference.largest(x, k))

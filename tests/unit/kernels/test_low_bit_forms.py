@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given
@@ -75,30 +72,6 @@ def test_any_bytes_decode_to_what_they_are_for_torch(
     check_decoding(bits, message[:, before:-1], count)
 
 
-@every_width
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_rows_longer_than_what_torch_takes_at_once(
-    bits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    values = torch.randn(3, 1001, dtype=dtype)
-    with kernels.using("torch"):
-        whole = kernels.encode_low(bits, values)
-        monkeypatch.setattr(torch_low_bit, "_TOGETHER", 3)
-        assert same_bits(kernels.encode_low(bits, values), whole)
-
-
-@every_width
-def test_rows_of_several_dimensions_are_rows(bits: int) -> None:
-    values = torch.randn(2, 3, 300)
-    data = kernels.encode_low(bits, values)
-    assert same_bits(data.view(6, -1), kernels.encode_low(bits, values.view(6, 300)))
-    back = kernels.decode_low(bits, data, 300, torch.float32)
-    assert same_bits(back.view(6, 300), kernels.decode_low(bits, data.view(6, -1), 300, torch.float32))
-    nothing = kernels.encode_low(bits, values[:0])
-    assert nothing.shape == (0, 3, kernels.low_bit_size(bits, 300))
-    assert kernels.decode_low(bits, nothing, 300, torch.float32).shape == (0, 3, 300)
-
-
 def test_the_compiled_form_writes_nothing_beside_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it makes is put amid other memory, which has to stay as it was."""
     made, real = [], torch.empty
@@ -153,22 +126,3 @@ def test_every_compiled_kernel_lets_other_threads_run() -> None:
     assert seen_while_running(lambda: kernels.encode_low(4, x))
     assert seen_while_running(lambda: kernels.decode_low(1, data, x.numel(), x.dtype))
     assert seen_while_running(lambda: kernels.decode_low_sum(1, data.expand(3, -1), x.numel(), x.dtype))
-
-
-def test_whoever_owns_a_vector_may_resize_it_afterwards() -> None:
-    x = torch.zeros(300)
-    with kernels.using("compiled"):
-        data = kernels.encode_low(1, x)
-        back = kernels.decode_low(1, data, 300, x.dtype)
-    for each in (x, data, back):
-        each.untyped_storage().resize_(0)
-
-
-def test_torchs_codes_are_not_loaded_where_compiled_ones_run() -> None:
-    script = (
-        "import sys, torch, gradsieve.kernels as kernels\n"
-        "kernels.decode_low(1, kernels.encode_low(1, torch.ones(3)), 3, torch.float32)\n"
-        "print('gradsieve.kernels.torch_low_bit' in sys.modules)"
-    )
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert ran.stdout.split() == ["False"]

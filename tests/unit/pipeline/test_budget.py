@@ -35,10 +35,6 @@ def test_more_bits_tell_more_first_by_longer_stretches_then_by_wider_codes() -> 
     assert shares == sorted(shares)
 
 
-def test_a_rank_alone_sends_nothing_and_rounds_nothing() -> None:
-    assert Stripes().at_bits(0.1, 1).is_whole
-
-
 def test_who_has_a_density_has_no_budget() -> None:
     with pytest.raises(ConfigError, match="ExDyna has a density"):
         ExDyna().at_bits(1.0, 4, [(10,)])
@@ -95,11 +91,6 @@ def test_a_few_more_milliseconds_are_worth_the_bits_and_many_are_not() -> None:
     assert chosen(1000.0).bits == LEAST
 
 
-def test_what_is_computed_for_the_exchange_counts_as_much() -> None:
-    assert chosen(1.0, computed=2.0).bits == 0.75
-    assert chosen(1.0, computed=100.0).bits < 0.4
-
-
 @pytest.mark.parametrize("rounds", [300.0, 1000.0, 4000.0])
 def test_where_no_budget_fits_a_step_a_period_does(rounds: float) -> None:
     found = chosen(10.0, rounds=rounds)
@@ -116,11 +107,6 @@ def test_a_period_that_the_user_chose_stays() -> None:
     found = chosen(200.0, every=3, may_wait=False)
     assert found.every == 3
     assert found.bits < 0.75
-
-
-def test_a_budget_is_written_as_it_is_asked_for() -> None:
-    assert str(Budget(0.75)) == "bits=0.75, exchange=gradsieve.Steps(every=1)"
-    assert str(Budget(0.27, 3)) == "bits=0.27, exchange=gradsieve.Steps(every=3, overlap=3)"
 
 
 # -- the first exchanges --------------------------------------------------------------------------------
@@ -241,10 +227,6 @@ def test_who_asks_for_nothing_gets_stripes_and_a_budget() -> None:
     assert choose_scheme(None, None, 0.5, None) == Stripes()
 
 
-def test_gradients_are_exchanged_by_exdyna() -> None:
-    assert choose_scheme(None, None, None, Gradients()) == ExDyna()
-
-
 @pytest.mark.parametrize(
     ("bits", "values"),
     [(8, "int4"), (15.9, "int4"), (16, "int8"), (32, "bf16"), (64, "exact"), (99, "exact")],
@@ -257,10 +239,6 @@ def test_a_budget_buys_all_gradients_in_as_many_bits_as_it_has(bits: float, valu
 def test_gradients_are_not_sent_in_fewer_than_four_bits(bits: float) -> None:
     with pytest.raises(ConfigError, match=f"bits={bits:g} with gradsieve.Gradients: gradients need 8"):
         choose_scheme(None, None, bits, Gradients())
-
-
-def test_a_density_alone_is_exdynas() -> None:
-    assert choose_scheme(None, 0.02, None, None) == ExDyna(density=0.02)
 
 
 @pytest.mark.parametrize("given", [("exdyna", None), (None, 0.1)])

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from gradsieve.coherence import Coherence, probe, squares
 from gradsieve.errors import ConfigError
 from gradsieve.pipeline.exchange_settings import (
-    Exchange,
     Gradients,
     Steps,
     choose_exchange,
@@ -36,22 +35,6 @@ def test_what_is_exchanged_where_the_user_does_not_say() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
-        ("default", Steps()),
-        ("paper", Gradients(small=0)),
-        ("steps", Steps()),
-        ("steps:every=3+overlap=2", Steps(every=3, overlap=2)),
-        ("steps:every=5+small=0", Steps(every=5, small=0)),
-        ("gradients", Gradients()),
-        ("gradients:small=7", Gradients(small=7)),
-    ],
-)
-def test_exchange_settings_as_text(text: str, wanted: Exchange) -> None:
-    assert parse_exchange(text, make("topk")) == wanted
-
-
-@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("none", "no exchange settings 'none'"),
@@ -69,12 +52,6 @@ def test_exchange_settings_as_text(text: str, wanted: Exchange) -> None:
 def test_what_makes_no_sense_is_refused_in_words(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse_exchange(text, make("topk"))
-
-
-def test_exchange_settings_describe_what_is_set() -> None:
-    assert Steps().describe() == "exchange=steps"
-    assert Steps(every=2).describe() == "exchange=steps, every=2"
-    assert Gradients(small=5).describe() == "exchange=gradients, small=5"
 
 
 # -- coherence ------------------------------------------------------------------------------------------

@@ -40,13 +40,6 @@ def ramp(factor: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
     return (torch.arange(SIZE) * factor).to(dtype)
 
 
-def test_nothing_is_kept_before_commit() -> None:
-    one = residual(MATRIX)
-    acc, _ = one.accumulate({"p0": ramp()})
-    assert torch.equal(acc, ramp())
-    assert not one.kept.count_nonzero()
-
-
 def test_commit_keeps_what_was_not_spent() -> None:
     one = residual(MATRIX)
     acc, _ = one.accumulate({"p0": ramp()})
@@ -56,12 +49,6 @@ def test_commit_keeps_what_was_not_spent() -> None:
     left[spent] = 0
     assert torch.equal(one.kept, left)
     assert torch.equal(one.accumulate({"p0": ramp()})[0], left + ramp())
-
-
-def test_commit_of_everything_leaves_nothing() -> None:
-    one = residual(MATRIX)
-    commit(one, Sparse.full(one.accumulate({"p0": ramp()})[0].clone()))
-    assert not one.kept.count_nonzero()
 
 
 def test_a_step_that_is_not_committed_leaves_no_trace() -> None:
@@ -81,29 +68,6 @@ def test_without_a_usable_gradient_the_residual_alone_takes_part() -> None:
     commit(one, Sparse(torch.tensor([0]), torch.zeros(1), SIZE))
     one.accumulate({"p0": ramp(float("nan"))})
     assert torch.equal(one.without_gradient(), ramp())
-
-
-@pytest.mark.parametrize("scale", [0.5, 1.0, 4.0])
-def test_the_residual_is_taken_to_the_units_of_the_gradient(scale: float) -> None:
-    one = residual(MATRIX)
-    one.accumulate({"p0": ramp()})
-    commit(one, Sparse(torch.tensor([0]), torch.zeros(1), SIZE))
-    assert torch.equal(one.accumulate({"p0": ramp(2.0)}, scale)[0], ramp(2.0 + scale))
-    assert torch.equal(one.kept, ramp())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_gradients_are_accumulated_wide(dtype: torch.dtype) -> None:
-    """One part in a thousand is below bfloat16's resolution, and must add up all the same."""
-    one = residual(MATRIX, dtype=dtype)
-    nothing = Sparse(torch.tensor([0]), torch.zeros(1), SIZE)
-    small = torch.full((SIZE,), 2.0**-11, dtype=dtype)
-    one.accumulate({"p0": torch.ones(SIZE, dtype=dtype)})
-    commit(one, nothing)
-    for _ in range(8):
-        one.accumulate({"p0": small})
-        commit(one, nothing)
-    assert torch.equal(one.kept, torch.full((SIZE,), 1 + 2.0**-8))
 
 
 # -- rider --------------------------------------------------------------------------------------------

@@ -2,53 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from itertools import pairwise
 
 import pytest
 import torch
 
-from gradsieve.pipeline.frame import Span, Timeline
 from gradsieve_tools.bench.overhead import Case, Rank, step
-
-
-@pytest.fixture
-def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that is one second further whenever somebody looks."""
-    seconds = iter(range(1000))
-    monkeypatch.setattr(time, "perf_counter", lambda: float(next(seconds)))
-
-
-@pytest.mark.usefixtures("ticks")
-def test_seconds_are_those_of_all_spans_of_a_stage() -> None:
-    timeline = Timeline()
-    with timeline.stage("select", 3):  # 0 to 1
-        pass
-    with timeline.stage("commit"):  # 2 to 3
-        pass
-    with timeline.stage("select", 4):  # 4 to 5
-        pass
-    assert timeline.spans == [
-        Span("select", 3, 0.0, 1.0),
-        Span("commit", -1, 2.0, 3.0),
-        Span("select", 4, 4.0, 5.0),
-    ]
-    assert timeline.seconds() == {"select": 2.0, "commit": 1.0}
-
-
-@pytest.mark.usefixtures("ticks")
-def test_a_stage_that_fails_is_closed() -> None:
-    timeline = Timeline()
-    with pytest.raises(ValueError, match="broken"), timeline.stage("select"):
-        raise ValueError("broken")
-    assert timeline.seconds() == {"select": 1.0}
-
-
-@pytest.mark.usefixtures("ticks")
-def test_add_reaches_from_its_start_to_now() -> None:
-    timeline = Timeline()
-    timeline.add("exchange", 2, -1.0)
-    assert timeline.spans == [Span("exchange", 2, -1.0, 0.0)]
 
 
 @torch.no_grad()

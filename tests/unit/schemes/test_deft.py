@@ -18,11 +18,6 @@ from gradsieve.types import Ctx
 norms = st.lists(st.sampled_from([0.0, 1e-30, 0.1, 1.0, 3.0, 1e6]), min_size=1, max_size=12)
 
 
-def test_tensors_above_their_share_are_cut_into_a_piece_a_rank() -> None:
-    state = Deft().init_state([10, 3, 0, 2], world=4)
-    assert state.edges.tolist() == [0, 3, 6, 8, 10, 13, 15]  # 10 of 15 is cut into four, 3 and 2 stay whole
-
-
 def test_every_element_is_in_one_layer_for_any_sizes_and_world() -> None:
     for sizes in ([0], [1], [5, 0, 7], [1, 1, 1, 100], []):
         for world in (1, 2, 3, 8, 200):
@@ -44,13 +39,6 @@ def test_counts_add_up_to_k_and_no_layer_gives_more_than_it_has(
     assert bool((counts <= size).all())
     assert not counts[norm == 0].any()
     assert int(counts.sum()) == min(k, int(size[norm > 0].sum()))
-
-
-def test_k_follows_the_norms_and_what_a_small_layer_cannot_take_goes_to_the_others() -> None:
-    counts = deft._apportion(torch.tensor([1.0, 2.0, 1.0]).double(), torch.tensor([100, 100, 100]), 40, 0)
-    assert counts.tolist() == [10, 20, 10]
-    counts = deft._apportion(torch.tensor([1.0, 2.0, 1.0]).double(), torch.tensor([100, 8, 100]), 40, 0)
-    assert counts.tolist() == [16, 8, 16]
 
 
 def test_the_largest_cost_goes_first_to_whoever_is_done_with_it_first() -> None:
@@ -96,12 +84,6 @@ def test_a_layer_that_travels_whole_sends_no_index() -> None:
     outcomes = lockstep.run([scheme.exchange(acc, state, Ctx(r, 2, 0)) for r, acc in enumerate(accs)])
     assert {0, 1} <= set(outcomes[0].update.indices.tolist())
     assert outcomes[0].state.rows == outcomes[0].update.count - 2
-
-
-@pytest.mark.parametrize("speeds", [(1.0, 0.0), (1.0, -2.0), (1.0, float("nan")), (float("inf"), 1.0)])
-def test_impossible_speeds_are_refused(speeds: tuple[float, ...]) -> None:
-    with pytest.raises(ConfigError, match="positive"):
-        Deft(speeds=speeds)
 
 
 def test_speeds_for_another_number_of_ranks_are_refused() -> None:

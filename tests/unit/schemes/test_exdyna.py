@@ -6,16 +6,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from gradsieve.comm import lockstep
 from gradsieve.comm.ops import Meter
-from gradsieve.errors import ConfigError
 from gradsieve.schemes import exdyna, make
 from gradsieve.schemes.exclusive import HEADER
 from gradsieve.schemes.exdyna import ExDyna
@@ -101,15 +98,6 @@ def test_balancing_does_not_stall_where_the_published_rule_does() -> None:
     )
     assert max(ours[30:]) < BALANCED
     assert published[30:] == pytest.approx([2.0] * 30, abs=0.01)  # one element by turns where there is none
-
-
-def test_cuts_stay_in_order_and_inside_the_vector() -> None:
-    fleet = VirtualRanks(make("exdyna", DENSITY), [N], WORLD)
-    for round_ in fleet.advance(noise(lambda step: hill(0.875 if step % 2 else 0.0)), 20):
-        cuts = round_.outcomes[0].state.cuts
-        assert cuts[0] == 0
-        assert cuts[-1] == N
-        assert bool((cuts.diff() >= 0).all())
 
 
 @pytest.mark.parametrize("name", ["micro", "exdyna", "exdyna-paper", "micro-paper"])
@@ -204,13 +192,6 @@ def test_a_rank_selects_in_proportion_to_its_speed(speeds: tuple[float, ...] | N
     assert float(found[0] / found.sum()) == pytest.approx(share, abs=0.05)
 
 
-def test_cuts_in_proportion_are_the_cuts_themselves_for_equal_parts() -> None:
-    cuts = np.array([0.0, 10.0, 11.0, 50.0, 100.0])
-    assert exdyna._in_proportion(cuts, np.full(4, 0.25)) == pytest.approx(cuts)
-    half = exdyna._in_proportion(cuts, np.array([0.5, 0.125, 0.125, 0.25]))
-    assert half == pytest.approx([0.0, 11.0, 30.5, 50.0, 100.0])
-
-
 def test_a_slow_rank_looks_everywhere_in_the_end() -> None:
     """What waits on it alone is not passed over for ever because its partitions are small."""
     n, world = 60, 3
@@ -239,9 +220,3 @@ def test_without_balancing_cuts_stay_and_without_control_the_threshold_does() ->
             seen.append((state.cuts.tolist(), state.threshold))
         assert (len({str(cuts) for cuts, _ in seen}) == 1) == (fixed == "cuts")
         assert (len({threshold for _, threshold in seen}) == 1) == (fixed == "threshold")
-
-
-@pytest.mark.parametrize("settings", [{"speeds": (1.0, 0.0)}, {"blocks_per_partition": 0}])
-def test_settings_that_cannot_work_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        ExDyna(**settings)

@@ -7,15 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-import gradsieve
-from gradsieve.comm.ops import AllToAll
 from gradsieve.errors import ConfigError
 from gradsieve.pipeline.exchange_settings import Gradients, Steps, choose_exchange, choose_scheme
 from gradsieve.pipeline.gradients import GradientPipeline
 from gradsieve.schemes import SCHEMES, make
-from gradsieve.schemes.oktopk_parts import Sums
-from gradsieve.schemes.papers.deft import divided
-from gradsieve.types import Ctx
 
 FIVE = ["exdyna", "micro", "deft", "oktopk", "spardl"]
 
@@ -72,33 +67,3 @@ def test_published_rules_lie_over_the_whole_model_and_ours_over_units(name: str)
 def test_settings_that_cannot_work_are_refused(name: str, settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):
         SCHEMES[name](**settings)
-
-
-def test_defts_division_by_hand() -> None:
-    assert divided([4.0, 3.0, 1.0], [100, 100, 100], 16, 1) == [8, 6, 2]
-    assert divided([4.0, 3.0, 1.0], [5, 100, 100], 16, 1) == [5, 8, 3], "what a layer has not goes to others"
-    assert divided([4.0, 0.0, 0.0], [10, 10, 10], 2, 1) == [2, 1, 1], "at least one each"
-
-
-@pytest.mark.parametrize(
-    ("counts", "balanced"), [([9, 1, 1, 1], False), ([20, 0, 0, 0], False), ([17, 1], False)]
-)
-@pytest.mark.parametrize("lopsided", [4.0, 1.5])
-def test_lists_of_sums_are_balanced_beyond_four_times_the_mean(
-    counts: list[int], balanced: bool, lopsided: float
-) -> None:
-    """Four times the mean of four lists is one list with everything: more needs five."""
-    scheme, world = gradsieve.schemes.OkTopkPaper(density=0.5, lopsided=lopsided), len(counts)
-    own = Sums(torch.arange(counts[0]), torch.ones(counts[0]), counts[0])
-    program = scheme._select_globally(own, 0.0, 50, 25 * torch.arange(world + 1), Ctx(0, world, 0))
-    program.send(None)
-    op = program.send(torch.tensor([[count, count] for count in counts], dtype=torch.int32))
-    assert isinstance(op, AllToAll) == (balanced or lopsided < 4.0)
-
-
-def test_lists_of_five_ranks_can_be_that_uneven() -> None:
-    scheme = gradsieve.schemes.OkTopkPaper(density=0.5)
-    own = Sums(torch.arange(9), torch.ones(9), 9)
-    program = scheme._select_globally(own, 0.0, 50, 20 * torch.arange(6), Ctx(0, 5, 0))
-    program.send(None)
-    assert isinstance(program.send(torch.tensor([[9, 9]] + [[0, 0]] * 4, dtype=torch.int32)), AllToAll)

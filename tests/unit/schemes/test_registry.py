@@ -9,7 +9,7 @@ from importlib.metadata import EntryPoint, EntryPoints
 import pytest
 
 from gradsieve import ConfigError, schemes
-from gradsieve.schemes import SCHEMES, Registry, make
+from gradsieve.schemes import Registry, make
 from laws import toys
 
 LOADED = "print(*sorted(name for name in sys.modules if name.startswith('gradsieve.schemes.')))"
@@ -55,26 +55,9 @@ def test_another_package_takes_no_name_of_ours(installed: Registry) -> None:
     assert installed.name_of(schemes.Dense) == "dense"
 
 
-def test_a_class_can_be_put_in_and_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert SCHEMES.name_of(toys.Toy) == "Toy"
-    monkeypatch.setitem(SCHEMES, "toy", toys.Toy)
-    assert make("toy", 0.5) == toys.Toy(density=0.5)
-    assert SCHEMES.name_of(toys.Toy) == "toy"
-    monkeypatch.undo()
-    assert "toy" not in SCHEMES
-    assert len(SCHEMES) == len(set(SCHEMES))
-
-
 def test_without_the_tools_it_is_said_where_their_schemes_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(make("dgc")).__module__ == "gradsieve_tools.baselines.dgc"
     monkeypatch.setattr(schemes, "entry_points", lambda group: EntryPoints())
     monkeypatch.setattr(schemes, "SCHEMES", Registry({"dense": "gradsieve.schemes.baselines.dense:Dense"}))
     with pytest.raises(ConfigError, match="'dgc' is in another package: pip install gradsieve-tools"):
         make("dgc")
-
-
-def test_every_name_of_the_module_is_there() -> None:
-    for name in schemes.__all__:
-        assert getattr(schemes, name) is not None
-    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
-        schemes.Nothing  # noqa: B018

@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from gradsieve.comm import lockstep
-from gradsieve.comm.ops import Meter
 from gradsieve.errors import ConfigError
 from gradsieve.schemes import SCHEMES, make
 from gradsieve.schemes.base import Scheme
 from gradsieve.schemes.baselines.topk import TopK
-from gradsieve.schemes.exdyna import ExDyna
 from gradsieve.testing.gradients import Source
 from gradsieve.testing.ranks import VirtualRanks
 from gradsieve.types import Ctx
@@ -42,29 +40,6 @@ def test_a_name_that_does_not_exist_is_answered_with_those_that_do() -> None:
         ConfigError, match=r"no scheme is called 'topq'; did you mean 'topk'\? There are: .*topk.*exdyna"
     ):
         make("topq")
-
-
-def test_an_object_is_taken_as_it_is_and_contradiction_refused() -> None:
-    scheme = ExDyna(density=0.02)
-    assert make(scheme) is scheme
-    assert make(scheme, 0.02) is scheme
-    with pytest.raises(ConfigError, match=r"density=0.05 given, but the scheme object says 0.02"):
-        make(scheme, 0.05)
-
-
-def test_a_name_takes_the_density_unless_it_sends_everything_anyway() -> None:
-    assert make("topk", 0.02).density == 0.02
-    assert make("dense", 0.02).density == 1.0
-
-
-def test_noop_asks_for_nothing_and_keeps_its_own_gradient() -> None:
-    scheme, accs = make("noop"), [torch.randn(9) for _ in range(3)]
-    meters = [Meter(rank, 3) for rank in range(3)]
-    outcomes = lockstep.run(
-        [scheme.exchange(acc, scheme.begin(9, 3), Ctx(r, 3, 0)) for r, acc in enumerate(accs)], meters
-    )
-    assert [meter.collectives for meter in meters] == [0, 0, 0]
-    assert all(torch.equal(out.update.to_dense(), acc) for out, acc in zip(outcomes, accs, strict=True))
 
 
 def test_topk_sends_exactly_the_k_largest_of_each_rank() -> None:

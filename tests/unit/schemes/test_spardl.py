@@ -9,7 +9,7 @@ import torch
 
 from gradsieve.comm import lockstep, rounds
 from gradsieve.comm.links import Links
-from gradsieve.comm.ops import Exchange, Meter
+from gradsieve.comm.ops import Meter
 from gradsieve.errors import ConfigError
 from gradsieve.schemes.base import log2_ceil
 from gradsieve.schemes.block_buffers import BlockBuffers, Entries
@@ -210,21 +210,3 @@ def test_transpose_hands_one_number_to_everybody_in_logarithmic_rounds(members: 
     columns = lockstep.run([rounds.transpose(table[rank], rank) for rank in range(members)], meters)
     assert torch.equal(torch.stack(columns), table.T)
     assert {meter.rounds for meter in meters} == {log2_ceil(members)}
-
-
-def test_a_bag_that_passes_the_end_of_the_vector_is_packed_block_by_block() -> None:
-    acc = torch.arange(1.0, 11.0)
-    bags = BlockBuffers(acc, places=5, quotas=torch.ones(5, dtype=torch.long), candidates=1)
-    entries = bags.cut(first=4, size=2)
-    assert entries.indices.tolist() == [9, 1]
-    back = bags.unpack(bags.pack(entries, 4, bags.buffer(4, 2)), 4, 2, "here")
-    assert (back.indices.tolist(), back.values.tolist()) == ([9, 1], [10.0, 2.0])
-
-
-def test_every_message_is_one_exchange_of_the_length_agreed() -> None:
-    program = SparDL(density=0.1).exchange(torch.randn(100), SparDL().begin(100, 6), Ctx(0, 6, 0))
-    op = next(program)
-    assert isinstance(op, Exchange)
-    assert (op.to, op.source) == (4, 2)  # gap 4, bag of 2
-    assert op.tensor.numel() == 2 * (2 + 2)  # blocks 4 and 5, of 1, 2, 2, 1, 2, 2 elements
-    assert op.receive == 2 * (1 + 2)  # blocks 0 and 1

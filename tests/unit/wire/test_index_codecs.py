@@ -47,23 +47,6 @@ def test_a_row_is_near_the_entropy_bound(density: float, slack: float, limit: fl
     )
 
 
-@pytest.mark.parametrize(
-    ("capacity", "span", "expected"),
-    [(0, 10, RAW), (1, 2**40, ELIAS_FANO), (10, 10_000, ELIAS_FANO), (5000, 10_000, BITMAP), (7, 7, BITMAP)],
-)
-def test_the_smallest_is_chosen(capacity: int, span: int, expected: IndexCodec) -> None:
-    assert choose(capacity, span) is expected
-    sizes = [codec.predict_size(capacity, span) for codec in INDEX_CODECS]
-    assert expected.predict_size(capacity, span) == min(sizes)
-
-
-@given(capacity=st.integers(0, 2**20), span=st.integers(1, 2**45))
-def test_elias_fano_takes_the_best_split(capacity: int, span: int) -> None:
-    """The formula, written once more and tried for every split; parts are rounded up to bytes."""
-    best = min(capacity * low + capacity + (span >> low) + 1 for low in range(64))
-    assert best <= 8 * ELIAS_FANO.predict_size(capacity, span) < best + 16
-
-
 @st.composite
 def messages(draw: st.DrawFn) -> Message:
     span = draw(st.sampled_from([1, 2, 7, 8, 9, 64, 1000]) | st.integers(1, 300))
@@ -117,14 +100,6 @@ def test_what_stands_behind_the_count_does_not_matter(
     (row, *_), capacity, span = message
     garbage = encoded(codec, row, capacity, span, padding)
     assert torch.equal(garbage, encoded(codec, row, capacity, span))
-
-
-@codecs(*INDEX_CODECS)
-def test_rows_may_lie_in_a_longer_message(codec: IndexCodec) -> None:
-    message = np.full((2, 3 + codec.predict_size(4, 50) + 2), 0xA5, np.uint8)
-    part = message[:, 3:-2]
-    part[:] = torch.stack([encoded(codec, row, 4, 50) for row in ([1, 49], [0, 2, 4])]).numpy()
-    assert codec.decode(part, np.array([2, 3]), 4, 50).tolist() == [1, 49, 0, 2, 4]
 
 
 def check_lawful_or_refused(

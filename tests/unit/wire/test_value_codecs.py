@@ -79,12 +79,6 @@ def test_int8_rounds_to_even_and_each_block_has_its_own_scale() -> None:
     assert torch.equal(back[-3:], values[-3:])
 
 
-def test_int8_takes_the_smallest_power_of_two_that_reaches() -> None:
-    for most, smallest in ((127.0, 1.0), (128.0, 2.0), (254.0, 2.0), (255.0, 4.0), (0.1, 2.0**-10)):
-        back = believed(INT8, torch.tensor([most, 0.51 * smallest, 0.49 * smallest]))
-        assert back[1:].tolist() == [smallest, 0.0]
-
-
 @value_codecs
 @float_types
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])

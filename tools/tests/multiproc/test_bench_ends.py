@@ -93,11 +93,3 @@ def test_an_interruption_of_the_command_alone_ends_all_its_processes(
         assert command.interrupted() == (130, "")
         wait_until(lambda: command.alive() == [], seconds=10)
     assert list(scratch.iterdir()) == []
-
-
-def test_a_command_that_was_born_deaf_to_interruption_hears_it(tmp_path: Path) -> None:
-    """As a shell's script starts it in the background."""
-    arguments = ["bench", *ACCURACY, "--folder", str(tmp_path)]
-    with running(*arguments, on_interruption=signal.Handlers.SIG_IGN) as command:
-        wait_until(lambda: len(command.alive()) >= 3)
-        assert command.interrupted() == (130, "")

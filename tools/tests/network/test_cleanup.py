@@ -1,6 +1,5 @@
 """However a lab ends, no namespace, no file and no process of it stays; after SIGKILL, until the next lab."""
 
-import json
 import os
 import signal
 import subprocess
@@ -14,7 +13,6 @@ import pytest
 
 import gradsieve.errors
 import gradsieve_tools.errors
-from gradsieve_tools.cli.main import main
 from gradsieve_tools.emulation import Lab
 
 pytestmark = pytest.mark.lab
@@ -31,7 +29,6 @@ open(sys.argv[1] + "/" + os.environ["RANK"], "w").close()
 time.sleep(300)
 """
 
-STUBBORN_RANK = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN){RANK}"
 
 LAB = """
 import sys
@@ -165,17 +162,6 @@ def test_nothing_stays_after_ctrl_c_on_the_command_line(
     assert traces_of(lab.process.pid) == []
 
 
-def test_nothing_stays_after_impatient_ctrl_c_while_it_cleans_up(
-    start: Callable[..., RunningLab], traces_of: TracesOf
-) -> None:
-    lab = start(rank=STUBBORN_RANK)
-    while lab.process.poll() is None:
-        lab.process.send_signal(signal.SIGINT)
-        time.sleep(0.3)
-    assert lab.alive() == []
-    assert traces_of(lab.process.pid) == []
-
-
 def test_after_sigkill_ranks_die_at_once_and_the_next_lab_sweeps_the_rest(
     start: Callable[..., RunningLab], traces_of: TracesOf
 ) -> None:
@@ -204,17 +190,3 @@ def test_children_that_a_rank_leaves_in_its_group_end_with_it(tmp_path: Path) ->
         assert lab.run(["sh", "-c", 'sleep 300 & echo $! > "$0/child"', str(tmp_path)]) == [0]
         child = Path("/proc") / (tmp_path / "child").read_text().strip()
         wait_until(lambda: not child.exists() or "\nState:\tZ" in (child / "status").read_text())
-
-
-def test_the_command_line_passes_the_failing_code_on_and_writes_json(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    result = tmp_path / "result.json"
-    script = 'echo "rank $RANK"; test "$RANK" != 1 || exit 3'
-    shape = ["--hosts", "2", "--rate", "1gbit", "--json", str(result)]
-    assert main(["lab", "run", *shape, "--", "sh", "-c", script]) == 3
-    assert capfd.readouterr() == ("rank 0\n", "[rank 1] rank 1\n[lab] rank 1 exited with code 3\n")
-    found = json.loads(result.read_text())
-    assert found.pop("seconds") > 0
-    assert found == {"hosts": 2, "rate": "1gbit", "delay": None, "exit_codes": [0, 3]}
-    assert main(["lab", "run", "--hosts", "1", "--", "sh", "-c", "kill -9 $$"]) == 128 + signal.SIGKILL

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from gradsieve.errors import GradsieveError
 from gradsieve_tools.bench.race import logs, measure
 from gradsieve_tools.bench.race.rules import Plan
 
@@ -61,16 +60,3 @@ def test_an_entry_ends_where_the_rules_say(plan: Plan) -> None:
     assert found["dense"].facts["command"][-2:] == ["--evaluate-every", "20"]
     words = (plan.text / "logs" / "tiny-1gbit-dead-0.jsonl").read_text().splitlines()[-1]
     assert "rank 0 ended with code 1: it was step 40" in json.loads(words)["words"]
-
-
-def test_what_has_a_log_is_not_run_again_but_what_failed_is(plan: Plan) -> None:
-    raced(plan, dense="", quick="--learns 2", dead="--dies-at 40")
-    found = raced(plan, dense="--learns 3", quick="--learns 3", dead="--learns 2")
-    assert found["dense"].curve.values[0] == pytest.approx(4.8)
-    assert found["quick"].curve.values[0] == pytest.approx(4.6)
-    assert found["dead"].end == "reached"
-
-
-def test_without_dense_there_is_no_target(plan: Plan) -> None:
-    with pytest.raises(GradsieveError, match="dense sets the target and failed"):
-        raced(plan, dense="--dies-at 20", quick="--learns 2")

@@ -13,7 +13,7 @@ from gradsieve.comm.ops import Meter
 from gradsieve.errors import Malformed
 from gradsieve.schemes import make
 from gradsieve.schemes.base import Scheme, log2_ceil
-from gradsieve.schemes.baselines.randomk import RandomK, turn
+from gradsieve.schemes.baselines.randomk import turn
 from gradsieve.schemes.baselines.topk_union import Seen, TopKUnion
 from gradsieve.types import Ctx, Outcome, Sparse
 from gradsieve_tools import formulas
@@ -109,28 +109,6 @@ def test_gtopk_refuses_a_forged_message_on_every_level_of_the_tree(
         lockstep.run(programs)
 
 
-# -- CLT-k --------------------------------------------------------------------------------------------
-
-
-def test_cltk_sends_everywhere_what_is_largest_on_the_leader() -> None:
-    accs = vectors(8, {0: 9, 3: 1}, {3: 5, 6: -4, 7: 2}, {0: 7, 6: 1})
-    outcomes = exchanged(CltK(density=0.25), accs, step=4)
-    assert elements(outcomes[0].update) == {3: 6, 6: -3}
-    assert [elements(out.spent) for out in outcomes] == [{3: 1}, {3: 5, 6: -4}, {6: 1}]
-
-
-# -- top-k over the union -----------------------------------------------------------------------------
-
-
-def test_topk_union_sends_on_every_rank_what_any_rank_chose() -> None:
-    accs = vectors(8, {0: 9, 3: -8, 5: 1}, {3: 2, 0: 1}, {5: 4})
-    outcomes = exchanged(TopKUnion(density=0.25), accs)
-    assert elements(outcomes[2].update) == {0: 10, 3: -6, 5: 5}
-    assert [elements(out.spent) for out in outcomes] == [{0: 9, 3: -8, 5: 1}, {0: 1, 3: 2}, {5: 4}]
-    assert outcomes[1].state == Seen(longest=2, mean=5 / 3, union=3)
-    assert TopKUnion().report(outcomes[1].state) == {"imbalance": pytest.approx(1.2)}
-
-
 # -- random-k -----------------------------------------------------------------------------------------
 
 
@@ -146,11 +124,6 @@ def test_randomk_gives_every_element_one_turn_in_every_cycle(n: int, k: int) -> 
         assert torch.cat(turns).sort().values.tolist() == list(range(n))
 
 
-def test_randomk_deals_out_another_shuffle_in_every_cycle() -> None:
-    cycles = {tuple(turn(1000, 10, 100 * cycle, CPU).tolist()) for cycle in range(20)}
-    assert len(cycles) == 20
-
-
 @pytest.mark.parametrize("n", [2**31, 2**40 + 1, 2**61 - 1])
 @pytest.mark.parametrize("step", [0, 1, 10**6, 10**12])
 def test_randomk_does_not_overflow(n: int, step: int) -> None:
@@ -161,10 +134,17 @@ def test_randomk_does_not_overflow(n: int, step: int) -> None:
     assert max(len(places & set(picked)) for places in moved) == 63
 
 
-def test_randomk_sends_the_same_places_of_every_rank() -> None:
-    accs = normal(60, 3)
-    outcomes = exchanged(RandomK(density=0.1), accs, step=3)
-    picked = turn(60, 6, 3, CPU)
-    assert torch.equal(outcomes[2].update.to_dense().nonzero().flatten(), picked)
-    assert torch.equal(outcomes[2].update.values, accs[0][picked] + accs[1][picked] + accs[2][picked])
-    assert torch.equal(outcomes[1].spent.values, accs[1][picked])
+def test_cltk_sends_everywhere_what_is_largest_on_the_leader() -> None:
+    accs = vectors(8, {0: 9, 3: 1}, {3: 5, 6: -4, 7: 2}, {0: 7, 6: 1})
+    outcomes = exchanged(CltK(density=0.25), accs, step=4)
+    assert elements(outcomes[0].update) == {3: 6, 6: -3}
+    assert [elements(out.spent) for out in outcomes] == [{3: 1}, {3: 5, 6: -4}, {6: 1}]
+
+
+def test_topk_union_sends_on_every_rank_what_any_rank_chose() -> None:
+    accs = vectors(8, {0: 9, 3: -8, 5: 1}, {3: 2, 0: 1}, {5: 4})
+    outcomes = exchanged(TopKUnion(density=0.25), accs)
+    assert elements(outcomes[2].update) == {0: 10, 3: -6, 5: 5}
+    assert [elements(out.spent) for out in outcomes] == [{0: 9, 3: -8, 5: 1}, {0: 1, 3: 2}, {5: 4}]
+    assert outcomes[1].state == Seen(longest=2, mean=5 / 3, union=3)
+    assert TopKUnion().report(outcomes[1].state) == {"imbalance": pytest.approx(1.2)}

@@ -68,15 +68,10 @@ def test_what_is_written_is_read_again(profile: Profile, tmp_path: Path) -> None
     ("old", "new", "cause"),
     [
         ("version = 1", "version = 2", "line 1: version 2 is of a later gradsieve"),
-        ("version = 1\n", "", "'version' is missing"),
         ('latency = "100us"', 'latency = "100"', "line 8: '100' is not a time"),
-        ('latency = "100us"', "latency = 100", "line 8: latency is text in quotes"),
         ('latency = "100us"', 'delay = "100us"', "line 8: 'delay' is not known here"),
-        ('bandwidth = "940mbit"', 'bandwidth = "0mbit"', "line 9: bandwidth is 0"),
         ('memory = "8.1GB/s"', 'memory = "8.1gb/s"', "line 17: '8.1gb/s' is not one such as"),
-        ('message = "20us"\n', "", "line 7: 'message' is missing"),
         ("world = 2", "world = 1", "line 4: world is 1; it is 2 to 65,536"),
-        ("hosts = 2", "hosts = 3", "line 5: hosts is 3; it is 1 to 2"),
         ("[host]", "[hots]", "line 16: 'hots' is not known here: did you mean 'host'?"),
     ],
 )

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradsieve.errors import ConfigError
-from gradsieve_tools.results import writable, write
+from gradsieve_tools.results import write
 
 
 def test_a_result_reads_back_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,9 +37,3 @@ def test_nan_is_refused_and_the_old_file_stays(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
         write(path, {}, [{"words": math.nan}])
     assert path.read_text() == before
-
-
-def test_a_place_that_cannot_be_written_is_known_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no-such-folder"):
-        writable(tmp_path / "no-such-folder" / "result.json")
-    writable(None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,10 @@ from torch import Tensor
 
 from gradsieve.errors import ConfigError
 from gradsieve_tools.bench.accuracy import measure as accuracy
-from gradsieve_tools.bench.accuracy import rivals
 from gradsieve_tools.bench.accuracy.measure import Case
 from gradsieve_tools.bench.common import virtual
 from gradsieve_tools.bench.common.machine import one_thread
 from gradsieve_tools.bench.tasks import training as tasks
-from gradsieve_tools.cli.main import main
 from gradsieve_tools.results import table
 from tiny_task import TASK, tiny
 
@@ -43,42 +40,9 @@ def keep(folder: Path, case: Case, own: dict[str, Any]) -> Path:
 # -- which trainings --------------------------------------------------------------------------------------
 
 
-def test_dense_and_torchs_hooks_are_trained_once_whatever_treatments_and_densities() -> None:
-    syncs = ["dense", "exdyna", "powersgd:rank=4"]
-    found = accuracy.cases(
-        ["cnn", "lstm"], syncs, ["default", "paper"], [0.01, 0.001], [], [4, 8], 3, True, None
-    )
-    assert len(found) == len(set(found)) == 2 * 2 * 3 * (1 + 2 * 2 + 1)
-    plain = [case for case in found if case.sync != "exdyna"]
-    assert {(case.treatment, case.density) for case in plain} == {("default", 1.0)}
-    assert {case.steps for case in found} == {tasks.TASKS["cnn"].steps, tasks.TASKS["lstm"].steps}
-
-
 def test_ranks_that_cannot_share_a_batch_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"3 ranks cannot share the 128 examples of a step of cnn"):
         accuracy.cases(["cnn"], ["dense"], ["default"], [1.0], [], [3], 1, True, None)
-
-
-def test_every_difference_between_cases_is_in_the_name_of_the_file() -> None:
-    different = {
-        "task": "mlp",
-        "sync": "exdyna:blocks_per_partition=8",
-        "treatment": "steps:every=2",
-        "density": 0.0123456789,
-        "bits": 0.5,
-        "world": 8,
-        "batch": 256,
-        "rate": 0.5,
-        "mixed": False,
-        "seed": 1,
-        "steps": 11,
-    }
-    near = replace(CASE, density=0.012345678)  # differs in a late digit only
-    every = [CASE, near, *(replace(CASE, **{name: value}) for name, value in different.items())]
-    assert set(different) == set(asdict(CASE))
-    assert len({case.file for case in every}) == len(every)
-    assert not any(set(case.file) & set('/:*?"<>|\\') for case in every)
-    assert CASE.file == "cnn_dense_default_d1_P4_n10_s0.json"
 
 
 # -- what is kept -----------------------------------------------------------------------------------------
@@ -93,33 +57,11 @@ def test_only_what_is_not_there_is_missing(tmp_path: Path) -> None:
     assert accuracy.missing(todo, tmp_path / "not there yet") == todo
 
 
-def a_row_less(record: dict[str, Any]) -> None:
-    del record["course"]["values"]
-    record["course"]["speed"] = 3
-
-
-def another_case(record: dict[str, Any]) -> None:
-    record["case"]["seed"] = 5
-
-
-def unknown_task(record: dict[str, Any]) -> None:
-    record["case"]["task"] = "chess"
-
-
-def no_values(record: dict[str, Any]) -> None:
-    record["course"]["values"] = []
-
-
-def words(record: dict[str, Any]) -> None:
-    record["course"]["values"] = ["good"]
-
-
-@pytest.mark.parametrize("spoil", [a_row_less, another_case, unknown_task, no_values, words])
-def test_a_foreign_record_is_named(tmp_path: Path, spoil: Callable[[dict[str, Any]], None]) -> None:
+def test_a_foreign_record_is_named(tmp_path: Path) -> None:
     path = keep(tmp_path, CASE, course(0.5))
     assert accuracy.read(tmp_path) == [(CASE, course(0.5))]
     record = json.loads(path.read_text())
-    spoil(record)
+    record["case"]["seed"] = 5
     path.write_text(json.dumps(record))
     with pytest.raises(ConfigError, match=path.name):
         accuracy.read(tmp_path)
@@ -199,28 +141,23 @@ def test_dense_on_virtual_ranks_is_plain_sgd_and_steps_are_counted(monkeypatch: 
 # -- rivals -----------------------------------------------------------------------------------------------
 
 
-def test_powersgd_moves_both_factors_of_matrices_and_all_of_the_rest() -> None:
-    half = [(100, 50)], [(50,)], [(3, 3)]
-    assert rivals.powersgd_bytes(half[0], rank=2, world=4) == 4 * 2 * (100 + 50) * 2 * 3 / 4
-    assert rivals.powersgd_bytes(half[1], rank=2, world=4) == 4 * 50 * 2 * 3 / 4  # a vector
-    assert rivals.powersgd_bytes(half[2], rank=1, world=4) == 4 * 9 * 2 * 3 / 4  # factors would not halve it
-    convolution = [(32, 16, 3, 3)]
-    assert rivals.powersgd_bytes(convolution, rank=4, world=2) == 4 * 4 * (32 + 16 * 9)
-    assert rivals.powersgd_bytes([*half[0], *half[1]], 2, 4) == sum(
-        rivals.powersgd_bytes(shapes, 2, 4) for shapes in half[:2]
-    )
-
-
-# -- the command ------------------------------------------------------------------------------------------
-
-
-def test_what_is_there_is_shown_without_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, rows = tmp_path / "runs", tmp_path / "rows.json"
-    folder.mkdir()
-    for case in (CASE, SPARSE):
-        keep(folder, case, course(0.5, 0.75, bytes_sent=1000.0))
-    keep(folder, replace(CASE, seed=7), course(0.25))  # not asked for
-    command = ["bench", "accuracy", "--folder", str(folder), "--tasks", "cnn", "--densities", "0.01"]
-    assert main([*command, "--seeds", "1", "--steps", "10", "--json", str(rows)]) == 0
-    assert capsys.readouterr().out.splitlines()[2].split()[:3] == ["cnn", "dense", "default"]
-    assert [row["final"] for row in json.loads(rows.read_text())["rows"]] == [0.75, 0.75]
+def test_every_difference_between_cases_is_in_the_name_of_the_file() -> None:
+    different = {
+        "task": "mlp",
+        "sync": "exdyna:blocks_per_partition=8",
+        "treatment": "steps:every=2",
+        "density": 0.0123456789,
+        "bits": 0.5,
+        "world": 8,
+        "batch": 256,
+        "rate": 0.5,
+        "mixed": False,
+        "seed": 1,
+        "steps": 11,
+    }
+    near = replace(CASE, density=0.012345678)  # differs in a late digit only
+    every = [CASE, near, *(replace(CASE, **{name: value}) for name, value in different.items())]
+    assert set(different) == set(asdict(CASE))
+    assert len({case.file for case in every}) == len(every)
+    assert not any(set(case.file) & set('/:*?"<>|\\') for case in every)
+    assert CASE.file == "cnn_dense_default_d1_P4_n10_s0.json"

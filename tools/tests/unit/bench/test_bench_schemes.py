@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
-from torch import nn
-from torch.nn.functional import mse_loss
 
 from gradsieve.schemes import SCHEMES, make
-from gradsieve_tools.bench.common import models
-from gradsieve_tools.bench.common.models import Task
 from gradsieve_tools.bench.common.recordings import Recording
 from gradsieve_tools.bench.schemes.measure import COLUMNS, measure
-from gradsieve_tools.cli.main import main
 from gradsieve_tools.specs import parse
 from laws.toys import LosesMass, Toy
 
@@ -59,35 +51,3 @@ def test_a_scheme_that_does_not_look_has_low_fidelity(recording: Recording) -> N
     seeing = measure(make("topk", 0.3), recording, WORLD, 0.3)
     assert blind["of_target"] == pytest.approx(1, abs=0.2)
     assert blind["fidelity"] < 0.6 < 0.8 < seeing["fidelity"]
-
-
-def tiny() -> Task:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 1))
-    return Task(model, (torch.randn(64, 30),), torch.randn(64, 1), mse_loss, batch=4, rate=0.1)
-
-
-@pytest.fixture
-def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    for model in models.MODELS:
-        monkeypatch.setitem(models.MODELS, model, tiny)
-
-
-@pytest.mark.usefixtures("_tiny")
-def test_a_run_prints_tables_and_writes_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "schemes.json"
-    options = ["--models", "cnn", "--world", "3,2", "--densities", "0.1", "--steps", "2", "--json", str(path)]
-    chosen = ["exdyna:blocks_per_partition=8", "exdyna", "topk"]
-    assert main(["bench", "schemes", "--schemes", ",".join(chosen), *options]) == 0
-    out = capsys.readouterr().out
-    assert "cnn, 641 parameters, 2 ranks, density 0.1" in out
-    result = json.loads(path.read_text())
-    ordered = ["topk", "exdyna:blocks_per_partition=8", "exdyna"]  # by the registry, then as given
-    assert [row["scheme"] for row in result["rows"]] == 2 * ordered
-    assert result["config"] == {
-        "models": ["cnn"],
-        "schemes": ordered,
-        "worlds": [2, 3],
-        "densities": [0.1],
-        "steps": 2,
-    }

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -13,9 +10,8 @@ from gradsieve.types import Sparse
 from gradsieve.wire.values import VALUE_CODECS
 from gradsieve_tools.bench.bits import measure as bits
 from gradsieve_tools.bench.bits.measure import Waiting
-from gradsieve_tools.cli.main import main
 from gradsieve_tools.specs import parse
-from tiny_task import TASK, tiny
+from tiny_task import tiny
 
 __all__ = ["tiny"]
 
@@ -73,19 +69,3 @@ def test_stripes_are_measured_over_whole_rounds() -> None:
             found = bits.measure(parse("stripes:values=exact", density), Waiting([n], vectors))
             assert found["known"] == pytest.approx(1 / turns)
             assert found["bits"] == pytest.approx(48 / turns)
-
-
-@pytest.mark.usefixtures("tiny")
-def test_a_run_prints_a_table_and_writes_rows_and_a_picture(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib")
-    json_file, picture = tmp_path / "bits.json", tmp_path / "bits.png"
-    chosen = ["--tasks", TASK, "--schemes", "topk,stripes,exdyna,gtopk", "--values", "sign,exact"]
-    small = ["--densities", "0.1,1", "--steps", "3", "--snapshots", "2", "--world", "2"]
-    assert main(["bench", "bits", *chosen, *small, "--json", str(json_file), "--plot", str(picture)]) == 0
-    assert capsys.readouterr().out.splitlines()[0].split() == bits.COLUMNS
-    result = json.loads(json_file.read_text())
-    assert len(result["rows"]) == 2 + 4 + 3 + 2
-    assert result["config"]["every"] == 7
-    assert picture.read_bytes().startswith(b"\x89PNG")

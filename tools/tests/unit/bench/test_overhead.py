@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +11,7 @@ from gradsieve.comm.ops import AllReduce
 from gradsieve.types import Program
 from gradsieve_tools.bench import overhead
 from gradsieve_tools.bench.common.clock import Clock
-from gradsieve_tools.bench.overhead import Case, Rank, kernels_here, step
-from gradsieve_tools.cli.main import main
+from gradsieve_tools.bench.overhead import Case, Rank, step
 
 
 @pytest.fixture
@@ -64,20 +61,3 @@ def test_the_ranks_take_real_steps(exchange: overhead.ExchangeOf) -> None:
     for work in works:
         assert set(work.stages) == expected | ({"check"} if exchange == "steps" else set())
         assert work.seconds > 0.0
-
-
-def test_the_command_prints_two_tables_and_writes_its_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(overhead, "WARM", 1)
-    monkeypatch.setattr(overhead, "ROUNDS", 1)
-    path = tmp_path / "overhead.json"
-    arguments = ["--params", "1e4", "--world", "2", "--density", "0.01", "--json", str(path)]
-    assert main(["bench", "overhead", *arguments]) == 0
-    first, second = capsys.readouterr().out.split("\n\n")
-    assert first.split()[:6] == ["scheme", "exchange", "kernel", "ours_ms", "bare_ms", "ratio"]
-    assert second.split()[:4] == ["scheme", "exchange", "kernel", "accumulate"]
-    result = json.loads(path.read_text())
-    kinds = [(row["exchange"], row["kernel"]) for row in result["rows"]]
-    assert kinds == [(exchange, kernel) for exchange in ("steps", "gradients") for kernel in kernels_here()]
-    assert result["config"] == {"schemes": ["exdyna"], "world": 2, "params": 10_000, "density": 0.01}

@@ -40,16 +40,3 @@ def test_every_sync_goes_on_with_the_rate_that_ended_best(task: str, sign: int) 
     found = kept({sync: [sign * each for each in values] for sync, values in losses.items()}, task)
     assert tasks.BETTER[tasks.TASKS[task].metric] == -sign
     assert chosen(found) == {"dense": {1.0}, "demo": {2.0}, "sparta": {0.5}}
-
-
-def test_a_rate_that_diverged_is_not_the_best() -> None:
-    assert chosen(kept({"demo": (2, 1, float("nan"))}, "transformer")) == {"demo": {1.0}}
-
-
-def test_trials_are_all_settings_and_rates_of_a_sync_with_the_first_seed() -> None:
-    tried = kept({"dense": (3, 1, 2), "demo": (3, 2, 1), "demo:k=8": (3, 2, 1), "cser": (1, 2, 3)}, "lstm")
-    later = [(replace(case, seed=1), course) for case, course in tried]
-    longer = [(replace(case, steps=11), course) for case, course in tried]
-    rows = accuracy.rows([tried[1], tried[5], tried[9]], [*tried, *later, *longer])
-    assert [(row["sync"], row["trials"]) for row in rows] == [("dense", 3), ("demo", 6), ("cser", 3)]
-    assert [row["trials"] for row in accuracy.rows(tried[:1])] == [1]

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gradsieve.errors import ConfigError
-from gradsieve_tools.bench.race import logs, rules
-from gradsieve_tools.cli.main import main
+from gradsieve_tools.bench.race import logs
 
 
 def write(folder: Path, link: str, name: str, seed: int, pace: float, end: str, steps: int = 80) -> None:
@@ -48,30 +46,3 @@ def test_the_table_says_who_was_faster_and_who_did_not_arrive(folder: Path) -> N
     assert found["late"]["times_dense"] is None, "a mean over those that got there would flatter"
     assert found["lame"]["seconds"] == "not within 60 steps"
     assert (found["dead"]["seconds"], found["dead"]["reached"]) == ("failed", "0 of 2")
-
-
-def test_the_command_prints_it_and_draws(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    picture = folder / "race.png"
-    assert main(["bench", "race", "--table", "--logs", str(folder), "--plot", str(picture)]) == 0
-    said = capsys.readouterr().out
-    assert "not within 100 s" in said
-    assert picture.stat().st_size > 10_000
-
-
-def test_what_is_no_log_is_refused(folder: Path) -> None:
-    (folder / "other.jsonl").write_text('{"entry": "x"}\n{"step": 1}\n')
-    with pytest.raises(ConfigError, match=r"other\.jsonl is no log of `gradsieve bench race`"):
-        logs.read_all(folder)
-    with pytest.raises(ConfigError, match="has no logs"):
-        logs.read_all(folder / "nowhere")
-
-
-def test_an_entry_is_a_name_or_any_command() -> None:
-    assert rules.entry("dense")[1][1:] == [str(rules.trainer()), "--sync", "dense"]
-    assert rules.entry("mine=python 'my train.py' --fast") == ("mine", ["python", "my train.py", "--fast"])
-    for wrong in ("nobody", "a/b=python x.py", "mine="):
-        with pytest.raises(ConfigError, match=r"no entry|NAME=COMMAND"):
-            rules.entry(wrong)
-    assert list(rules.in_order([rules.entry("auto")])) == ["dense", "auto"]
-    with pytest.raises(ConfigError, match="same name"):
-        rules.in_order([rules.entry("auto"), rules.entry("auto")])

@@ -16,7 +16,6 @@ from gradsieve.comm import lockstep
 from gradsieve.types import Ctx
 from gradsieve_tools.bench.accuracy import measure as accuracy
 from gradsieve_tools.bench.common import virtual
-from gradsieve_tools.bench.rivals import runs as rival_runs
 from gradsieve_tools.bench.rivals.base import Part, RivalRun, flat
 from gradsieve_tools.bench.rivals.cser import Cser, CserPart
 from gradsieve_tools.bench.rivals.entries import Entries
@@ -164,26 +163,6 @@ def test_nothing_is_lost_but_by_declaration(text: str, monkeypatch: pytest.Monke
 
 
 # -- bytes ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("text", "growth"),
-    [
-        ("local-sgd:every=4", (7 / 8) / (3 / 4)),
-        ("diloco:every=4", (7 / 8) / (3 / 4)),
-        ("cser", (7 / 8) / (3 / 4)),
-        ("streaming:every=2+fragments=2+delay=0+values=exact", (7 / 8) / (3 / 4)),
-        ("sparseloco:every=4", 7 / 3),
-        ("demo", 7 / 3),
-    ],
-)
-def test_who_gathers_receives_more_from_more_ranks(text: str, growth: float) -> None:
-    few, many = (
-        rival_runs.train(RivalRun(TASK, parse(text), SEED, world, 4), parse(text)).bytes_sent
-        for world in (4, 8)
-    )
-    assert many / few == pytest.approx(growth, rel=0.02)
 
 
 def test_bytes_of_entries_are_8_bits_of_place_and_two_of_value() -> None:

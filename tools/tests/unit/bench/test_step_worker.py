@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradsieve_tools.bench import exchange as exchange_worker
-from gradsieve_tools.bench.step import worker as step_worker
 from gradsieve_tools.bench.step.worker import Arena, Contestant
 
 DENSITY = 0.02
@@ -65,34 +63,6 @@ def test_without_its_own_parameters_it_would_not(arena: Arena, batch: tuple[Tens
     for _ in range(4):
         alone.run(batch, 2, measured=True)
     assert not all(map(torch.equal, mixed, alone.own))
-
-
-def test_rows_have_what_the_command_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_worker, "build", lambda *_: nn.Linear(64, 64))
-    monkeypatch.setattr(step_worker, "batch_for", lambda *_: (torch.randn(8, 64), torch.randn(8, 64)))
-    config = {
-        "workload": "mlp",
-        "params": 1,
-        "syncs": ["noop", "dense", "exdyna", "exdyna@gradients"],
-        "density": 0.02,
-        "rounds": 2,
-    }
-    before = set(threading.enumerate())
-    rows = {row["sync"]: row for row in step_worker.measure(config)}
-    assert set(threading.enumerate()) <= before, "a sync was not closed"
-    assert list(rows) == config["syncs"]
-    assert rows["noop"]["vs_noop"] == rows["dense"]["vs_dense"] == 1.0
-    assert "hidden" not in rows["noop"]
-    assert 0.0 <= rows["exdyna"]["hidden"] <= 1.0
-    assert rows["exdyna@gradients"]["hidden"] is None
-    assert [row["late"] for row in rows.values()] == [None, 0, 1, 0]
-    assert len(rows["exdyna"]["timeline"]) == 1
-    assert 0.01 < rows["exdyna"]["density"] < 0.04
-    for row in rows.values():
-        for ratio in ("vs_noop", "vs_dense"):
-            low, high = row[f"{ratio}_half"]
-            assert min(row[f"{ratio}_all"]) <= low <= row[ratio] <= high <= max(row[f"{ratio}_all"])
-            assert len(row[f"{ratio}_all"]) == config["rounds"]
 
 
 @pytest.mark.parametrize("scheme", ["exdyna", "exdyna@gradients"])

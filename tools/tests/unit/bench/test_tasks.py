@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from gradsieve.errors import ConfigError
 from gradsieve_tools.bench.common.models import sources
 from gradsieve_tools.bench.tasks import documentation as documents
 from gradsieve_tools.bench.tasks.data import DataSet, apart, fashion_mnist, ratings, source_text
-from gradsieve_tools.bench.tasks.training import TASKS, Training, batches, build, shards
+from gradsieve_tools.bench.tasks.training import TASKS, batches, build, shards
 from gradsieve_tools.commands.values import tasks as task_names
 
 IMAGES = {"train": 320, "t10k": 40}
@@ -79,19 +78,6 @@ def less_data(images: Path, manual_data: DataSet, monkeypatch: pytest.MonkeyPatc
 
 every_task = pytest.mark.parametrize("name", TASKS)
 pytestmark = pytest.mark.usefixtures("less_data")
-
-
-def weights(training: Training) -> Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in training.model.parameters()])
-
-
-@every_task
-def test_a_seed_makes_a_model_and_leaves_the_callers_numbers_alone(name: str) -> None:
-    before = torch.get_rng_state()
-    first, second, other = build(name, 1), build(name, 1), build(name, 2)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(weights(first), weights(second))
-    assert not torch.equal(weights(first), weights(other))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gradsieve_tools.doctor.self_test import evaluate, pair, run
+from gradsieve_tools.doctor.self_test import evaluate, pair
 from gradsieve_tools.doctor.self_test.findings import Finding
 from gradsieve_tools.doctor.self_test.pair import Pair, Unanswered
 
@@ -98,43 +98,6 @@ def test_a_budget_is_one_for_all() -> None:
     assert evaluate.budget([FOUND, FOUND | {"bits": 0.5}], 300).verdict == "failed"
 
 
-class Watched:
-    """In the place of two ranks: what they would say with torch's sanitizer."""
-
-    says: Any = None
-
-    def __init__(self, **environment: str) -> None:
-        assert environment == {"TORCH_CUDA_SANITIZER": "1"}
-
-    def __enter__(self) -> Watched:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def ask(self, what: str, **settings: Any) -> Any:
-        assert (what, settings["device"]) == ("training", "cuda")
-        if isinstance(self.says, Exception):
-            raise self.says
-        return self.says
-
-
-@pytest.mark.parametrize(
-    ("says", "verdict"),
-    [([TRAINED, TRAINED], "ok"), (Unanswered("rank 0: CUDASanitizerErrors: detected 1 errors"), "failed")],
-)
-def test_a_race_that_the_sanitizer_sees_fails(
-    says: Any, verdict: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There is no CUDA here: of this check the two ranks are a stand-in."""
-    monkeypatch.setattr(run, "Pair", Watched)
-    monkeypatch.setattr(Watched, "says", says)
-    nobody: Any = None
-    found = run._Checks(nobody, "cuda", run.Sizes()).run("sanitizer")
-    assert (found.check, found.verdict) == ("sanitizer", verdict)
-    assert run._Checks(nobody, "cpu", run.Sizes()).run("sanitizer").verdict == "not possible"
-
-
 RANKS = {
     "silent": "import time\ntime.sleep(60)",
     "dead": "import os\nos._exit(3)",
@@ -165,19 +128,3 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
 def test_a_rank_that_does_not_answer_is_named(said: str) -> None:
     with Pair() as both, pytest.raises(Unanswered, match=f"rank 0: {said}; rank 1: {said}"):
         both.ask("echo", x=1)
-
-
-@pytest.mark.usefixtures("ranks")
-@pytest.mark.parametrize("ranks", ["sound"], indirect=True)
-def test_after_a_failure_there_are_new_ranks() -> None:
-    with Pair() as both:
-        assert both.ask("echo", x=1) == [1, 1]
-        before = [process.pid for process in both._ranks]
-        assert both.ask("echo", ranks=1, x=2) == [2]
-        assert [process.pid for process in both._ranks] == before
-        with pytest.raises(Unanswered, match="rank 0: no such thing"):
-            both.ask("nothing")
-        assert both.ask("echo", x=3) == [3, 3]
-        assert not {process.pid for process in both._ranks} & {*before}
-        last = [*both._ranks]
-    assert [process.returncode for process in last] == [0, 0]

@@ -10,11 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradsieve.errors import ConfigError
-from gradsieve_tools.cli.main import main
 from gradsieve_tools.emulation import quotas
 from gradsieve_tools.emulation.topology import Host, Link, Topology, read
-
-SAMPLES = Path(__file__).parents[4] / "examples" / "networks"
 
 GOOD = """\
 switches = ["rack", "office"]
@@ -55,41 +52,25 @@ def test_a_file_says_hosts_switches_and_links(tmp_path: Path) -> None:
     assert found.addresses == ["198.18.1.1", "198.18.1.2"]
 
 
-def test_samples_are_read_and_one_is_drawn(tmp_path: Path) -> None:
-    found = {path.stem: read(path) for path in SAMPLES.glob("*.toml")}
-    assert set(found) >= {"two-sites", "slow-link", "healthy", "unlike-hosts"}
-    out = tmp_path / "net.svg"
-    assert main(["lab", "draw", str(SAMPLES / "slow-link.toml"), "-o", str(out)]) == 0
-    drawn = out.read_text()
-    assert all(f"<!-- {text} -->" in drawn for text in ("ant", "gloo: eth1", "rack", "20 Mbit/s"))
-
-
 @pytest.mark.parametrize(
     ("old", "new", "line", "cause"),
     [
         ('rate = "1gbit"', 'rte = "1gbit"', 10, "'rte' is not known here: did you mean 'rate'?"),
-        ('rate = "1gbit"', 'rate = "1 gbit"', 10, "rate '1 gbit' is not a link rate"),
         ('rate = "1gbit"', "rate = 1000", 10, "rate is text in quotes"),
         ('delay = "5ms"', 'delay = "5m"', 15, "delay '5m' is not a one-way delay"),
         ("cpus = 0.5", "cpus = 0", 5, "cpus is 0; it is 0.05 to 1024"),
-        ("cpus = 0.5", "cpus = nan", 5, "cpus is nan"),
-        ("cpus = 0.5", "cpus = true", 5, "cpus is a number"),
-        ("cpus = 0.5", "cores = 0.5", 5, "'cores' is not known here"),
         ('"eth1"', '"eth2"', 5, "'bee' has no 'eth2', only eth0, eth1"),
         ("ant = {}", "Ant = {}", 4, "'Ant' is no name"),
         ("ant = {}", "ant = {}\nfly = {}", 5, "no link leads to host 'fly'"),
-        ('["rack", "office"]', '["rack", "office", "spare"]', 1, "no link leads to switch 'spare'"),
         ('["rack", "office"]', '["rack", "office", "ant"]', 1, "two things are called 'ant'"),
         ('to = "office"', 'to = "ofice"', 14, "'ofice' is not known; a link leads to a switch"),
         ('to = "office"', 'to = "ant"', 14, "'ant' is a host; a link leads to a switch"),
-        ('to = "office"', 'to = "rack"', 1, "no link leads to switch 'office'"),
         (
             "[[links]]\n",
             '[[links]]\nfrom = ["office"]\nto = "rack"\n\n[[links]]\n',
             4,
             "'ant' is twice in one network",
         ),
-        ("[[links]]\n", '[[links]]\nkind = "dac"\n', 8, "'kind' is not known here"),
         ("ant = {}", "ant = {", 4, ""),
         ("switches", "switch", 1, "'switch' is not known here: did you mean 'switches'?"),
     ],

@@ -24,7 +24,6 @@ from gradsieve_tools.plan.quality import (
     of_bits,
     of_scheme,
 )
-from gradsieve_tools.profiles import ModelProfile, Profile, write_profile
 
 ROOT = Path(__file__).parents[4]
 LAPTOP = Host(memory=10e9, selection=500e6, message=20e-6)
@@ -104,17 +103,6 @@ def test_between_sites_the_advice_is_that_of_the_page(
     assert "Use 0.09 bits" not in capsys.readouterr().out
 
 
-def test_gaps_are_never_better_than_measured() -> None:
-    assert of_bits(0.05, 4).above is None
-    worst, best = BY_RANKS[4][0.15][0], BY_RANKS[4][8.0][0]
-    assert of_bits(0.15, 4).above == pytest.approx(worst)
-    assert best < (of_bits(0.4, 4).above or 0) < worst
-    assert of_bits(99.0, 4).above == pytest.approx(best)
-    middle = BY_RANKS[4][4.0][0]
-    assert BY_RANKS[4][0.75][0] < best < middle
-    assert of_bits(0.75, 4).above == pytest.approx(middle), "fewer bits that ended lower by chance"
-
-
 MEASURED = {4: "ranks-4-2000-2026-11-19", 16: "ranks-16-2026-11-19", 64: "ranks-64-2026-11-19"}
 
 
@@ -176,17 +164,3 @@ def test_from_figures_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert saved["config"]["plain_ddp"] is False
     assert all(row["money_a_day"] == pytest.approx(0.1 * row["gb_a_day"], abs=0.01) for row in saved["rows"])
     assert picture.stat().st_size > 10_000
-
-
-def test_from_a_profile_and_figures_in_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "profile.toml"
-    timed = ModelProfile(25_000_000, 1, 0.1, 0.2)
-    profile = Profile(8, 8, 1e-4, 1e8, 2e-5, 1e-4, 1e8, memory=10e9, selection=500e6, model=timed)
-    write_profile(path, profile)
-    assert main(["plan", "--profile", str(path)]) == 0
-    assert "RECOMMENDED" in capsys.readouterr().out
-    assert main(["plan", "--profile", str(path), "--rate", "400gbit", "--memory", "900GB/s"]) == 0
-    assert "Use plain DDP" in capsys.readouterr().out
-    write_profile(path, replace(profile, model=None))
-    assert main(["plan", "--profile", str(path), "--params", "1e6"]) == 2
-    assert "--compute" in capsys.readouterr().err

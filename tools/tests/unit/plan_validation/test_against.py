@@ -1,11 +1,9 @@
 """The plan against steps that others measured on GPUs."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from gradsieve_tools.cli.main import main
 from gradsieve_tools.costs import STALLED
 from gradsieve_tools.plan_validation import against
 from gradsieve_tools.plan_validation.against import Cluster, compare, fit_stalled, summary
@@ -42,14 +40,3 @@ def test_a_rate_is_predicted_from_the_others(rate: float) -> None:
     assert len(measured) == 3
     for each in measured:
         assert (1 + stalled / rate) / each == pytest.approx(1.0, abs=0.2)
-
-
-def test_the_command_prints_and_writes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "against.json"
-    assert main(["bench", "plan", "--against", str(FILE), "--json", str(out)]) == 0
-    assert "median_off" in capsys.readouterr().out
-    saved = json.loads(out.read_text())
-    assert "Apache-2.0" in saved["config"]["source"]
-    assert len(saved["rows"]) == 21
-    assert main(["bench", "plan"]) == 2
-    assert "--against" in capsys.readouterr().err

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from gradsieve.errors import Malformed
-from gradsieve_tools.cli.main import main
-from gradsieve_tools.records import Tail, read, text_of
+from gradsieve_tools.records import read
 from gradsieve_tools.report.findings import findings
 from gradsieve_tools.report.gathered import Training, files_of, gather
 from gradsieve_tools.report.report import report
-from unit.recorded import HEADER, line_of, write
+from unit.recorded import HEADER, write
 
 SECTIONS = [
     "Loss", "Bits a step", "Link use", "Time by stage, ms a step", "Wait for the exchange",
@@ -81,18 +80,6 @@ def test_hostile_texts_stay_texts(tmp_path: Path) -> None:
         Page(f"<p>{evil}</p>")  # as it would be if it were not escaped
 
 
-def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / "rec")
-    assert main(["report", str(tmp_path / "rec"), "-o", str(tmp_path / "page.html")]) == 0
-    assert "kB" in capsys.readouterr().out
-    Page((tmp_path / "page.html").read_text())
-    assert main(["report", str(tmp_path), "-o", str(tmp_path / "page.html")]) == 2
-    assert "there is no record" in capsys.readouterr().err
-    record = tmp_path / "rec" / "run.rank0.jsonl"
-    assert main(["report", str(record), "-o", str(record)]) == 2
-    assert "is one of the records" in capsys.readouterr().err
-
-
 # -- what is read -----------------------------------------------------------------------------------------
 
 
@@ -118,23 +105,6 @@ def test_what_no_recorder_writes_is_refused(old: str, new: str, said: str, tmp_p
     path.write_text(path.read_text().replace(old, new))
     with pytest.raises(Malformed, match=said):
         read(path)
-
-
-def test_a_tail_gives_lines_when_they_are_whole(tmp_path: Path) -> None:
-    path, texts = tmp_path / "x.jsonl", [text_of(HEADER), *(text_of(line_of(step)) for step in range(1, 30))]
-    tail = Tail(path)
-    path.write_text(texts[0][:10])
-    assert (tail.more(), tail.header) == ([], None)
-    path.write_text(texts[0] + texts[1] + texts[2][:30])
-    assert ([line.step for line in tail.more()], tail.header) == ([1], HEADER)
-    path.write_text("".join(texts[:3]))
-    assert [line.step for line in tail.more()] == [2]
-    path.write_text("".join(texts[:2]))
-    assert [line.step for line in tail.more()] == [1], "a job that was started again writes its file anew"
-    path.write_text("".join(texts))
-    short = Tail(path, most=3 * len(texts[5]))
-    assert [line.step for line in short.more()] == [28, 29], "of a long file its end"
-    assert short.header == HEADER
 
 
 # -- what to change ---------------------------------------------------------------------------------------

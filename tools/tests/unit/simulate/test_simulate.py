@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +11,8 @@ import torch
 from gradsieve.comm import lockstep, rounds
 from gradsieve.comm.ops import AllReduce
 from gradsieve.types import Program
-from gradsieve_tools.cli.main import main
-from gradsieve_tools.errors import SimulationError
 from gradsieve_tools.simulate import network as simulated
-from gradsieve_tools.simulate import recording, study
+from gradsieve_tools.simulate import recording
 from gradsieve_tools.simulate.messages import Call
 from gradsieve_tools.simulate.platforms import TOPOLOGIES, Wires, platform
 from gradsieve_tools.specs import parse
@@ -84,14 +80,6 @@ def test_programs_end_as_in_lockstep_and_exchanges_are_carried() -> None:
     assert carried.rounds == 8 + 3  # a ring there and back, and ceil(log2 5)
 
 
-def test_without_simgrid_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    simulated.python_with_simgrid.cache_clear()
-    monkeypatch.setattr(simulated, "_PYTHONS", ("/nowhere/python",))
-    with pytest.raises(SimulationError, match="apt install python3-simgrid"):
-        simulated.require()
-    simulated.python_with_simgrid.cache_clear()
-
-
 @pytest.mark.parametrize(
     "scheme", ["dense", "topk", "topk-union", "gtopk", "exdyna", "stripes", "oktopk", "spardl"]
 )
@@ -112,31 +100,3 @@ def test_scaled_messages_are_those_of_the_true_size(scheme: str, monkeypatch: py
     assert [call.kind for call in scaled.calls] == [call.kind for call in true.calls]
     for one, other in zip(scaled.calls, true.calls, strict=True):
         assert one.mean == pytest.approx(other.mean, rel=0.08, abs=8)
-
-
-def test_growth_is_found_and_says_how_far_off_it_is() -> None:
-    worlds = np.array([4.0, 16.0, 64.0, 256.0])
-    exact = study.growth(worlds, 0.5 + 0.01 * np.log2(worlds) + 0.002 * worlds)
-    assert exact.at(16_384) == pytest.approx(0.5 + 0.14 + 32.768, rel=1e-6)
-    assert exact.error < 1e-9
-    falling = study.growth(worlds, 1 / worlds)
-    assert falling.at(16_384) >= 0
-    assert falling.error > 0.5
-    assert study.growth(worlds, np.zeros(4)).at(16_384) == 0
-
-
-@needs_simgrid
-def test_the_command_writes_rows_picture_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = {name: tmp_path / f"out.{name}" for name in ("json", "plot", "html")}
-    options = [
-        f"--{name}={path}.png" if name == "plot" else f"--{name}={path}" for name, path in files.items()
-    ]
-    asked = ["simulate", "--schemes=topk", "--world=2,4,8,2048", "--params=1e5", "--topology=torus"]
-    assert main([*asked, "--collectives=log", "--slow-links=1:2", *options]) == 0
-    rows = json.loads(files["json"].read_text())["rows"]
-    assert {row["scheme"] for row in rows} == {"noop", "dense", "topk"}
-    assert Path(f"{files['plot']}.png").stat().st_size > 10_000
-    page = files["html"].read_text()
-    assert "<svg" in page
-    assert "2,048*" in page
-    assert "dense" in capsys.readouterr().out
