@@ -176,38 +176,51 @@ class Learner(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+def fitted(
+    steps: int, *callbacks: lightning.Callback, **how: Any
+) -> tuple[lightning.Trainer, GradsieveStrategy]:
+    """Return what has trained, and its strategy; a training that fails has its sync closed."""
+    strategy = GradsieveStrategy(process_group_backend="gloo", **SETTINGS)
+    run = lightning.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        max_steps=steps,
+        callbacks=list(callbacks),
+        logger=False,
+        enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    try:
+        run.fit(Learner(), torch.utils.data.DataLoader(rows(256, 1), batch_size=8), **how)
+    except BaseException:
+        if strategy.sync is not None:
+            strategy.sync.close()
+        raise
+    assert strategy.sync is not None
+    return run, strategy
+
+
 def last_of_lightning(folder: Path) -> dict[str, Any]:
     """One checkpoint kept and a link to it, gone on from by the link; then one of the finished training."""
     ends: list[int] = []
 
-    def fitted(steps: int, **how: Any) -> lightning.Trainer:
+    def kept_every_two(steps: int, **how: Any) -> lightning.Trainer:
         keep = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_last="link")
-        strategy = GradsieveStrategy(process_group_backend="gloo", **SETTINGS)
-        run = lightning.Trainer(
-            strategy=strategy,
-            accelerator="cpu",
-            devices=dist.get_world_size(),
-            max_steps=steps,
-            callbacks=[keep],
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        loader = torch.utils.data.DataLoader(rows(256, 1), batch_size=8)
-        run.fit(Learner(), loader, **how)
-        assert strategy.sync is not None
+        run, strategy = fitted(steps, keep, **how)
         ends.append(strategy.sync.pipeline.step)
         return run
 
-    run = fitted(4)
+    run = kept_every_two(4)
     assert isinstance(run.lightning_module.optimizers(), LightningOptimizer)
     unwrapped = as_list(run.lightning_module.optimizers()) == run.optimizers
     kept = sorted(path.name for path in folder.iterdir())
     lines = Lines()
-    run = fitted(6, ckpt_path=str(folder / "last.ckpt"), weights_only=True)
+    run = kept_every_two(6, ckpt_path=str(folder / "last.ckpt"), weights_only=True)
     went_on = list(lines.lines)
     run.save_checkpoint(folder / "end.ckpt")
-    fitted(8, ckpt_path=str(folder / "end.ckpt"), weights_only=True)
+    kept_every_two(8, ckpt_path=str(folder / "end.ckpt"), weights_only=True)
     return {
         "kept": kept,
         "exchanges": ends,
@@ -223,22 +236,9 @@ def resumed_at_the_end(folder: Path) -> dict[str, Any]:
     out: dict[str, Any] = {}
 
     def lightning_ends(**how: Any) -> list[Tensor]:
-        strategy = GradsieveStrategy(process_group_backend="gloo", **SETTINGS)
-        run = lightning.Trainer(
-            strategy=strategy,
-            accelerator="cpu",
-            devices=dist.get_world_size(),
-            max_steps=4,
-            callbacks=[ModelCheckpoint(folder, "{step}", every_n_train_steps=4)],
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        learner = Learner()
-        run.fit(learner, torch.utils.data.DataLoader(rows(256, 1), batch_size=8), **how)
-        assert strategy.sync is not None
+        run, strategy = fitted(4, ModelCheckpoint(folder, "{step}", every_n_train_steps=4), **how)
         assert strategy.sync.is_closed
-        return [p.detach().clone() for p in learner.parameters()]
+        return [p.detach().clone() for p in run.lightning_module.parameters()]
 
     lines = Lines()
     first = lightning_ends()
@@ -302,29 +302,9 @@ def torn_lightning(folder: Path) -> dict[str, Any]:
     """Saved twice under one name. The first file, with the folder after the second save, finished or not."""
     found: list[Any] = []
 
-    def fitted(steps: int, *callbacks: lightning.Callback, **how: Any) -> int:
-        strategy = GradsieveStrategy(process_group_backend="gloo", **SETTINGS)
-        run = lightning.Trainer(
-            strategy=strategy,
-            accelerator="cpu",
-            devices=dist.get_world_size(),
-            max_steps=steps,
-            callbacks=list(callbacks),
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        try:
-            run.fit(Learner(), torch.utils.data.DataLoader(rows(256, 1), batch_size=8), **how)
-        finally:
-            if strategy.sync is not None:
-                strategy.sync.close()
-        assert strategy.sync is not None
-        return strategy.sync.pipeline.step
-
     def again() -> None:
-        found.append(fitted(3, ckpt_path=str(folder / "x.ckpt"), weights_only=True))
+        _, strategy = fitted(3, ckpt_path=str(folder / "x.ckpt"), weights_only=True)
+        found.append(strategy.sync.pipeline.step)
 
     for finish in (sidecar.finish, lambda *_: None):
         with mock.patch.object(ours, "finish", finish):

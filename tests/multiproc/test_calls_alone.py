@@ -85,20 +85,6 @@ def test_twin_all_ranks_call_it_and_none_is_blamed(two: Ranks) -> None:
     assert two.run(verified_by_all, 4) == [[], []]
 
 
-def measured_alone(rank: int) -> int:
-    run = Training(rank, **BUDGET)
-    for step in range(6):
-        run.step(step)
-        if rank == 0:
-            assert run.sync.metrics()["residual_norm"] >= 0.0
-    run.sync.flush()
-    return run.sync.pipeline.step
-
-
-def test_metrics_are_a_ranks_own_business(two: Ranks) -> None:
-    assert two.run(measured_alone) == [7, 7]
-
-
 # -- while the others wait for something else -----------------------------------------------------------
 
 

@@ -102,23 +102,6 @@ def test_a_block_that_raises_is_closed_and_not_flushed(two: Ranks) -> None:
     assert two.run(block_that_raises) == [[True, False]] * 2
 
 
-def attached_twice(rank: int) -> list[Tensor]:
-    model, optimizer = new_model()
-    ddp = DistributedDataParallel(model)
-    for density, steps in ((0.1, range(4)), (0.3, range(4, 8))):
-        sync = gradsieve.attach(ddp, optimizer, density=density)
-        train(ddp, optimizer, rank, steps)
-        assert sync.pipeline.step == 4
-        sync.flush()
-        sync.close()
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def test_attach_works_a_second_time(two: Ranks) -> None:
-    first, second = two.run(attached_twice)
-    assert same_bits(first, second)
-
-
 def attached_to_a_copy(rank: int) -> tuple[int, list[Tensor]]:
     """A copy has no hook behind its door: attaching to it hangs a new one."""
     model, optimizer = new_model()

@@ -61,29 +61,6 @@ def test_laws_hold_without_ddp(two: Ranks, scheme: str, micro: int) -> None:
     check_laws(two.run(train_by_hand, Plan(scheme, micro=micro)))
 
 
-# -- gradients that are not plain ---------------------------------------------------------------------
-
-
-def reduce_a_bad_value(rank: int, plan: Plan) -> tuple[list[bool], list[int]]:
-    run = ByHand(rank, plan).train(4)
-    bad = plan.gradients(4, rank)
-    if rank == 1:
-        bad[0][3, 3] = float("nan")  # type: ignore[index]
-    before = [parameter.detach().clone() for parameter in run.model.parameters()]
-    run.step(bad)
-    after = [*run.model.parameters()]
-    changed = [place for place, old in enumerate(before) if not torch.equal(old, after[place])]
-    run.train(2)
-    return run.reduced, changed
-
-
-@every_scheme
-def test_reduce_says_when_a_step_was_skipped(two: Ranks, scheme: str) -> None:
-    for reduced, changed in two.run(reduce_a_bad_value, Plan(scheme)):
-        assert reduced == [True] * 4 + [False] + [True] * 2
-        assert changed == []
-
-
 # -- groups -------------------------------------------------------------------------------------------
 
 

@@ -74,24 +74,6 @@ def test_rates_that_differ_are_told_on_all_ranks(two: Ranks) -> None:
         assert error.startswith(f"{where}ranks differ in learning rates: rank 0 has [0.1]; rank 1 has [0.2]")
 
 
-def attached_with(rank: int, settings: list[dict[str, Any]]) -> str:
-    model = nn.Linear(40, 40)
-    optimizer = torch.optim.AdamW(model.parameters(), **settings[rank])
-    try:
-        gradsieve.attach(DistributedDataParallel(model), optimizer, bits=0.75).close()
-    except MismatchError as error:
-        return str(error)
-    return ""
-
-
-def test_so_are_other_settings_of_the_optimizer(two: Ranks) -> None:
-    for said in two.run(attached_with, [{"weight_decay": 0.1}, {"weight_decay": 0.0}]):
-        assert "ranks differ in weight decay: rank 0 has [0.1]; rank 1 has [0.0]" in said
-    for said in two.run(attached_with, [{"betas": (0.9, 0.99)}, {}]):
-        assert "ranks differ in betas: rank 0 has [(0.9, 0.99)]; rank 1 has [(0.9, 0.999)]" in said
-    assert two.run(attached_with, [{"lr": 1}, {"lr": torch.tensor(1.0)}]) == ["", ""]
-
-
 def test_one_rank_alone_is_told_that_nothing_is_exchanged(pool: Pool) -> None:
     ((error, lines),) = pool(1).run(attached, [0.1], bits=0.75)
     assert error == ""

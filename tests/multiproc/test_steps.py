@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Sequence
 from concurrent.futures import wait
 from typing import Any
 from unittest import mock
@@ -17,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 import gradsieve
 from gradsieve.pipeline import StepPipeline
 from multiproc.harness import Ranks
-from multiproc.outside import Lines
 from multiproc.training import RATE, Plan, Run, differing, usual
 
 WHOLE: dict[str, Any] = {"exchange": gradsieve.Steps(), "preview": 1.0}
@@ -97,32 +94,6 @@ def test_agreement_is_measured_however_many_backwards_belong_to_a_step(two: Rank
 
 
 # -- around it ----------------------------------------------------------------------------------------
-
-
-def attached(
-    rank: int, exchange: gradsieve.Steps | gradsieve.Gradients | None, scheme: str = "exdyna"
-) -> tuple[Sequence[str], list[float], list[float]]:
-    """What was logged, and SGD's momentum while attached and after close."""
-    handler = Lines(logging.INFO)
-    model = nn.Linear(40, 40)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-    sync = gradsieve.attach(
-        DistributedDataParallel(model), optimizer, scheme=scheme, density=0.1, exchange=exchange
-    )
-    held = [optimizer.param_groups[0][name] for name in ("momentum", "weight_decay")]
-    sync.close()
-    logging.getLogger("gradsieve").removeHandler(handler)
-    return handler.lines, held, [optimizer.param_groups[0][name] for name in ("momentum", "weight_decay")]
-
-
-def test_one_line_on_one_rank_says_what_was_chosen(two: Ranks) -> None:
-    (lines, held, _), (silent, _, _) = two.run(attached, None)
-    assert lines == [
-        f"gradsieve {gradsieve.__version__} among 2 ranks, compiled kernels: attach(model, SGD, "
-        "scheme=ExDyna(density=0.1), exchange=Steps())"
-    ]
-    assert silent == []
-    assert held == [0.9, 0.01]  # the optimizer keeps what is its own
 
 
 def joined(rank: int) -> str:

@@ -46,20 +46,6 @@ def test_one_that_is_stopped_is_not_waited_for_and_loses_nothing() -> None:
     assert (row["replicas_missing"], row["lost_mass"]) == (0, 0)
 
 
-def test_a_death_right_after_the_last_exchange_ends_the_campaign_too(tmp_path: Path) -> None:
-    """Replica 0 made it and died before it could say so. Its next life finds nobody any more."""
-    plan = Plan("transformer", 3, 6, {"bits": 1.0}, 0, deadline=3.0, least=2, evaluated=False)
-    campaign = elastic.Campaign(plan, elastic.Faults(), "http://nobody", tmp_path)
-    lives = {number: elastic.Life(f"{number}.0", None, None, tmp_path) for number in range(3)}
-    campaign.running |= lives
-    assert not campaign.is_over()
-    for number in (1, 2):
-        lives[number].ended = {"present": ["0.0", "1.0", "2.0"]}
-    assert not campaign.is_over(), "replica 0 lives and has yet to end"
-    campaign.running[0] = elastic.Life("0.1", None, None, tmp_path)
-    assert campaign.is_over()
-
-
 # -- the lighthouse ---------------------------------------------------------------------------------------
 
 

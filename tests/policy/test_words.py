@@ -1,14 +1,10 @@
-"""Docstrings are sentences, and what our words mean stands in one glossary.
-
-Counts may only fall: whoever rewrites a sentence lowers the number, and nothing raises it.
-"""
+"""Docstrings are sentences, and what our words mean stands in one glossary."""
 
 from __future__ import annotations
 
 import ast
 import itertools
 import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,11 +31,6 @@ OPENERS = (
     "Behind",
 )
 PERSONS = re.compile(r"\b(?:whoever|nobody|somebody|everybody|anybody)\b", re.IGNORECASE)
-# How often each still stands there; goal: 0 of all.
-MOST = {
-    "gradsieve": dict.fromkeys(("opener", "person", "string under an assignment"), 0),
-    "gradsieve_tools": {"opener": 1, "person": 54, "string under an assignment": 0},
-}
 MOST_WORDS = 25
 
 
@@ -76,19 +67,15 @@ def _strings_under_assignments(tree: ast.Module) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("package", [LIBRARY, TOOLS], ids=lambda package: package.name)
-def test_docstrings_get_no_worse(package: Path) -> None:
-    found = list(breaches(package))
-    counts = Counter(kind for kind, _ in found)
-    for kind, most in MOST[package.name].items():
-        places = "\n".join(place for what, place in found if what == kind)
-        assert counts[kind] <= most, f"{counts[kind]} times, at most {most}: {kind}\n{places}"
+def test_docstrings_are_sentences_with_a_subject(package: Path) -> None:
+    assert list(breaches(package)) == []
 
 
 def test_each_breach_is_seen(tmp_path: Path) -> None:
     (tmp_path / "planted.py").write_text(
         '"""Of a model."""\n\nHERE = 1\n"""A place."""\n\n\ndef f():\n    """Say what nobody needs."""\n'
     )
-    assert {kind for kind, _ in breaches(tmp_path)} == set(MOST["gradsieve"])
+    assert {kind for kind, _ in breaches(tmp_path)} == {"opener", "person", "string under an assignment"}
 
 
 def glossary() -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -87,21 +86,6 @@ def test_a_sync_is_recorded_until_it_is_closed(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_full_disk_is_told_once_and_ends_no_training(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    members = [virtual.Member(run("exdyna", "default"), rank) for rank in range(3)]
-    path_of(tmp_path / "run", 0).symlink_to("/dev/full")
-    with caplog.at_level(logging.WARNING, "gradsieve"):
-        recorder = Recorder(members[0].pipeline, tmp_path / "run")
-        for _ in range(3):
-            virtual.exchange(members)
-        recorder.close()
-    assert ["No space left on device" in text for text in caplog.messages] == [True]
-    assert members[0].pipeline.step == 3
-
-
-@pytest.mark.usefixtures("tiny")
 def test_a_checkpoint_that_is_loaded_on_the_way_begins_another_life(tmp_path: Path) -> None:
     members = [virtual.Member(run("exdyna", "default"), rank) for rank in range(3)]
     recorder = Recorder(members[0].pipeline, tmp_path / "run")
@@ -142,17 +126,11 @@ def changed(entry: Header | Line, change: Callable[[dict[str, Any]], Any]) -> st
         ([], "empty"),
         ([text_of(HEADER)[:-9]], "cut off"),
         ([text_of(HEADER), text_of(LINES[0])[:-9] + "\n", text_of(LINES[1])], "line 2: not as a record"),
-        (['{"rows": []}\n'], "no record of a training"),
         (["not JSON\n"], "no record of a training"),
-        (["[1]\n"], "no record of a training"),
         ([changed(HEADER, lambda it: it.update(gradsieve_record=2))], "version 2"),
-        ([changed(HEADER, lambda it: it.pop("world"))], "line 1: .* world"),
         ([changed(HEADER, lambda it: it.update(world="2"))], "world is '2'"),
-        ([text_of(HEADER), changed(LINES[0], lambda it: it.pop("density"))], "line 2: .* density"),
         ([text_of(HEADER), changed(LINES[0], lambda it: it.update(more=1))], "line 2: .* more"),
-        ([text_of(HEADER), changed(LINES[0], lambda it: it.update(density=None))], "density is None"),
         ([text_of(HEADER), changed(LINES[0], lambda it: it.update(density=float("nan")))], "density is nan"),
-        ([text_of(HEADER), changed(LINES[0], lambda it: it.update(step=True))], "step is True"),
         ([text_of(HEADER), changed(LINES[0], lambda it: it.update(seconds={"a": "b"}))], "seconds is"),
         ([text_of(HEADER), *map(text_of, LINES[::-1])], "does not come after"),
     ],

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, NAdam, RMSprop
 
-from gradsieve import Steps, models, step_length
+from gradsieve import Steps, step_length
 from gradsieve.schemes import make
 from gradsieve.step_length import FEWEST, PART, StepLength, take_out
 from gradsieve.testing import StepPipeline, lockstep
@@ -294,24 +294,6 @@ def test_ranks_momentum_is_more_alike_and_without_it_is_not(
     shared = coherence(trained(density, every=every))
     monkeypatch.setattr(step_length, "PART", 0.0)
     assert shared > 1.1 * coherence(trained(density, every=every))
-
-
-def test_pieces_that_adjoin_are_looked_at_together_and_what_only_this_rank_moved_is_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ranks, others = ([Rank(number, 1.0) for number in range(WORLD)] for _ in range(2))
-    for each in (ranks, others):
-        for _ in range(6):
-            for rank in each:
-                rank.step()
-            exchange(each)
-    found = list(ranks[0].pipeline.models.noise({"p", "q"}))
-    ((pieces, noise),) = found
-    assert dict(pieces) == {"p": slice(0, 1000), "q": slice(0, 2000)}
-    monkeypatch.setattr(models, "CHUNK", 300)
-    alone = list(others[0].pipeline.models.noise({"p", "q"}))
-    assert [len(each) for each, _ in alone].count(1) == len(alone) > 9
-    assert torch.equal(torch.cat([part for _, part in alone]), noise)
 
 
 def test_a_flush_leaves_no_noise() -> None:

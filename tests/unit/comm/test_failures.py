@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 from torch.distributed import HashStore, TCPStore
@@ -244,41 +241,6 @@ def test_what_is_told_is_read_as_it_was() -> None:
     assert Verdict.read(Verdict("left", (1,), "\x1b[2J\n").text().encode(), 3).what == "[2J"
 
 
-class Counting:
-    """Counts requests to a store."""
-
-    def __init__(self) -> None:
-        self.store, self.requests = HashStore(), 0
-
-    def __getattr__(self, name: str) -> Any:
-        call = getattr(self.store, name)
-
-        def counted(*args: Any) -> Any:
-            self.requests += 1
-            return call(*args)
-
-        return counted
-
-
-def test_of_1024_ranks_one_reads_the_answers_and_the_others_ask_a_dozen_times() -> None:
-    world, own = 1024, Counting()
-    leader = Ring(world, {0: waiting()}, own)
-    for rank in range(1, world - 1):
-        own.store.set(f"here/answer/{rank}", waiting().text())
-    own.store.add("here/answers", world - 2)
-    start = time.monotonic()
-    assert leader.watches[0].ask(LONG, lost=1) == Verdict("silent", (world - 1,))
-    assert time.monotonic() - start < LONG / 2
-    assert own.requests < 4 * world
-    leader.close()
-    other = Counting()
-    other.store = own.store
-    ring = Ring(world, {1: waiting()}, other)
-    assert ring.ask(1) == [Verdict("silent", (world - 1,))]
-    assert other.requests < 12
-    ring.close()
-
-
 # -- calls that wait --------------------------------------------------------------------------------------
 
 
@@ -389,40 +351,6 @@ def test_one_that_cannot_connect_again_blames_the_store() -> None:
     until(lambda: all(watch.without_store for watch in ring.watches.values()))
     assert {verdict.kind for verdict in ring.ask(0, 2)} == {"store"}
     ring.close()
-
-
-def test_a_store_that_was_started_again_serves_as_well(caplog: pytest.LogCaptureFixture) -> None:
-    """In a process of its own, so that it can be killed; the new one knows nothing of before."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    first = server_process(port)
-    address = torch_names.connected_to(mock.Mock(host="127.0.0.1", port=port), 20.0)
-    ring = secretly(Ring(3, {0: waiting(), 2: waiting()}, address), address)
-    first.kill()
-    first.communicate()
-    until(lambda: sum("does not answer" in record.getMessage() for record in caplog.records) == 2, 30.0)
-    second = server_process(port)
-    until(lambda: sum("is back after" in record.getMessage() for record in caplog.records) == 2, 60.0)
-    assert ring.failed == []
-    assert ring.ask(0) == [Verdict("silent", (1,))]
-    until(lambda: len(ring.failed) == 2)
-    assert ring.verdicts() == {Verdict("silent", (1,))}
-    ring.close()
-    second.kill()
-    second.communicate()
-
-
-def server_process(port: int) -> subprocess.Popen[bytes]:
-    code = f"""
-import torch.distributed as dist, time
-store = dist.TCPStore("127.0.0.1", {port}, is_master=True, wait_for_workers=False)
-print("ready", flush=True)
-time.sleep(120)
-"""
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"ready\n"
-    return process
 
 
 def test_a_stranger_who_knows_all_but_the_secret_ends_nothing() -> None:

@@ -140,7 +140,7 @@ def _merged(op: Op, world: int) -> float:
 
 
 def with_rings(links: Links, world: int) -> Links:
-    """Return what the engine's own collectives cost at least, where nobody measured it: gloo's rings."""
+    """Return what the engine's own collectives cost at least, where it was not measured: gloo's rings."""
     hops = links.latency * (world - 1)
     return replace(links, gather=links.gather or hops, sum=links.sum or 2 * hops)
 

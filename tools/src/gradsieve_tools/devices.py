@@ -1,4 +1,4 @@
-"""What people rent: one table of devices, for a plan whose hosts nobody measured.
+"""What people rent: one table of devices, for a plan whose hosts were not measured.
 
 Bandwidths of memory are those of the vendor's data sheet, as others quote it (the sheets themselves were not
 at hand), of the slowest variant that is sold under the name.

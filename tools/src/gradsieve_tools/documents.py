@@ -57,7 +57,7 @@ def document(text: str, name: str) -> Table:
         line = found[1] if found else str(text.count("\n") + 1)
         raise ConfigError(f"{name}, line {line}: {printable(cause.encode())}") from error
     except (RecursionError, ValueError) as error:  # brackets in brackets; numbers of thousands of digits
-        raise ConfigError(f"{name}: this is no TOML that anybody wrote: {type(error).__name__}") from error
+        raise ConfigError(f"{name}: this is no TOML: {type(error).__name__}") from error
     return Table(name, _lines(text), (), values)
 
 

@@ -73,9 +73,7 @@ def formula_of(scheme: Scheme[Any]) -> Formula:
     for kind in type(scheme).__mro__:
         if kind in FORMULAS:
             return FORMULAS[kind]
-    raise ConfigError(
-        f"nobody wrote down what {type(scheme).__name__} costs: gradsieve_tools.formulas.FORMULAS"
-    )
+    raise ConfigError(f"gradsieve_tools.formulas.FORMULAS does not say what {type(scheme).__name__} costs")
 
 
 def words(scheme: Scheme[Any], n: int, world: int, state: Any = None) -> float:
@@ -208,7 +206,7 @@ def _deft_paper_asks(scheme: DeftPaper, n: int, world: int) -> list[Op]:
 
 
 def _regional_words(scheme: Regional, n: int, world: int, state: Any) -> float:
-    """4k of the published 2k to 6k: k elements to owners, k sums (all on exact steps) to everybody."""
+    """4k of the published 2k to 6k: k elements to owners, k sums (all on exact steps) to all ranks."""
     imbalance, gathered = (state.imbalance, state.gathered) if state else (1.0, scheme.k(n))
     return float(2.0 * (scheme.k(n) * imbalance + gathered) * (world - 1) / world)
 
@@ -222,7 +220,7 @@ def _regional_band(scheme: Regional, n: int, world: int, state: Any) -> tuple[fl
 
 
 def _regional_asks(scheme: Regional, n: int, world: int) -> list[Op]:
-    """Counts, elements to their owners, counts, sums to everybody; without balancing and new regions."""
+    """Counts, elements to their owners, counts, sums to all ranks; without balancing and new regions."""
     k, log = scheme.k(n), log2_ceil(world)
     counts = blank(2 * max(1, world // 2))
     dealt = tuple(evenly(k, world))

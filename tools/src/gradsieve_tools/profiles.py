@@ -1,6 +1,6 @@
 """A profile: what a group's network and hosts were measured to do, as a TOML file with units.
 
-`gradsieve doctor --profile FILE` writes it; whoever predicts reads it, with checks. A person may write one
+`gradsieve doctor --profile FILE` writes it; a prediction reads it, with checks. A person may write one
 too, for a cluster that is not rented yet: tables [made], [ring] and [pairs] may be missing, and [model] if
 there is none.
 """

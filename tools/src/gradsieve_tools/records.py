@@ -206,8 +206,8 @@ def read(path: Path) -> Record:
 
 
 class Joined:
-    """Lives of one training, one after the other. Steps that a later life took again are given again: whoever
-    keeps lines drops his own from there on."""
+    """Lives of one training, one after the other. Steps that a later life took again are given again: a
+    reader that keeps lines drops its own from there on."""
 
     def __init__(self) -> None:
         self.header: Header | None = None  # header of the latest run

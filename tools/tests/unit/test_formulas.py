@@ -102,10 +102,10 @@ def test_traffic_is_within_a_quarter_of_the_formula(name: str) -> None:
     assert of_formula(scheme, VirtualRanks(scheme, [SETTLED], WORLD), 10) == pytest.approx(1.0, rel=0.25)
 
 
-def test_a_scheme_that_nobody_wrote_down_is_refused_and_one_that_inherits_is_not() -> None:
+def test_a_scheme_without_a_formula_is_refused_and_one_that_inherits_is_not() -> None:
     class Mine(TopK):
         pass
 
     assert formulas.words(Mine(density=0.5), 100, 2) == formulas.words(TopK(density=0.5), 100, 2)
-    with pytest.raises(ConfigError, match="nobody wrote down what Toy costs"):
+    with pytest.raises(ConfigError, match="FORMULAS does not say what Toy costs"):
         formulas.words(toys.Toy(), 100, 2)

@@ -30,7 +30,7 @@ from gradsieve.wire.pairs import from_bits, index_dtype
 
 @dataclass(frozen=True, kw_only=True)
 class GTopK(Scheme[Stateless]):
-    # The published rule: nobody takes back what merges drop.
+    # The published rule: what merges drop is not taken back.
     paper: bool = False
 
     def begin(self, n: int, world: int, previous: Stateless | None = None) -> Stateless:

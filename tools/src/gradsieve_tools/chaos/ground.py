@@ -1,4 +1,4 @@
-"""Where ranks run: on the loopback, or each on a host of a lab; and what a fault did there, undone."""
+"""Ground for ranks to run on: on the loopback, or each on a host of a lab; and what a fault did there, undone."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Mortal(Ground):
 def _serve(host: str, port: int, pipe: Any) -> None:
     store = store_at(host, port)
     pipe.send(store.port)
-    with contextlib.suppress(EOFError):  # whoever started it has ended
+    with contextlib.suppress(EOFError):  # the process that started it has ended
         pipe.recv()
 
 

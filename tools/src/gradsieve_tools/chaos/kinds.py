@@ -49,7 +49,7 @@ class Must(Enum):
     DEATH = "all others name the rank within 6 s"
     FAIL = "the rank fails by itself, all others name it within 6 s"
     STALL = "all others name the rank within the deadline and 1 s"
-    CUT = "all ranks raise within the deadline and 1 s, and name nobody who lives"
+    CUT = "all ranks raise within the deadline and 1 s, and name no rank that lives"
     GO_ON = "nothing: the training goes on, bit for bit"
     DAMAGE = "all ranks raise, or nothing comes of it; nothing wrong is applied"
     DISK = "all ranks refuse to save, and the checkpoint before is whole"
@@ -208,7 +208,7 @@ def _partition(share: float) -> Strike:
 
 
 def _vanish(op: Op, scene: Scene) -> Op | None:
-    """The link first, so that the kernel's farewell for the dead process reaches nobody."""
+    """Cut the link first, so that the kernel's farewell for the dead process reaches no peer."""
     _network("ip", "link set eth0 down")(op, scene)
     strike("SIGKILL")
     return op

@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = sys.argv[1:] if argv is None else argv
         args = parsed(words)  # which may load torch, and take a while
         code = int(args.call(args))
-        sys.stdout.flush()  # here, where it can be caught, that nobody reads any more
+        sys.stdout.flush()  # here, where a reader that has gone can be caught
         return code
     except BrokenPipeError:
         if _is_read(sys.stdout):

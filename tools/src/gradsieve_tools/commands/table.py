@@ -794,7 +794,7 @@ hand, which also replace those of a profile. Nothing is run.
 
 columns:
   to_loss      speedup over plain DDP to DDP's final loss: the predicted step times the steps
-               that were measured on a small transformer; - where nobody measured them
+               that were measured on a small transformer; - where they were not measured
   step_ms      predicted; gradsieve's exchange and DDP's hide behind backward
   of_link      what a step sends over what the link carries during a step without communication
   above        loss above dense's after as many steps, measured on such transformers; never predicted

@@ -12,7 +12,7 @@ from gradsieve_tools.doctor.facts import Facts
 from gradsieve_tools.doctor.findings import Finding, Measured, Severity, host_of, span
 
 STRAGGLING = 2.0  # times slower than the median rank
-# Seconds after which nobody should have to wait for a stalled rank; times the dense exchange that a time-out
+# Seconds for which a stalled rank should be waited for at most; times the dense exchange that a time-out
 # must leave; the shortest one that is advised
 PATIENT, HASTY, LEAST_TIMEOUT = 600.0, 3.0, 60.0
 

@@ -18,7 +18,7 @@ def missing(facts: Sequence[Facts], world: int) -> Iterator[Finding]:
 
 
 def unusable(facts: Sequence[Facts]) -> Iterator[Finding]:
-    """A rank whose gloo nobody could reach."""
+    """Find ranks whose gloo no other host can reach."""
     for each in facts:
         at, why = each.listens_on, _why(each)
         if at is None:
@@ -51,7 +51,7 @@ def other_network(facts: Sequence[Facts], measured: Measured) -> Iterator[Findin
 
 
 def unset(facts: Sequence[Facts]) -> Iterator[Finding]:
-    """It goes well by the name of the host, until somebody changes /etc/hosts."""
+    """Find hosts whose name leads to the right interface, until /etc/hosts changes."""
     loose = [each for each in facts if not each.asked and len(_usable(each)) > 1]
     if loose and several_hosts(facts):
         ranks = tuple(each.rank for each in loose)

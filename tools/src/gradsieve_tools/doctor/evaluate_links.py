@@ -34,8 +34,8 @@ def failed(facts: Sequence[Facts], measured: Measured) -> Iterator[Finding]:
 
 def slow(facts: Sequence[Facts], measured: Measured, explained: Set[int] = frozenset()) -> Iterator[Finding]:
     """Compare the slower direction of each pair with what most ranks have at best, on one network alone."""
-    everybody = _between_hosts(facts, measured.bandwidth, min)
-    both = {pair: bits for pair, bits in everybody.items() if explained.isdisjoint(pair)}
+    between = _between_hosts(facts, measured.bandwidth, min)
+    both = {pair: bits for pair, bits in between.items() if explained.isdisjoint(pair)}
     best = _best(both, max)
     if not best:
         return

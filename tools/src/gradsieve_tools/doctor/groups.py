@@ -36,7 +36,7 @@ def split(values: Mapping[Pair, float], is_good: Callable[[float], bool]) -> Spl
         members.setdefault(head(rank), []).append(rank)
     alone = tuple(group[0] for group in members.values() if len(group) == 1)
     groups = tuple(tuple(group) for group in members.values() if len(group) > 1)
-    if not groups:  # nobody is good: there is nothing to be worse than
+    if not groups:  # no rank is good: there is nothing to be worse than
         return Split((), (tuple(sorted(above)),), ())
     inside = {rank: number for number, group in enumerate(groups) for rank in group}
     bad = [p for p in values if p not in good and p[0] in inside and inside[p[0]] == inside.get(p[1])]

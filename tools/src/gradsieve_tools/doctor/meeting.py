@@ -1,7 +1,7 @@
 """Ranks send each other facts over the store of their rendezvous, which works where gloo does not.
 
 Rank 0 reads what the others say, and says what is done next. What is read is JSON of a bounded length; what
-it means is checked by whoever asked for it.
+it means is checked by the code that asked for it.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def partner(world: int, number: int, rank: int) -> int | None:
     """The partner of this rank in a round; None where it has none.
 
     In round r ranks a and b are partners where a + b is r, modulo an odd number m. One rank would be its own
-    partner: its partner is rank m, or nobody where there is no such rank.
+    partner: its partner is rank m, or none where there is no such rank.
     """
     m = _odd(world)
     if rank == m:

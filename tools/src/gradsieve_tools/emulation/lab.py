@@ -34,7 +34,7 @@ class Lab:
     delay   one way from host to host, e.g. "5ms"; None is none
 
     A process runs one lab at a time. Ctrl-C, SIGTERM and exceptions clean up; after SIGKILL the processes die
-    at once and the next lab, whoever runs it, removes the namespaces.
+    at once and the next lab of any user removes the namespaces.
     """
 
     _open: ClassVar["Lab | None"] = None

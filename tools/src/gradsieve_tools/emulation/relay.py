@@ -8,7 +8,7 @@ devices port0, port1, ..., says "ready", and carries each packet over the lines 
     routes  [port, destination address, port of the receiver, numbers of the lines on the way]
     queue   seconds for which a packet may wait for a line
 
-A packet enters a line when it has come out of the one before, so that whoever comes first goes first, however
+A packet enters a line when it has come out of the one before, so that the first to come goes first, however
 long the others have been in flight. Standard library only.
 """
 
@@ -70,7 +70,7 @@ class Relay:
         self.accepted = 0
 
     def accept(self, port: int, packet: bytes, now: float) -> None:
-        """Take one packet from a sender; one for nobody is dropped."""
+        """Take one packet from a sender; one for an unknown address is dropped."""
         route = self.routes.get((port, packet[_DESTINATION]))
         if route is not None and self.bytes_held <= _MOST_BYTES_HELD:
             self.bytes_held += len(packet)

@@ -13,7 +13,7 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 def unwind_on_ending() -> Handlers:
-    """Let SIGTERM and SIGHUP raise SystemExit, where nobody else handles them; returns what to restore."""
+    """Let SIGTERM and SIGHUP raise SystemExit, where no handler is set; return what to restore."""
     if not _in_main_thread():
         return {}
     return {sig: signal.signal(sig, _exit) for sig in _ENDING if signal.getsignal(sig) is signal.SIG_DFL}

@@ -194,7 +194,7 @@ def _links(table: Table, hosts: list[str], switches: list[str]) -> Iterator[Link
         kind = "a host" if end in hosts else "not known"
         raise table.error(f"{end!r} is {kind}; a link leads to a switch: {', '.join(switches)}", "to")
     if not starts:
-        raise table.error("from names nobody", "from")
+        raise table.error("from names no host", "from")
     for start in starts:
         if start not in hosts and start not in switches:
             raise table.error(f"{start!r} is neither a host nor a switch", "from")

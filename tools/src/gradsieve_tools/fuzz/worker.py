@@ -4,7 +4,7 @@ beginning.
     python -m gradsieve_tools.fuzz.worker TARGET SEED FIRST STOP PLACE
 
 It says on stdout, in lines of JSON, how far it is and what it found; in the file PLACE stands the number of
-the message that is being read, and STOP after the last, for whoever has to explain why this process died or
+the message that is being read, and STOP after the last, for the report on why this process died or
 hangs.
 """
 

@@ -1,4 +1,4 @@
-"""`gradsieve plan`: what every way to exchange would cost, before anybody rents a machine.
+"""`gradsieve plan`: what every way to exchange would cost, before a machine is rented.
 
 options.py   what can be had: torch's own ways and every scheme
 predict.py   the time of a step, by the model of costs (`costs.py`) and what hides behind what

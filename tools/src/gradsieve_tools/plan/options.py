@@ -192,7 +192,7 @@ def between_sites(model: Model, costs: Costs) -> Option:
     return replace(option, every=SITES_EVERY, overlap=SITES_EVERY, memory=memory, refused=refused)
 
 
-_ALLOWED = 0.05  # part of a step that nobody misses
+_ALLOWED = 0.05  # part of a step that is not missed
 
 
 def automatic(model: Model, costs: Costs, every: int) -> Option:

@@ -89,7 +89,7 @@ def measured_with(ranks: int) -> str:
 
 
 def _measured_near(ranks: int) -> int:
-    """The fewest ranks that were measured and are not clearly fewer; the most, for whoever has more."""
+    """Return the fewest measured ranks that are not clearly fewer than these, or the most."""
     return next((near for near in BY_RANKS if ranks <= max(near, _NEAR_FOUR)), max(BY_RANKS))
 
 

@@ -63,7 +63,7 @@ def _shorter(training: Training) -> str:
 
 
 def _room(training: Training) -> Finding:
-    rule, limit = "capacity for more", f"exchange under {IDLE_LINK:.0%} of a step and nobody waiting"
+    rule, limit = "capacity for more", f"exchange under {IDLE_LINK:.0%} of a step and no rank waiting"
     waited = _share_of_step(training, training.stages.get(WAITING))
     busy = _share_of_step(training, training.engine_seconds)
     if waited is None or busy is None or training.header.density == 1.0:

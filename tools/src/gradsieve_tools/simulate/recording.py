@@ -145,7 +145,7 @@ class _Ranks:
 
         def perform(op: Op) -> Program[Tensor]:
             nonlocal left
-            left /= 2  # how many ops there will be nobody knows, and the first work is the most
+            left /= 2  # the number of ops is unknown, and the first work is the most
             self.heard(left)
             return (yield op)
 

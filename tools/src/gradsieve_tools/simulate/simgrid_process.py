@@ -92,5 +92,5 @@ def say(answer: dict[str, Any]) -> None:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except Exception as error:  # in one line: whoever started this passes it on
+    except Exception as error:  # in one line: the parent process passes it on
         sys.exit(f"{type(error).__name__}: {error}")

@@ -170,7 +170,7 @@ class Campaign:
         nodes.start()
 
     def _begin_anew(self, nodes: Nodes) -> None:
-        """An agent that fails closes the rendezvous for all: whoever schedules jobs starts another."""
+        """Start another rendezvous, as a scheduler would: an agent that fails closes it for all."""
         ended = [node for node in nodes.all[-COUNT - 1 :] if not node.is_running]
         said = [line for node in ended for line in node.log.splitlines() if _FAILED.match(line)]
         self.verdict.jobs.append("; ".join(said))

@@ -22,7 +22,7 @@ from gradsieve_tools.emulation.stores import store_at
 
 _MARK = "GRADSIEVE_SPOT"
 # A dead agent is given up after 3 s (torchrun's own: 15 s), one that died while ranks were dealt out after 20
-# s (60 s); nobody waits for more nodes than are needed
+# s (60 s); more nodes than are needed are not waited for
 _RENDEZVOUS = "is_host=0,keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1,read_timeout=20"
 
 

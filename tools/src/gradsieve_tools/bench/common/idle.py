@@ -66,7 +66,7 @@ class _Layer(torch.autograd.Function):
 
 
 class Idle(nn.Module):
-    """Parameters that nobody computes with."""
+    """Hold parameters without computing with them."""
 
     def __init__(self, params: int, device: Device) -> None:
         super().__init__()

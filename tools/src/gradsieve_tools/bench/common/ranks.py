@@ -32,7 +32,7 @@ def leave() -> NoReturn:
     destroy_process_group(); one that lets go of a tensor while Python takes itself apart aborts the process:
     "terminate called without an active exception".
     """
-    dist.barrier()  # nobody's connections go while another rank still needs them
+    dist.barrier()  # no connection goes while another rank still needs it
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,6 +1,6 @@
 """One replica of `gradsieve bench elastic`: trains a task inside torchft until it is asked to end, or killed.
 
-Messages to whoever watches are JSON, each with its `event`: `ready` before the first step, `step` after each
+Messages to the campaign are JSON, each with its `event`: `ready` before the first step, `step` after each
 one that counted, `ended`.
 """
 
@@ -133,5 +133,5 @@ def live(number: int, life: int, plan: Plan, lighthouse: str, log: str, pipe: An
         pipe.send_bytes(b'{"event": "ready"}')
         pipe.recv_bytes()
         learner.run(lambda message: pipe.send_bytes(json.dumps(message).encode()))
-        pipe.recv_bytes()  # nobody's connections go while another replica still needs them
+        pipe.recv_bytes()  # no connection goes while another replica still needs it
     os._exit(0)  # torchft's threads do not end by themselves

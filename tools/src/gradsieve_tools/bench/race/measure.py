@@ -118,7 +118,7 @@ def _evaluations(lab: Lab, argv: Sequence[str], place: Path) -> Iterator[dict[st
                 if code:
                     raise _FailedError(_words(f"rank {rank} ended with code {code}", err))
             if time.monotonic() - heard > _SILENCE:
-                raise _FailedError(_words(f"nobody printed an evaluation for {_SILENCE:g} s", err))
+                raise _FailedError(_words(f"no rank printed an evaluation for {_SILENCE:g} s", err))
             time.sleep(_TICK)
 
 

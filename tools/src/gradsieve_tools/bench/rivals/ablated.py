@@ -6,8 +6,8 @@ without=nothing    the default, as `stripes` with the same bits: what the others
         preview    a rank's own model has of its residual the newest steps alone   (ADR 11)
         turns      all elements, in signs, as seldom as the budget has it          (ADR 20)
         feedback   what rounding left is dropped
-        lateness   the exchange ends before the next gradient: nothing hides it, so that nobody would
-                   choose this, but it shows what being late costs
+        lateness   the exchange ends before the next gradient: nothing hides it, and a user would
+                   not choose this, but it shows what being late costs
 """
 
 from __future__ import annotations

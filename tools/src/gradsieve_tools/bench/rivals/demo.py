@@ -4,7 +4,7 @@
 2. Each tensor in blocks of up to 64 x 64 (vectors: 64), their discrete cosine transform,
    and of it the k = 32 largest of each block:         q = top-k(DCT(m)).
 3. What is sent is no longer this rank's own:          m = m - IDCT(q).
-4. Everybody gathers everybody's q, and takes the mean of each
+4. Every rank gathers all ranks' q, and takes the mean of each
    coefficient over those who sent it:                 Q = IDCT(mean of q).
 5. Sign descent, decoupled weight decay:               w = (1 - rate decay) w - rate sign(Q).
 

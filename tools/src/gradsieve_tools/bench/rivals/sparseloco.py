@@ -4,13 +4,13 @@
 2. Error feedback that forgets:                                e = 0.95 e + D.
 3. The 64 largest of each chunk of 4,096 elements, in 2 bits:  S = Q(top-k(e)).
 4. What was sent is taken off:                                 e = e - S.
-5. Everybody gathers everybody's S.
+5. Every rank gathers all ranks' S.
 6. Outer SGD on their mean:                                    w = w - rate mean(S); all ranks go on from w.
 
 Differences. Chunks are cut from all parameters concatenated, not from each tensor as squares of 64 x 64.
 Q is our codec of two bits (sign, one of two magnitudes, a scale for 256 values), where the authors' has four
 levels at the means of bins. Their trainings clip a peer's message to the median norm of all, which is against
-hostile peers: nobody does here. What is left in e at the end is dropped.
+hostile peers: no rank does here. What is left in e at the end is dropped.
 """
 
 from __future__ import annotations

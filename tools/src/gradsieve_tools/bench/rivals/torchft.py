@@ -1,6 +1,6 @@
 """torchft's own LocalSGD and DiLoCo, with its manager, its lighthouse and its gloo: on real ranks only.
 
-Every rank is a replica group of one. Nobody fails here; what is measured is what a training ends with.
+Every rank is a replica group of one. No rank fails here; what is measured is what a training ends with.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def _draw(axes: Any, step: Step) -> None:
     )
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(-_BAND * (len(step.ranks) - 1) - 1.5 * _LANE, 0.8 * _LANE)
-    # Where gradients are exchanged, DDP waits for them inside of backward, and nobody can tell.
+    # Where gradients are exchanged, DDP waits for them inside of backward, where it is not seen.
     waits = any(event.name == "waiting" for events in step.ranks for event in events)
     is_sent = exchange and waits
     share = f", {behind / exchange:.0%} of the exchange behind forward and backward" if is_sent else ""

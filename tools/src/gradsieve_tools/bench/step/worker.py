@@ -204,7 +204,7 @@ class Contestant:
         laps.lap("backward")
         self.optimizer.step()  # after the sync has finished: it watches the optimizer
         if self.arena.device is not None:
-            self.arena.device.wait()  # as whoever looks at the loss does
+            self.arena.device.wait()  # as a loop that reads the loss does
         laps.lap("optimizer")
 
     def _note(self, laps: Sequence[Span], stats: Any) -> None:
@@ -285,7 +285,7 @@ def measure(config: dict[str, Any]) -> list[dict[str, Any]]:
     turn_steps = {each.label: each.turn_steps(seconds, longest) for each, seconds in warm.items()}
     start = time.perf_counter()
     for turn in range(config["rounds"]):
-        # There and back: whoever follows dense would always pay for what dense left in caches and links.
+        # There and back: the sync after dense would always pay for what dense left in caches and links.
         for contestant in contestants if turn % 2 == 0 else reversed(contestants):
             contestant.run(batch, turn_steps[contestant.label], measured=True)
         left = (time.perf_counter() - start) / (turn + 1) * (config["rounds"] - turn - 1)

@@ -1,8 +1,8 @@
 """`gradsieve bench time-to-accuracy`: training seconds until the model is as good as dense ends.
 
 The hosts of a lab learn a task, once with each sync, from the same weights and the same batches. Dense comes
-first: where it stands at the end of its budget is the target for all, by one rule, and nobody else stops
-before it is there or has taken twice as many steps.
+first: where it stands at the end of its budget is the target for all, by one rule, and no other sync
+stops before it is there or has taken twice as many steps.
 
 `common/race.py` has the rule, `tasks/sized.py` what is learnt; `worker.py` trains.
 """

@@ -83,7 +83,7 @@ def memory(ranks: Sequence[Said], steps: int) -> Finding:
 def death(survivor: Said) -> Finding:
     named, seconds = survivor["named"], survivor["seconds"]
     if named != [1]:
-        return failed(f"rank 1 was killed, and rank 0 blames {list_ranks(named) if named else 'nobody'}")
+        return failed(f"rank 1 was killed, and rank 0 blames {list_ranks(named) if named else 'none'}")
     found = f"rank 1 was killed; rank 0 names it after {seconds:.2g} s"
     return ok(found, survivor) if seconds <= PROMPT else failed(found, survivor)
 

@@ -39,7 +39,7 @@ def main() -> None:
     rank = int(sys.argv[1])
     torch.set_num_threads(1)
     with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)  # whoever prints does not print into an answer
+        os.dup2(2, 1)  # what a library prints does not get into an answer
         for line in sys.stdin:
             print(json.dumps(_answer(rank, json.loads(line))), file=answers, flush=True)
 

@@ -166,7 +166,7 @@ def fitting(op: Op, reply: Tensor) -> Tensor:
         out = torch.zeros(shape, dtype=op.tensor.dtype, device="cpu")
         flat = reply.flatten()[: out.numel()].to(out.dtype)
         out.view(-1)[: flat.numel()] = flat
-    if isinstance(op, AllGather):  # nobody alters what a rank sends to itself
+    if isinstance(op, AllGather):  # what a rank sends to itself is not altered
         out[VICTIM] = op.tensor
     return out
 

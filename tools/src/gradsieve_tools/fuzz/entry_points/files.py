@@ -1,4 +1,4 @@
-"""Checkpoints: whoever can write in the folder decides every byte of a file, and how many there are.
+"""Checkpoints: a writer in the folder decides every byte of a file, and how many there are.
 
 The manifest of an altered file has that file's SHA-256, as one who forges both would write it: otherwise the
 hash alone would refuse everything. What is read is all that a load reads before ranks vote on it.
