@@ -255,9 +255,6 @@ def test_gradients_cannot_change_their_group() -> None:
         Group(1, [One(number, "exdyna-paper") for number in range(2)])
 
 
-# -- checkpoints ------------------------------------------------------------------------------------------
-
-
 def loaded(number: int, folder: Path, scheme: str = "stripes") -> One:
     one = One(number, scheme)
     one.checkpoint = folder

@@ -158,9 +158,6 @@ def test_what_a_killed_save_left_is_gone_before_the_next_one_needs_the_room(
     assert step_after_loading(folder) == 4
 
 
-# -- a save that fails when the manifest is written -------------------------------------------------------
-
-
 def test_a_save_that_fails_after_its_manifest_leaves_the_checkpoint_before(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,9 +199,6 @@ def test_a_save_whose_last_vote_fails_is_whole(folder: Path, monkeypatch: pytest
     assert step_after_loading(folder) == 5
 
 
-# -- ranks that differ ----------------------------------------------------------------------------------
-
-
 def flipped(crew: Crew) -> None:
     shared = crew.hands[1].sync.pipeline.kept()["shared/last"]
     shared.view(torch.int32)[0] ^= 1
@@ -221,9 +215,6 @@ def test_ranks_whose_shared_models_differ_by_a_bit_save_nothing(folder: Path) ->
         there = {path.name for path in folder.iterdir() if path.name.startswith("rank")}
         assert len(there) == 2, "and what was refused is removed"
     assert step_after_loading(folder) == 3
-
-
-# -- pairs ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

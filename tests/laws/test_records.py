@@ -46,9 +46,6 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "rec" / "run.rank0.jsonl"
 
 
-# -- lives ------------------------------------------------------------------------------------------------
-
-
 def test_a_training_that_is_started_again_goes_on_in_its_record(path: Path) -> None:
     write(path, 1, 1, 40)
     write(path, 2, 31, 50)
@@ -90,9 +87,6 @@ def test_another_training_is_not_mixed_in(
     assert str(next(iter(change))) in caplog.text
 
 
-# -- torn lines -------------------------------------------------------------------------------------------
-
-
 def test_a_torn_line_ends_its_life_with_a_sentence(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(path, 1, 1, 10, torn=True)
     assert list(losses(path)) == list(range(1, 11))
@@ -104,9 +98,6 @@ def test_a_torn_line_ends_its_life_with_a_sentence(path: Path, caplog: pytest.Lo
     assert "was started again once" in said
     assert "A line of rank 0 was not finished" in said
     assert "rank 0 ends in the middle of a line" in said
-
-
-# -- readers ----------------------------------------------------------------------------------------------
 
 
 def test_a_look_follows_lives(path: Path) -> None:
@@ -123,9 +114,6 @@ def test_a_look_follows_lives(path: Path) -> None:
     folder.look()
     ((rank,),) = folder.trainings()
     assert ([line.step for line in rank.lines], rank.header.world) == ([1, 2], 4)
-
-
-# -- full disks -------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

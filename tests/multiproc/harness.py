@@ -202,9 +202,6 @@ def _children(pid: int | None) -> list[int]:
     return [int(child) for task in tasks for child in task.read_text().split()]
 
 
-# -- in the rank's process ----------------------------------------------------------------------------
-
-
 def _serve(rank: int, world: int, pipe: connection.Connection, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

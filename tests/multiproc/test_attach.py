@@ -37,9 +37,6 @@ from multiproc.training import (
 every_scheme = pytest.mark.parametrize("scheme", usual())
 
 
-# -- refusals -----------------------------------------------------------------------------------------
-
-
 def _model() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = Whole(Plan().shapes)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
@@ -142,9 +139,6 @@ def test_what_cannot_work_is_refused_clearly(two: Ranks) -> None:
     assert two.run(refusals_then_training) == [6, 6]
 
 
-# -- uneven inputs ------------------------------------------------------------------------------------
-
-
 def train_uneven(rank: int, plan: Plan, batches: tuple[int, ...], every: int) -> tuple[Seen, int]:
     """Then six even steps."""
     run = Run(rank, plan)
@@ -171,9 +165,6 @@ def test_uneven_inputs_neither_hang_nor_lose_anything(
     check_applied(longest_first[:1])
 
 
-# -- figures ------------------------------------------------------------------------------------------
-
-
 def train_and_measure(rank: int, plan: Plan) -> dict[str, float]:
     return Run(rank, plan).train().sync.metrics()
 
@@ -194,9 +185,6 @@ def test_every_metric_of_the_reference_is_there(two: Ranks) -> None:
     for scheme in ("exdyna", "deft", "oktopk", "spardl"):
         found |= named(two.run(train_and_measure, Plan(scheme, exchange=gradsieve.Steps()))[0])
     assert found == documented_metrics()
-
-
-# -- the end ------------------------------------------------------------------------------------------
 
 
 @dataclass

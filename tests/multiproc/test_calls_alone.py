@@ -85,9 +85,6 @@ def test_twin_all_ranks_call_it_and_none_is_blamed(two: Ranks) -> None:
     assert two.run(verified_by_all, 4) == [[], []]
 
 
-# -- while the others wait for something else -----------------------------------------------------------
-
-
 def behind_a_barrier(rank: int, call: str, folder: Path, seconds: float) -> list[str]:
     """Rank 0 makes a call that the others make only after some time, which they spend in a barrier; rank 0's
     part in that comes from another thread."""

@@ -52,9 +52,6 @@ def test_real_processes_give_what_lockstep_gives(four: Ranks, scheme: str) -> No
         assert differing(real.residuals, expected.residuals) == []
 
 
-# -- twins: the checks above can fail -----------------------------------------------------------------
-
-
 def train_forgetting(rank: int, plan: Plan) -> Seen:
     """Rank 1 drops one element of what it did not send, in one step."""
     run = Run(rank, plan).train(3)
@@ -74,9 +71,6 @@ def train_spending_nothing(rank: int, plan: Plan) -> Seen:
 def test_lost_and_made_up_gradients_are_seen(two: Ranks, sabotage: Callable[[int, Plan], Seen]) -> None:
     with pytest.raises(AssertionError, match="lost or made up"):
         check_nothing_lost(two.run(sabotage, Plan()))
-
-
-# -- buckets ------------------------------------------------------------------------------------------
 
 
 def train_and_watch_buckets(rank: int, plan: Plan) -> tuple[Seen, list[list[list[str]]]]:
@@ -111,9 +105,6 @@ def test_residuals_survive_the_rebuilding_of_buckets(two: Ranks, scheme: str, ca
     assert differing(seen[0].parameters, virtual[0].parameters) == []
 
 
-# -- accumulation -------------------------------------------------------------------------------------
-
-
 def train_accumulating(rank: int, plan: Plan) -> tuple[Seen, int]:
     """Also: how many steps were exchanged."""
     run = Run(rank, plan).train()
@@ -145,6 +136,3 @@ def test_accumulated_gradients_are_exchanged_once(
     if micro > 1:
         summed = two.run(train_on_the_sum, plan)
         assert differing(seen[0].parameters, summed[0].parameters) == []
-
-
-# -- order --------------------------------------------------------------------------------------------

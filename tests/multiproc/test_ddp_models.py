@@ -26,9 +26,6 @@ from multiproc.training import (
 every_scheme = pytest.mark.parametrize("scheme", usual())
 
 
-# -- frozen -------------------------------------------------------------------------------------------
-
-
 def train_frozen(rank: int, plan: Plan) -> tuple[Seen, list[str]]:
     """Also: the names that changed."""
     model = Whole(plan.shapes)
@@ -46,8 +43,6 @@ def test_frozen_parameters_stay_and_the_rest_keeps_the_laws(two: Ranks, scheme: 
     assert "tensors.0" not in seen[0].residuals
     assert changed[0] == [f"tensors.{place}" for place in (1, 2, 3, 5, 6)]
 
-
-# -- mixed types --------------------------------------------------------------------------------------
 
 MIXED = Plan(
     shapes=((64, 48), (40, 50), (48, 50), (45, 40), (30,), (20,), (64, 20)),
@@ -78,8 +73,6 @@ def _only_wide(seen: Seen) -> Seen:
     wide = {name: part for name, part in seen.applied.items() if seen.parameters[name].itemsize >= 4}
     return replace(seen, applied=wide)
 
-
-# -- memory formats -----------------------------------------------------------------------------------
 
 CONVOLUTION = Plan(shapes=((32, 8, 3, 5), (32,), (16, 32, 3, 3)))
 
@@ -117,9 +110,6 @@ def test_channels_last_keeps_the_laws_element_by_element(
         assert not any(int(part.count_nonzero()) for part in seen[0].residuals.values())
 
 
-# -- tied weights -------------------------------------------------------------------------------------
-
-
 class Tied(nn.Module):
     """Embedding and head share one matrix, so its gradient has two parts; whole numbers again."""
 
@@ -154,6 +144,3 @@ def test_tied_weights_are_exchanged_once(two: Ranks, scheme: str) -> None:
     seen = two.run(train_tied, Plan(scheme, shapes=((60, 40), (60,))))
     check_laws(seen)
     assert float(seen[0].applied["embedding.weight"].abs().max()) > 8 * UNIT
-
-
-# -- parameters that DDP leaves out -------------------------------------------------------------------

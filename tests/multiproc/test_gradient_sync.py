@@ -61,9 +61,6 @@ def test_laws_hold_without_ddp(two: Ranks, scheme: str, micro: int) -> None:
     check_laws(two.run(train_by_hand, Plan(scheme, micro=micro)))
 
 
-# -- groups -------------------------------------------------------------------------------------------
-
-
 def train_in_groups(rank: int, plan: Plan) -> tuple[Seen, int]:
     """Ranks 0 and 2 train one model, 1 and 3 another, at the same time."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -79,9 +76,6 @@ def test_groups_train_side_by_side(four: Ranks, scheme: str) -> None:
     check_laws(seen[0::2])
     check_laws(seen[1::2])
     assert differing(seen[0].parameters, seen[1].parameters) != []
-
-
-# -- flush --------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -212,9 +212,6 @@ def test_a_model_may_be_trained_in_evaluation_mode(two: Ranks, micro: int) -> No
     assert all(all(each) for each in two.run(in_evaluation_mode, micro))
 
 
-# -- torch.compile --------------------------------------------------------------------------------------
-
-
 class Net(nn.Module):
     """Not a Sequential: dynamo skips torch's own modules where it has to begin anew inside DDP's forward."""
 

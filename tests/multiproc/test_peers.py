@@ -156,9 +156,6 @@ def test_a_death_is_noticed_and_the_step_rolled_back(
     assert all(survivor.step == STEP for survivor in survivors.values())
 
 
-# -- stalls -------------------------------------------------------------------------------------------
-
-
 def train_with_a_stall(rank: int, plan: Plan, seconds: float) -> tuple[Survivor, Seen]:
     run = Run(rank, plan)
 
@@ -184,9 +181,6 @@ def test_a_stall_beyond_the_time_out_is_an_error_in_time() -> None:
     check_survivors(survivors, within=3.5)
 
 
-# -- flush --------------------------------------------------------------------------------------------
-
-
 def flush_without_a_peer(rank: int, plan: Plan) -> tuple[str, list[str]]:
     """What flush() says, and what it changed."""
     run = Run(rank, plan).train()
@@ -210,9 +204,6 @@ def test_a_flush_that_fails_keeps_the_residuals() -> None:
         assert re.search(r"for flush after step \d+ failed", said), said
         assert f"rank {VICTIM} died" in said
         assert changed == []
-
-
-# -- what one rank alone cannot do ----------------------------------------------------------------------
 
 
 def fails_alone(rank: int, error: Exception) -> list[tuple[str, str, tuple[int, ...]]]:
@@ -266,9 +257,6 @@ def test_an_error_of_one_rank_is_named_on_all_as_what_it_is(error: Exception) ->
         else:
             assert (kind, blamed) == ("PeerError", (VICTIM,)), said
             assert said.startswith(f"rank {VICTIM} gave up: {what}. On rank {rank} AllGather"), said
-
-
-# -- after close() --------------------------------------------------------------------------------------
 
 
 def closed(rank: int) -> list[str]:

@@ -133,9 +133,6 @@ def test_whenever_it_comes_and_to_however_many(pool: Pool, kind: str) -> None:
     assert all(step > 2 for step in seen[0]), seen[0]
 
 
-# -- what is done then --------------------------------------------------------------------------------------
-
-
 def resumed(rank: int, folder: str) -> tuple[int, bool]:
     """Saved with a second signal in the midst of it, read back, compared with an undisturbed run."""
     straight = Run(rank, "stripes")
@@ -180,9 +177,6 @@ def handlers(rank: int) -> list[Any]:
 
 def test_signals_do_what_they_did_once_the_sync_is_closed(pool: Pool) -> None:
     assert pool(3).run(handlers) == [[True, False]] * 3
-
-
-# -- shards -------------------------------------------------------------------------------------------------
 
 
 def in_shards(rank: int, **settings: Any) -> list[int]:

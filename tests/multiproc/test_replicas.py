@@ -101,9 +101,6 @@ def verify_on_two(rank: int, plan: Plan) -> str | None:
     return verify_after(rank + 1, plan, a_parameter) if rank else verify_after(0, plan, nothing)
 
 
-# -- in training --------------------------------------------------------------------------------------
-
-
 def train_after(rank: int, plan: Plan, change: Callable[[Run], None], every: int) -> tuple[str | None, int]:
     """What training says after one rank was changed in step 3, and after how many steps."""
     with mock.patch.object(runner, "VERIFY_EVERY", every):

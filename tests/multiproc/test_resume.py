@@ -79,8 +79,6 @@ def test_a_resumed_training_goes_on_bit_for_bit(
         assert differing(whole[rank], resumed[rank]) == []
 
 
-# -- refusals -----------------------------------------------------------------------------------------
-
 Stored = dict[str, Any]
 
 
@@ -129,9 +127,6 @@ def test_what_is_not_this_ranks_checkpoint_is_refused_and_changes_nothing(
         assert refusal is not None, "accepted"
         assert re.search(REFUSALS[spoil], refusal), refusal
         assert changed == []
-
-
-# -- distributed checkpoints --------------------------------------------------------------------------
 
 
 def save_with_dcp(rank: int, scheme: str, folder: str) -> dict[str, Tensor]:

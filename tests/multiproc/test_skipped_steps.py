@@ -85,9 +85,6 @@ def test_a_bad_value_on_one_rank_skips_the_step_on_all(
     check_nothing_lost([answer.seen for answer in answers])
 
 
-# -- with a GradScaler --------------------------------------------------------------------------------
-
-
 @every_scheme
 def test_a_grad_scaler_backs_off_on_all_ranks(two: Ranks, scheme: str) -> None:
     """The scale doubles every fourth step, so that residuals meet gradients of other units than their own."""

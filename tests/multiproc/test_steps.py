@@ -46,9 +46,6 @@ def test_after_a_flush_all_ranks_have_what_all_of_them_learnt(two: Ranks, scheme
     assert differing(seen[0][2], seen[1][2]) == []
 
 
-# -- steps that are not taken -------------------------------------------------------------------------
-
-
 def overflowing_flush(rank: int) -> tuple[str, bool, float]:
     """Each rank has moved as far as a float32 goes: what all of them moved is not one."""
     run = Run(rank, Plan(**WHOLE)).train()
@@ -66,9 +63,6 @@ def test_a_flush_that_overflows_says_so_and_keeps_everything(two: Ranks) -> None
         assert "nothing was flushed, and all residuals are as they were" in said
         assert untouched
         assert own == pytest.approx(-3e38)
-
-
-# -- several backwards to a step ----------------------------------------------------------------------
 
 
 def agreement(rank: int, backwards: int) -> float:
@@ -93,9 +87,6 @@ def test_agreement_is_measured_however_many_backwards_belong_to_a_step(two: Rank
     assert 0.5 <= first < 0.95, "1 is what is assumed before it was measured"
 
 
-# -- around it ----------------------------------------------------------------------------------------
-
-
 def joined(rank: int) -> str:
     run = Run(rank, Plan(**WHOLE))
     with pytest.raises(gradsieve.ConfigError) as refusal, run.ddp.join():
@@ -106,9 +97,6 @@ def joined(rank: int) -> str:
 def test_join_is_refused(two: Ranks) -> None:
     """It ends with one rank's model for all."""
     assert all("exchange=gradsieve.Gradients()" in said for said in two.run(joined))
-
-
-# -- when an exchange begins --------------------------------------------------------------------------
 
 
 def exchanged(rank: int) -> dict[str, int]:
@@ -164,9 +152,6 @@ EXCHANGED = {
 
 def test_an_exchange_belongs_to_a_backward_that_averages(two: Ranks) -> None:
     assert two.run(exchanged) == [EXCHANGED, EXCHANGED]
-
-
-# -- while backward runs ------------------------------------------------------------------------------------
 
 
 def applied(rank: int, calls_a_part: bool = False, waits: bool = True) -> tuple[list[bool], list[Tensor]]:

@@ -96,9 +96,6 @@ def test_a_step_that_broke_off_is_forgotten() -> None:
     torch.testing.assert_close(p.detach() - before, torch.full((3, 4), -0.02), rtol=1e-2, atol=1e-4)
 
 
-# -- own noise -----------------------------------------------------------------------------------------
-
-
 def drawn(seed: int, count: int = 200) -> tuple[Tensor, Tensor, Tensor]:
     """Moments and noise."""
     source = torch.Generator().manual_seed(seed)

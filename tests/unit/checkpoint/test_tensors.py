@@ -150,9 +150,6 @@ def test_the_longest_header_takes_less_than_twice_the_file_and_a_mebibyte(count:
     assert len(content) + peak < 2 * len(content) + (1 << 20)
 
 
-# -- nested state ---------------------------------------------------------------------------------------
-
-
 def test_nested_state_comes_back_as_it_was() -> None:
     tree = {
         "state": {0: {"step": torch.tensor(3.0), "none": None}, 7: {}},

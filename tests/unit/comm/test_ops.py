@@ -39,8 +39,6 @@ def test_ops_that_must_not_meet_are_described_apart(left: Op, right: Op) -> None
     assert describe(left) != describe(right)
 
 
-# -- costs ------------------------------------------------------------------------------------------------
-
 FIVE = torch.zeros(5)  # 20 bytes
 ROWS = torch.zeros(6, 2)  # 6 rows of 8 bytes
 NO_ROWS = torch.zeros(0, 2)

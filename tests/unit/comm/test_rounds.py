@@ -85,9 +85,6 @@ def test_what_only_one_rank_knows_chooses_nothing() -> None:
     assert not has_rounds(Exchange(torch.zeros(3), 0, 0, 3))
 
 
-# -- 1,024 ranks ----------------------------------------------------------------------------------------
-
-
 def framed(program: Program[Any], checksum: Checksum, words: int) -> Program[Any]:
     return Frame(program, torch.zeros(words), checksum, Meter(0, WORLD), Timeline()).run()
 
@@ -135,8 +132,6 @@ def test_by_gloos_rings_it_would_take_three_messages_a_rank() -> None:
     """The twin: with 1,024 ranks and 1 ms that is 3 seconds."""
     assert rounds_of_exdyna(None, world=16) == 3 * 15
 
-
-# -- what is around an exchange -------------------------------------------------------------------------
 
 WORLD = 5
 

@@ -260,9 +260,6 @@ def test_what_no_rank_used_gets_nothing_where_that_would_be_dropped(scheme: str,
     check_nothing_lost(virtual.seen_now())
 
 
-# -- figures ------------------------------------------------------------------------------------------
-
-
 def test_one_all_reduce_carries_values_and_vote() -> None:
     plan = Plan("dense", shapes=((4, 4),))
     virtual = Virtual(plan, 2)

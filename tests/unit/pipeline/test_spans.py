@@ -21,9 +21,6 @@ def test_no_span_of_a_step_lies_inside_another() -> None:
     assert all(one.stop <= other.start for one, other in pairwise(spans))
 
 
-# -- cost -------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("elements", [2048**2, 3 * 2048**2])
 def test_a_step_has_some_tens_of_spans_however_many_elements_there_are(elements: int) -> None:

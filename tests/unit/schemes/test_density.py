@@ -92,8 +92,6 @@ def test_the_target_is_found_again_when_dead_elements_come_alive(name: str) -> N
     assert worst_window(figures, 80, 130) == pytest.approx(1, abs=TOLERANCE)
 
 
-# -- who holds the count: the controller, not the rows ----------------------------------------------------
-
 FEW = 20_000
 
 

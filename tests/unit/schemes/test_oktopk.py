@@ -99,9 +99,6 @@ def test_rounds_are_those_of_an_all_to_all_and_another_to_balance(world: int) ->
         assert step.rounds <= 1.1 * step.formula_rounds
 
 
-# -- balancing ----------------------------------------------------------------------------------------
-
-
 def gathered(counts: list[int]) -> tuple[list[Tensor], list[Meter], Tensor]:
     """What every rank has after the gather, what it moved, and what it should have."""
     rows = torch.arange(2 * sum(counts), dtype=torch.int32).view(-1, 2)
@@ -231,9 +228,6 @@ def test_a_lie_about_cuts_leaves_regions_in_order(lie: int) -> None:
     cuts = end.value.value.tolist()
     assert cuts == sorted(cuts)
     assert (cuts[0], cuts[-1]) == (0, 100)
-
-
-# -- the door and the settings ------------------------------------------------------------------------
 
 
 def test_lists_of_peers_are_checked_one_by_one() -> None:

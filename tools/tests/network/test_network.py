@@ -151,9 +151,6 @@ def test_a_relay_that_dies_is_an_error_and_not_a_hang() -> None:
             lab.run(["sleep", "60"], timeout=30)
 
 
-# --- who sees whom
-
-
 REACH = """
 import json, os, socket
 def reach(address):

@@ -58,9 +58,6 @@ def normal(n: int, world: int) -> list[Tensor]:
     return [torch.randn(n, generator=source) for _ in range(world)]
 
 
-# -- traffic ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["gtopk", "cltk", "topk-union", "randomk"])
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 8, 13])
 @pytest.mark.parametrize("step", [0, 5])

@@ -68,9 +68,6 @@ def test_statements_hold_for_any_number_of_ranks(name: str) -> None:
             Meter(0, world).count(op)
 
 
-# -- formulas --------------------------------------------------------------------------------------------
-
-
 def of_formula(scheme: Scheme[Any], fleet: VirtualRanks, steps: int) -> float:
     """Words that the busiest rank moves over those of the formula, mean over steps, after ten of settling."""
     source = Source("normal", (SETTLED,))

@@ -1,4 +1,4 @@
-"""Ground for ranks to run on: on the loopback, or each on a host of a lab; and what a fault did there, undone."""
+"""Ranks run on the loopback, or each on a host of a lab; what a fault did there is undone."""
 
 from __future__ import annotations
 

@@ -37,9 +37,6 @@ def keep(folder: Path, case: Case, own: dict[str, Any]) -> Path:
     return path
 
 
-# -- which trainings --------------------------------------------------------------------------------------
-
-
 def test_ranks_that_cannot_share_a_batch_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"3 ranks cannot share the 128 examples of a step of cnn"):
         accuracy.cases(["cnn"], ["dense"], ["default"], [1.0], [], [3], 1, True, None)
@@ -102,9 +99,6 @@ def test_a_training_that_diverged_has_no_mean_and_breaks_neither_table_nor_json(
     assert "nan" not in table([dense, row], accuracy.COLUMNS)
 
 
-# -- trainings --------------------------------------------------------------------------------------------
-
-
 def plain_sgd(seed: int, world: int, steps: int) -> float:
     """One process, one model, on the mean of the ranks' losses."""
     training = tasks.build(TASK, seed, steps)
@@ -136,9 +130,6 @@ def test_dense_on_virtual_ranks_is_plain_sgd_and_steps_are_counted(monkeypatch: 
         assert ended.values[-1] == pytest.approx(plain_sgd(3, 4, 20), rel=1e-4)
         assert ended.values[-1] != pytest.approx(plain_sgd(3, 2, 20), rel=1e-4)
     assert ended.values[-1] < 0.9 * ended.values[0]
-
-
-# -- rivals -----------------------------------------------------------------------------------------------
 
 
 def test_every_difference_between_cases_is_in_the_name_of_the_file() -> None:

@@ -127,9 +127,6 @@ def test_every_part_of_the_default_can_be_left_out(part: str, monkeypatch: pytes
     assert not torch.allclose(trained(f"ablated:bits=4+without={part}"), trained("ablated:bits=4"), rtol=1e-3)
 
 
-# -- the law, and who is excepted -----------------------------------------------------------------------
-
-
 def lost_by(text: str, monkeypatch: pytest.MonkeyPatch) -> float:
     """How far the model ends from its start less the mean of what all ranks' optimizers moved, over that."""
     moved = torch.zeros(WORLD, flat(tasks.build(TASK, SEED).model).numel())
@@ -162,9 +159,6 @@ def test_nothing_is_lost_but_by_declaration(text: str, monkeypatch: pytest.Monke
     assert lost > 0.01 if parse(text).loses else lost < 1e-4
 
 
-# -- bytes ----------------------------------------------------------------------------------------------
-
-
 def test_bytes_of_entries_are_8_bits_of_place_and_two_of_value() -> None:
     entries = Entries(chunks=100, width=4096, k=64, values="int2")
     rows = torch.randn(100, 4096, generator=torch.Generator().manual_seed(0))
@@ -178,9 +172,6 @@ def test_bytes_of_entries_are_8_bits_of_place_and_two_of_value() -> None:
     picked = back != 0
     assert torch.equal(back[picked].sign(), rows[picked].sign())
     assert float(rows[picked].abs().min()) > 1.9
-
-
-# -- as text, and in the bench --------------------------------------------------------------------------
 
 
 def test_a_rival_is_a_sync_of_bench_accuracy_with_a_rate_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,9 +203,6 @@ def test_a_model_is_built_counted_and_timed() -> None:
     assert model.measure(nn.Linear(2, 2), None).forward is None
 
 
-# --- who meets whom
-
-
 @pytest.mark.parametrize("world", [2, 3, 4, 5, 8, 13, 64])
 def test_in_all_rounds_everybody_meets_everybody_once(world: int) -> None:
     used = rounds(world)

@@ -13,9 +13,6 @@ from gradsieve_tools.errors import LabError
 ADDRESS_OFFSET = 26  # destination address: virtio header (10 bytes) + 16 bytes into the IPv4 header
 
 
-# --- units
-
-
 @pytest.mark.parametrize(
     "text",
     ["", "1", "gbit", "1 gbit", "1gbit\n", "-1gbit", "1e9bit", "0gbit", "9kbit", "101gbit", "1gbit root"],
@@ -23,9 +20,6 @@ ADDRESS_OFFSET = 26  # destination address: virtio header (10 bytes) + 16 bytes 
 def test_what_is_not_a_rate_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"rate {text!r} is not a link rate")):
         parse_rate(text)
-
-
-# --- the relay's clock
 
 
 def packet_to(host: int, size: int = 1000, mark: int = 0) -> bytes:

@@ -80,9 +80,6 @@ def test_hostile_texts_stay_texts(tmp_path: Path) -> None:
         Page(f"<p>{evil}</p>")  # as it would be if it were not escaped
 
 
-# -- what is read -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
@@ -107,9 +104,6 @@ def test_what_no_recorder_writes_is_refused(old: str, new: str, said: str, tmp_p
         read(path)
 
 
-# -- what to change ---------------------------------------------------------------------------------------
-
-
 def training_of(tmp_path: Path, **changes: object) -> Training:
     (training,) = gather(write(tmp_path / "rec", header=replace(HEADER, **changes)))  # type: ignore[arg-type]
     return training
@@ -128,9 +122,6 @@ def test_rules_speak_with_their_figures(tmp_path: Path) -> None:
         "rows cut": "50.0% of the ranks",
         "density is what was asked for": "0.03 for a target of 0.01",
     }
-
-
-# -- every kind of budget has its own advice --------------------------------------------------------------
 
 
 def sent(tmp_path: Path, scheme: str, density: float, budget: str, bits: float, seen: float) -> Training:
