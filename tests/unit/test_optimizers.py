@@ -28,7 +28,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from gradsieve import optimizers
 from gradsieve.errors import ConfigError
 from gradsieve.optimizers import Traits, as_list, follow, traits_of
-from gradsieve.ranks_alike import uncovered
 
 # torch has it since 2.9.
 MUON = [torch.optim.Muon] if hasattr(torch.optim, "Muon") else []
@@ -340,9 +339,3 @@ class Sam(torch.optim.Optimizer):
 def test_what_cannot_work_is_refused(make: Any, words: str, parameters: dict[str, nn.Parameter]) -> None:
     with pytest.raises(ConfigError, match=words):
         as_list(make(parameters.values()))
-
-
-def test_what_none_of_them_has_is_named(parameters: dict[str, nn.Parameter]) -> None:
-    first, second = (torch.optim.SGD([parameter], lr=0.1) for parameter in parameters.values())
-    assert uncovered(parameters, as_list(first)) == ["b"]
-    assert uncovered(parameters, as_list([first, second])) == []

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 from copy import deepcopy
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,36 +14,17 @@ from gradsieve_tools.bench.common import models
 from gradsieve_tools.bench.common.models import Task
 from gradsieve_tools.bench.common.recordings import record
 
-IMAGES = 64
 
-
-@pytest.fixture
-def images(tmp_path: Path) -> Path:
-    """Files in the format of Fashion-MNIST: the label of an image is how bright it is."""
-    labels = torch.arange(IMAGES, dtype=torch.uint8) % 10
-    noise = torch.randint(0, 20, (IMAGES, 784), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    pixels = noise + labels[:, None] * 20
-    files = {
-        "images-idx3": bytes(16) + bytes(pixels.flatten().tolist()),
-        "labels-idx1": bytes(8) + bytes(labels.tolist()),
-    }
-    for name, content in files.items():
-        (tmp_path / f"train-{name}-ubyte.gz").write_bytes(gzip.compress(content))
-    return tmp_path
-
-
-def small(model: str, images: Path) -> Task:
+def small(model: str) -> Task:
     torch.manual_seed(0)
-    if model == "cnn":
-        return models.cnn(images, width=8, batch=16)
     if model == "transformer":
         return models.transformer(width=16, layers=1, context=8, batch=8, most_bytes=60_000)
     return models.recommender(width=4, items=500, batch=128, most_bytes=60_000)
 
 
-@pytest.mark.parametrize("model", models.MODELS)
-def test_a_recording_is_a_training_and_repeats_bit_by_bit(model: str, images: Path) -> None:
-    task = small(model, images)
+@pytest.mark.parametrize("model", ["transformer", "recommender"])
+def test_a_recording_is_a_training_and_repeats_bit_by_bit(model: str) -> None:
+    task = small(model)
     made = [record(deepcopy(task), 2, 8, warm=12, seed=seed) for seed in (1, 1, 2)]
     assert made[0].gradients.shape == (8, 2, task.n)
     assert sum(made[0].sizes) == made[0].n == task.n

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -18,7 +18,6 @@ from gradsieve_tools.bench.accuracy import measure as accuracy
 from gradsieve_tools.bench.common import virtual
 from gradsieve_tools.bench.rivals.base import Part, RivalRun, flat
 from gradsieve_tools.bench.rivals.cser import Cser, CserPart
-from gradsieve_tools.bench.rivals.entries import Entries
 from gradsieve_tools.bench.rivals.runs import RIVALS, Member, parse
 from gradsieve_tools.bench.tasks import training as tasks
 from gradsieve_tools.specs import parse as parse_scheme
@@ -118,15 +117,6 @@ def test_every_rival_has_a_transcript() -> None:
     assert {text.partition(":")[0] for text in TRANSCRIBED} == set(RIVALS)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("part", ["length", "momentum", "preview", "turns", "feedback", "lateness"])
-def test_every_part_of_the_default_can_be_left_out(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With AdamW: steps of SGD have their length already."""
-    recipe = tasks.TASKS[TASK]
-    monkeypatch.setitem(tasks.TASKS, TASK, replace(recipe, optimizer="adamw"))
-    assert not torch.allclose(trained(f"ablated:bits=4+without={part}"), trained("ablated:bits=4"), rtol=1e-3)
-
-
 def lost_by(text: str, monkeypatch: pytest.MonkeyPatch) -> float:
     """How far the model ends from its start less the mean of what all ranks' optimizers moved, over that."""
     moved = torch.zeros(WORLD, flat(tasks.build(TASK, SEED).model).numel())
@@ -157,21 +147,6 @@ STEPPING = [
 def test_nothing_is_lost_but_by_declaration(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lost = lost_by(text, monkeypatch)
     assert lost > 0.01 if parse(text).loses else lost < 1e-4
-
-
-def test_bytes_of_entries_are_8_bits_of_place_and_two_of_value() -> None:
-    entries = Entries(chunks=100, width=4096, k=64, values="int2")
-    rows = torch.randn(100, 4096, generator=torch.Generator().manual_seed(0))
-    message = entries.encode(rows)
-    places = message.numel() - 100 * 64 * 2 // 8 - 2 * 25
-    assert message.numel() == entries.size
-    assert places == pytest.approx(100 * 64 * 8 / 8, rel=0.001)
-    back = entries.decode(message)
-    assert int((back != 0).sum()) == 6400
-    assert torch.equal((back != 0).sum(1), torch.full((100,), 64))
-    picked = back != 0
-    assert torch.equal(back[picked].sign(), rows[picked].sign())
-    assert float(rows[picked].abs().min()) > 1.9
 
 
 def test_a_rival_is_a_sync_of_bench_accuracy_with_a_rate_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

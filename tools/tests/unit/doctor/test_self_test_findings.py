@@ -101,13 +101,6 @@ def test_a_budget_is_one_for_all() -> None:
 RANKS = {
     "silent": "import time\ntime.sleep(60)",
     "dead": "import os\nos._exit(3)",
-    "sound": """
-import json, sys
-for line in sys.stdin:
-    asked = json.loads(line)
-    said = {"value": asked["settings"]["x"]} if asked["what"] == "echo" else {"error": "no such thing"}
-    print(json.dumps(said), flush=True)
-""",
 }
 
 
