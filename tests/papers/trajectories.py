@@ -11,15 +11,10 @@ import pytest
 import torch
 
 from gradsieve.schemes.base import Scheme
-from gradsieve.schemes.papers.deft import DeftPaper
-from gradsieve.schemes.papers.exdyna import ExDynaPaper
-from gradsieve.schemes.papers.micro import MicroPaper
 from gradsieve.schemes.papers.oktopk import OkTopkPaper
 from gradsieve.schemes.papers.spardl import SparDLPaper
 from gradsieve.testing.ranks import Round, VirtualRanks
 from papers.gradients import STEPS, Gradients
-from papers.pseudocode_deft import deft
-from papers.pseudocode_exclusive import exdyna, micro
 from papers.pseudocode_oktopk import oktopk
 from papers.pseudocode_spardl import spardl
 
@@ -33,7 +28,6 @@ class Paper:
     pseudocode: Callable[[Gradients, Scheme[Any]], list[Step]]
     seen: Callable[[Round], Step]
     """Of the scheme's step, what the pseudo-code's says as well."""
-    tensors: tuple[int, ...] = ()
 
     def with_settings(self, **settings: Any) -> Paper:
         return replace(self, scheme=replace(self.scheme, **settings))
@@ -42,30 +36,11 @@ class Paper:
         """What the scheme does."""
         n, world = self.gradients.n, self.gradients.world
         fleet = VirtualRanks(self.scheme, [n], world, torch.float64)
-        fleet.states = [[self.scheme.init_state(self.tensors or [n], world)] for _ in range(world)]
+        fleet.states = [[self.scheme.init_state([n], world)] for _ in range(world)]
         for round_ in fleet.advance(lambda t, r, _: torch.from_numpy(self.gradients(t, r)), STEPS):
             update = round_.outcomes[0].update
             assert update.indices is None or not update.indices.diff().le(0).any()
             yield {"indices": update.listed()[update.values != 0].tolist(), **self.seen(round_)}
-
-
-def selected(round_: Round) -> Step:
-    """Dummies included, in partition order."""
-    state, step, world = round_.outcomes[0].state, round_.step, len(round_.outcomes)
-    return {
-        "indices": round_.outcomes[0].update.listed().tolist(),
-        "threshold": round_.states[0].threshold,
-        "counts": state.load.roll(-(step % world)).tolist(),
-    }
-
-
-def of_exdyna(round_: Round) -> Step:
-    return {**selected(round_), "cuts": round_.outcomes[0].state.blocks.tolist()}
-
-
-def of_deft(round_: Round) -> Step:
-    state = round_.outcomes[0].state
-    return {"longest": state.longest, "rows": state.rows}
 
 
 def of_oktopk(round_: Round) -> Step:
@@ -92,27 +67,7 @@ def spardl_of(gradients: Gradients, scheme: Scheme[Any]) -> list[Step]:
     return spardl(gradients, scheme.density, scheme.teams, scheme.across)
 
 
-TENSORS = (900, 50, 300, 7, 1, 1300, 64, 500)
 PAPERS = {
-    "exdyna": Paper(
-        ExDynaPaper(density=0.01),
-        Gradients(33_500, 8, scale=0.0005, swing=0.3, hot=200, heat=100.0, grid=2.0**-24),
-        lambda gradients, scheme: exdyna(gradients, scheme.k(gradients.n)),
-        of_exdyna,
-    ),
-    "micro": Paper(
-        MicroPaper(density=0.02),
-        Gradients(5003, 5, scale=0.005, swing=0.3, grid=2.0**-20),
-        lambda gradients, scheme: micro(gradients, scheme.k(gradients.n)),
-        selected,
-    ),
-    "deft": Paper(
-        DeftPaper(density=0.05),
-        Gradients(sum(TENSORS), 4, hot=960),
-        lambda gradients, scheme: deft(gradients, scheme.k(gradients.n), list(TENSORS)),
-        of_deft,
-        TENSORS,
-    ),
     "oktopk": Paper(
         OkTopkPaper(density=0.02),
         Gradients(4001, 4, hot=40),
