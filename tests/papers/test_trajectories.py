@@ -1,7 +1,7 @@
 """The first 200 steps of published Ok-Topk and SparDL are those of a second program, and of no other.
 
-It is written straight from a description of the method. `test_released.py` has what the released code of ExDyna,
-MiCRO and DEFT chose.
+It is written straight from a description of the method. `test_released.py` has what the released code of
+ExDyna, MiCRO and DEFT chose.
 """
 
 from __future__ import annotations
