@@ -55,7 +55,6 @@ MOST_RANKS = 1 << 20
 TEXT_SHARE, TEXT_ALWAYS = 64, 1 << 14
 FLUSHED = "has_no_residual"  # key in a file without redundant memories
 _LONGEST = 1000  # characters of an error that is not ours
-_LOADED = "nothing was loaded on any rank"
 
 Result = TypeVar("Result")
 
@@ -375,7 +374,7 @@ def load(replica: Replica, read: Callable[[], LoadCandidate]) -> None:
         row = [0, 0, 0]
         if candidate is not None:
             row = [candidate.part.step, candidate.world, candidate.fingerprint]
-        _check_alike(replica, vote(replica, _LOADED, "loading", row, problem))
+        _check_alike(replica, vote(replica, "nothing was loaded on any rank", "loading", row, problem))
         assert candidate is not None
         part = candidate.part
         if candidate.merger is not None:

@@ -55,19 +55,6 @@ def load_from(sync: GradientSync, folder: str | Path, promised: bool, pair: str 
     training that had ended: log it and load nothing."""
     folder = Path(folder)
     is_there = (folder / fencing.MANIFEST).exists() or bool(fencing.manifests(folder))
-    if is_seen_by_all(sync, folder, is_there) or promised:
-        sync.prepare("load()")
-        state.load(sync.replica, lambda: files.candidate_of(sync.replica, folder, True, pair))
-    elif sync.engine.rank == 0:
-        _log.warning(
-            "%s is not there: the checkpoint is of a training without gradsieve, or of one that had ended. "
-            "Going on from its model with empty residuals, and with one optimizer's state on all ranks",
-            folder,
-        )
-
-
-def is_seen_by_all(sync: GradientSync, folder: str | Path, is_there: bool) -> bool:
-    """Return whether all ranks see the folder; raise if only some do."""
     sync.prepare("load()")
     rows = state.vote(sync.replica, "nothing was loaded", "who sees a checkpoint", [is_there], None)
     blind = [rank for rank, (sees,) in enumerate(rows[0].tolist()) if not sees]
@@ -76,4 +63,11 @@ def is_seen_by_all(sync: GradientSync, folder: str | Path, is_there: bool) -> bo
             f"{sync.replica.where}: {list_ranks(blind)} of {sync.engine.world} do not see {folder}: the "
             "checkpoint has to be in a folder that all ranks share"
         )
-    return not blind
+    if promised or not blind:
+        state.load(sync.replica, lambda: files.candidate_of(sync.replica, folder, True, pair))
+    elif sync.engine.rank == 0:
+        _log.warning(
+            "%s is not there: the checkpoint is of a training without gradsieve, or of one that had ended. "
+            "Going on from its model with empty residuals, and with one optimizer's state on all ranks",
+            folder,
+        )
