@@ -102,7 +102,6 @@ class RecordFile:
 
 
 def path_of(stem: Path, rank: int) -> Path:
-    """Return the file of one rank."""
     return stem.with_name(f"{stem.name}.rank{rank}{SUFFIX}")
 
 

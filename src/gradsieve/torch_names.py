@@ -91,7 +91,6 @@ def _get(owner: Any, name: str) -> Any:
 
 
 def default_store() -> dist.Store:
-    """Return the store of the default group's rendezvous."""
     store: dist.Store = _get(dist.distributed_c10d, "_get_default_store")()
     return store
 
@@ -143,7 +142,6 @@ def all_gather_flat(gathered: Tensor, own: Tensor, group: dist.ProcessGroup | No
 
 
 def comm_hooks_of(ddp: nn.parallel.DistributedDataParallel) -> list[tuple[Any, Any]]:
-    """Return DDP's own list of hooks and their states."""
     hooks: list[tuple[Any, Any]] = _get(ddp, "_comm_hooks")
     return hooks
 

@@ -298,7 +298,6 @@ def complete_model(folder: Path, held: Mapping[str, Tensor], shard: int, shards:
 
 
 def refuse_other(replica: Replica, manifest: Manifest, optimizers: bool) -> None:
-    """Raise if the checkpoint is of another kind of run."""
     scheme = type(replica.scheme).__name__
     if manifest.scheme != scheme:
         raise Malformed(f"the checkpoint is of scheme {manifest.scheme}, this run's is {scheme}")

@@ -29,8 +29,6 @@ from gradsieve.types import Program
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """Hold what one rank had."""
-
     step: int
     figures: Mapping[str, float]
     memories: Mapping[str, Tensor]  # by kind/parameter, flat, as `Pipeline.kept`

@@ -262,7 +262,6 @@ def _flat(found: Tensor, like: Tensor) -> Tensor:
 
 
 def optimizers_of(replica: Replica, stored: Mapping[str, Tensor], rank: int) -> list[Any]:
-    """Return the states of old rank `rank`'s optimizers."""
     size = sum(tensor.nbytes for tensor in stored.values())
     out, optimizers = [], replica.optimizers
     prefix = f"rank{rank}/optimizer/"

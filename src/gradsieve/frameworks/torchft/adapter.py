@@ -25,8 +25,6 @@ _PATIENCE = 5.0  # seconds without a quorum until a warning
 
 
 class Place(NamedTuple):
-    """Say where the members of a quorum meet."""
-
     store: str
     rank: int
     world: int

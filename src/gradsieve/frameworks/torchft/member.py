@@ -141,7 +141,6 @@ class Member:
         }
 
     def commit(self) -> None:
-        """Apply the prepared exchange."""
         assert self.sync is not None
         assert self._held is not None
         self.sync.runner.apply(self._held)

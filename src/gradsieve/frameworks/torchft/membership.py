@@ -33,7 +33,6 @@ class Membership:
         return None if record is None else (record.group, record.exchange)
 
     def commit(self, members: Mapping[int, ReplicaRecord]) -> None:
-        """Record that an exchange of these replicas was committed."""
         for identity in self.present.keys() - members.keys():
             gone = self.missing[identity] = self.present[identity]
             _log.warning(
