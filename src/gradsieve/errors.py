@@ -7,7 +7,7 @@
     |   `-- DivergenceError    replicas are no longer bit-identical
     |-- Malformed          bytes from a peer or a file failed their check; nothing was applied
     |   `-- RefusedError       a save or load that a rank could not do, so that none did; training can go on
-    `-- PeerError          a collective failed or timed out; the step was rolled back
+    `-- PeerError          a collective failed or timed out; nothing of the step was kept
 
 Each message names the rank, the step, the cause and, where there is one, the fix.
 """

@@ -109,7 +109,7 @@ def save(replica: Replica, folder: Path, optimizers: bool, pair: str = "") -> No
     token = agreed_token(replica, folder)
     replicated = ranks_alike.replicated(replica)
     written, problem = state.attempt(lambda: _write_shard(replica, folder, token, optimizers))
-    size, *sha256 = written or bytes(33)
+    size, sha256 = written or (0, bytes(32))
     try:
         about = [size, *sha256, int(digest(list(replicated.values())))]
         rows = _vote(replica, token, VotePhase.FILES, about, problem)
@@ -120,7 +120,7 @@ def save(replica: Replica, folder: Path, optimizers: bool, pair: str = "") -> No
     except (Malformed, ProtocolError):
         if not (folder / token.manifest).exists():  # with one, the file belongs to a whole checkpoint
             with contextlib.suppress(OSError):  # it would fill the disk
-                (folder / _file(replica.rank, replica.shard, token, bytes(sha256).hex())).unlink()
+                (folder / _file(replica.rank, replica.shard, token, sha256.hex())).unlink()
         raise
 
 
@@ -178,7 +178,7 @@ def _refuse_different(replica: Replica, digests: Tensor, replicated: Mapping[str
         )
 
 
-def _write_shard(replica: Replica, folder: Path, token: FencingToken, optimizers: bool) -> list[int]:
+def _write_shard(replica: Replica, folder: Path, token: FencingToken, optimizers: bool) -> tuple[int, bytes]:
     tensors = state.shard_of(replica, optimizers)
     texts = (part.numel() for key, part in tensors.items() if key.endswith("/text") and "/optimizer/" in key)
     longest = max(texts, default=0)
@@ -189,7 +189,9 @@ def _write_shard(replica: Replica, folder: Path, token: FencingToken, optimizers
     )
 
 
-def write(folder: Path, part: str, content: Iterable[memoryview], name: Callable[[str], str]) -> list[int]:
+def write(
+    folder: Path, part: str, content: Iterable[memoryview], name: Callable[[str], str]
+) -> tuple[int, bytes]:
     """Write to the disk, rename by the hash, and return size and bytes of the hash. Nothing is left behind if
     this raises."""
     path, found, size = folder / part, hashlib.sha256(), 0
@@ -211,7 +213,7 @@ def write(folder: Path, part: str, content: Iterable[memoryview], name: Callable
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return [size, *found.digest()]
+    return size, found.digest()
 
 
 def _commit(

@@ -257,7 +257,7 @@ def saved(tmp_path: Path) -> Path:
         written.append(
             files.write(tmp_path, "x.part", content, lambda sha, rank=rank: files._file(rank, 0, token, sha))
         )
-    listed = tuple(f"{each.size} {each.sha256.hex()}" for each in written)
+    listed = tuple(f"{size} {sha256.hex()}" for size, sha256 in written)
     text = files.as_text(files.Manifest(1, 1, 1, 3, 7, "Stripes", "00" * 32, True, "", listed))
     files.write_manifest(tmp_path, token, text, keeps_last=False)
     return tmp_path
