@@ -17,6 +17,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
     ids=lambda command: command[0],
 )
 def test_limits_hold(command: list[str]) -> None:
+    """Slow: the ten trainings have 60 steps of four ranks each."""
     done = subprocess.run(
         [sys.executable, SCRIPTS / command[0], *command[1:]], capture_output=True, text=True
     )
