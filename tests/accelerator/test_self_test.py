@@ -98,6 +98,7 @@ def test_a_planted_fault_is_found_by_its_check_alone(
 
 
 def test_a_fault_on_a_device_from_outside_is_found(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow: the whole self-test runs, on a device that is built first."""
     monkeypatch.setattr(pair, "MODULE", "accelerator.planted_rank")
     monkeypatch.setenv(PLANTED, "a bit of a weight")
     code, verdicts, written = self_test("--device", device)

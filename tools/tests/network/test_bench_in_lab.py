@@ -68,6 +68,7 @@ def test_a_rank_that_dies_before_does(worker: str) -> None:
 def test_a_small_model_is_measured_and_the_spread_is_shown(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """Slow: four hosts start a training each, three times."""
     out = tmp_path / "step.json"
     syncs = "exdyna,exdyna@steps:every=2,exdyna:values=bf16@paper"
     size = ["--hosts", "2", "--params", "1e5", "--rounds", "2", "--syncs", syncs]
@@ -101,6 +102,7 @@ def test_an_interruption_of_the_command_alone_leaves_nothing(
 
 
 def test_hosts_of_several_ranks_are_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Slow: two hosts start two ranks each, which import FSDP."""
     out = tmp_path / "hsdp.json"
     size = ["--params", "1e5", "--rounds", "1", "--steps", "40", "--rate", "1gbit"]
     assert main(["bench", "hsdp", *size, "--json", str(out)]) == 0
